@@ -1,0 +1,105 @@
+"""Set-up exchanges between ranks: JSON over the process group, never pickle.
+
+Used while a runtime is created and by nothing after that. Every exchange is collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from odc.errors import SetupError
+
+MAX_PAYLOAD_BYTES = 64 << 20
+
+
+class Exchange(Protocol):
+    """How the ranks of one group swap small messages during set-up."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank. Collective; acts as a barrier."""
+        ...
+
+
+class ProcessGroupExchange:
+    """Exchange over a ``torch.distributed`` group, with tensors of bytes."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise SetupError(f"set-up message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
+        sizes = [int(row.item()) for row in self._gather(torch.tensor([len(payload)], dtype=torch.int64))]
+        if max(sizes) > MAX_PAYLOAD_BYTES:
+            raise SetupError(f"a rank announced a set-up message of {max(sizes)} bytes")
+        padded = torch.zeros(max(max(sizes), 1), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self._gather(padded)
+        return [bytes(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        local = row.to(self._device)
+        rows = [torch.empty_like(local) for _ in range(self.world_size)]
+        dist.all_gather(rows, local, group=self._group)
+        return [r.cpu() for r in rows]
+
+
+def gather_json(exchange: Exchange, value: Any) -> list[Any]:
+    """Every rank's JSON-serialisable ``value``, in rank order."""
+    return [json.loads(raw) for raw in exchange.all_gather(json.dumps(value).encode())]
+
+
+def raise_together(exchange: Exchange, error: BaseException | None) -> None:
+    """Turn the failure of one rank into an error on all of them, so that none is left waiting in set-up.
+
+    Raises:
+        the local ``error`` on the rank that has one; :class:`SetupError` naming that rank on the others.
+    """
+    texts = gather_json(exchange, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise SetupError(f"set-up failed on rank {rank}: {text}")
+
+
+def require_agreement(exchange: Exchange, tables: Mapping[str, Mapping[str, str]]) -> None:
+    """Check that every rank has the same tables (versions, options, units and parameters).
+
+    Raises:
+        SetupError: on all ranks, naming the first table and item that differs from rank 0 and both values.
+    """
+    everyone = gather_json(exchange, {title: dict(table) for title, table in tables.items()})
+    for rank in range(1, exchange.world_size):
+        difference = _first_difference(everyone[0], everyone[rank])
+        if difference:
+            title, item, ours, theirs = difference
+            raise SetupError(
+                f"rank {rank} differs from rank 0 in {title}, item {item!r}: rank 0 has {ours}, rank {rank} has "
+                f"{theirs}. All ranks must run the same versions, options and model."
+            )
+
+
+def _first_difference(
+    left: Mapping[str, Mapping[str, str]], right: Mapping[str, Mapping[str, str]]
+) -> tuple[str, str, str, str] | None:
+    for title in left:
+        a, b = left[title], right.get(title, {})
+        for item in [*a, *(key for key in b if key not in a)]:
+            if a.get(item) != b.get(item):
+                return title, item, a.get(item, "(absent)"), b.get(item, "(absent)")
+        if list(a) != list(b):
+            return title, "order of items", str(list(a)), str(list(b))
+    return None

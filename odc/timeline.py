@@ -1,0 +1,72 @@
+"""Who did what when: spans on one rank, on a clock that every rank of a host shares.
+
+A :class:`Timeline` costs one ``None`` check per operation while it is off. Switched on, it keeps
+``(kind, label, start_ns, end_ns, minibatch)`` spans, from which the bubble rate is measured, the per-rank
+picture is drawn and a Chrome/Perfetto trace is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# What a span can be. "wait" spans lie inside the operation that waited; "minibatch" spans enclose all others of
+# their minibatch, so that compute is what no other kind covers.
+KINDS = ("minibatch", "gather", "scatter", "wait", "publish", "finish")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One interval of one rank: ``kind`` is one of :data:`KINDS`; times are ``time.monotonic_ns()``."""
+
+    kind: str
+    label: str
+    start_ns: int
+    end_ns: int
+    minibatch: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+
+class Timeline:
+    """Spans of one rank, in the order in which they ended."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.minibatch = 0
+        self.spans: list[Span] = []
+
+    def record(self, kind: str, label: str, start_ns: int, end_ns: int | None = None) -> None:
+        """Add a span that started at ``start_ns`` and ends now (or at ``end_ns``)."""
+        if kind not in KINDS:
+            raise ValueError(f"unknown span kind {kind!r}: expected one of {', '.join(KINDS)}")
+        end = time.monotonic_ns() if end_ns is None else end_ns
+        self.spans.append(Span(kind, label, start_ns, end, self.minibatch))
+
+    @contextmanager
+    def span(self, kind: str, label: str) -> Iterator[None]:
+        """Record the body of a ``with`` block, also when it raises."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.record(kind, label, start)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``{"rank": int, "spans": [[kind, label, start_ns, end_ns, minibatch], ...]}``."""
+        rows = [list(asdict(span).values()) for span in self.spans]
+        Path(path).write_text(json.dumps({"rank": self.rank, "spans": rows}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read what :meth:`save` wrote."""
+        data = json.loads(Path(path).read_text())
+        timeline = cls(int(data["rank"]))
+        timeline.spans = [Span(*row) for row in data["spans"]]
+        return timeline

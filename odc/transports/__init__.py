@@ -1,0 +1,1 @@
+"""Wires between ranks: one small ABC, a registry, one file per transport."""

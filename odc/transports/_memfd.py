@@ -1,0 +1,63 @@
+"""Anonymous shared memory: memfd, reserved, sealed, mapped.
+
+Not ``multiprocessing.shared_memory``: that leaves files behind on SIGKILL, unlinks them when a mere reader exits, and
+dies of SIGBUS on a full /dev/shm. A memfd has no name to leak, does not count against the size of /dev/shm, is freed
+with its last mapping, and ``posix_fallocate`` turns "no memory" into a clean error before anything is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+from odc.errors import SetupError
+
+# From linux/fcntl.h; the names exist in the fcntl module only since Python 3.11 or on some builds.
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+_SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: nobody can cut the memory away under a reader
+_MADV_DONTFORK = 10
+
+
+def create(num_bytes: int, label: str) -> int:
+    """A sealed memfd of ``num_bytes`` reserved zero bytes.
+
+    Raises:
+        SetupError: the machine has not that much memory.
+    """
+    fd = os.memfd_create(f"odc-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise SetupError(
+            f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label!r}: {error.strerror}. "
+            "Free memory, raise the container's memory limit, or use more ranks."
+        ) from None
+    return fd
+
+
+def check(fd: int, num_bytes: int) -> None:
+    """Refuse a received descriptor that could shrink under us or has the wrong size."""
+    size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, _F_GET_SEALS)
+    if size != num_bytes or seals & _SEALS != _SEALS:
+        raise SetupError(f"received a buffer of {size} bytes with seals {seals:#x}: expected {num_bytes}, sealed")
+
+
+def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
+    """Map a memfd, page tables filled, as a uint8 tensor that keeps the mapping alive.
+
+    The mapping is not inherited by forked children: a DataLoader worker has no business in it and must not keep
+    gigabytes alive after its parent died.
+    """
+    try:
+        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as error:
+        raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {error.strerror}") from None
+    mapping.madvise(getattr(mmap, "MADV_DONTFORK", _MADV_DONTFORK))
+    return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,0 +1,72 @@
+"""Watching another process of this host through a pidfd.
+
+A pidfd becomes readable the moment its process ends, whatever ended it, also while forked children of that process
+(DataLoader workers) keep its sockets open. It names the process, not the number: a recycled pid cannot be mistaken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from pathlib import Path
+
+# PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info); exit information exists since Linux 6.15.
+_INFO_BYTES = 80
+_PIDFD_GET_INFO = (3 << 30) | (_INFO_BYTES << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE_OFFSET = 60
+
+_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in uninterruptible I/O", "Z": "a zombie"}
+
+
+class WatchedProcess:
+    """Another process, held by pidfd. Raises ``ProcessLookupError`` if it is gone already."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def is_dead(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def cause_of_death(self) -> str:
+        """How the process ended, as far as the kernel tells (Linux 6.15 or newer tells all)."""
+        status = self._exit_status()
+        if status is None:
+            return "its process is gone"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            return f"killed by signal {number} ({signal.Signals(number).name})"
+        return f"it exited with status {os.WEXITSTATUS(status)} without closing its session"
+
+    def describe_alive(self) -> str:
+        """What the scheduler says of a living process, for example "stopped by a signal"."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "running"
+        return _STATES.get(state, "running")
+
+    def _exit_status(self) -> int | None:
+        info = bytearray(_INFO_BYTES)
+        struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(self._fd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None  # a kernel without exit information
+        if not struct.unpack_from("Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+            return None
+        return int(struct.unpack_from("i", info, _EXIT_CODE_OFFSET)[0])
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
