@@ -1,0 +1,175 @@
+"""A plan: which rank trains on which samples of one minibatch, packed how, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray, as_costs, as_count, as_lengths
+
+Comm = Literal["odc", "collective"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The microbatches of every rank for one minibatch; validated, and read-only.
+
+    Sample indices count within the minibatch: they point into ``lengths`` and ``costs``. Ranks may have different
+    numbers of microbatches, also none. An empty microbatch has no sample: under collectives, which every rank must
+    join as often as the others, the rank runs a dummy forward and backward whose loss counts nothing.
+
+    Raises:
+        ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank, or
+            lengths or costs are not what they should be.
+    """
+
+    microbatches: Sequence[Sequence[Sequence[int]]]
+    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution."""
+
+    lengths: IntArray
+    """Tokens of each sample, (num_samples,) int64."""
+
+    costs: FloatArray
+    """Cost of each sample in the unit of the cost model, (num_samples,) float64."""
+
+    max_tokens: int
+    """Most tokens in one microbatch."""
+
+    policy: str
+    """Name of the policy that made the plan."""
+
+    def __post_init__(self) -> None:
+        frozen = tuple(
+            tuple(tuple(int(sample) for sample in microbatch) for microbatch in mine)
+            for mine in self.microbatches
+        )
+        lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
+        lengths.flags.writeable = costs.flags.writeable = False
+        for name, value in (("microbatches", frozen), ("lengths", lengths), ("costs", costs)):
+            object.__setattr__(self, name, value)
+        as_count(self.max_tokens, "max_tokens")
+        self._check_samples()
+        self._check_limit()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (
+            (self.microbatches, self.max_tokens, self.policy)
+            == (other.microbatches, other.max_tokens, other.policy)
+            and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.costs, other.costs)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.microbatches, self.max_tokens, self.policy))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.microbatches)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the minibatch, all ranks together."""
+        return int(self.lengths.size)
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Number of microbatches of each rank, empty ones included."""
+        return tuple(len(mine) for mine in self.microbatches)
+
+    def tokens(self, rank: int) -> int:
+        """Number of tokens that ``rank`` trains on."""
+        return sum(int(self.lengths[list(microbatch)].sum()) for microbatch in self.microbatches[rank])
+
+    def microbatch_costs(self) -> FloatArray:
+        """Cost of each microbatch, (world_size, largest number of microbatches); 0 where a rank has none."""
+        table = np.zeros((self.world_size, max(self.num_microbatches)))
+        for rank, mine in enumerate(self.microbatches):
+            for m, microbatch in enumerate(mine):
+                table[rank, m] = self.costs[list(microbatch)].sum()
+        return table
+
+    def makespan(self, comm: Comm = "odc") -> float:
+        """Time until the last rank is done, in units of cost; communication itself takes no time.
+
+        ``"collective"`` is equation (1) of the paper: every microbatch takes as long as its slowest rank, and the
+        minibatch takes their sum. ``"odc"``: ranks wait for each other only at the end of the minibatch, so it
+        takes as long as the slowest rank's sum. A rank that has fewer microbatches has cost 0 in the missing ones.
+
+        Raises:
+            ValueError: ``comm`` is something else.
+        """
+        if comm not in ("odc", "collective"):
+            raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
+        table = self.microbatch_costs()
+        if comm == "odc":
+            return float(table.sum(axis=1).max(initial=0.0))
+        return float(table.max(axis=0, initial=0.0).sum())
+
+    def bubble_rate(self, comm: Comm = "odc") -> float:
+        """Idle device time over total device time, from 0 to 1 (paper section 5.2, appendix G).
+
+        The total is ``world_size * makespan(comm)``, of which ``costs.sum()`` is work. 0 for an empty plan.
+        """
+        return bubble_rate([self], comm)
+
+    def explain(self) -> str:
+        """A short text for people: what each rank got, and how much of the time it would wait."""
+        lines = [
+            f"{self.policy}: {self.num_samples} samples, {int(self.lengths.sum())} tokens on {self.world_size} ranks, "
+            f"at most {self.max_tokens} tokens a microbatch",
+            f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, {self.bubble_rate('collective'):.1%} with collectives",
+        ]
+        loads = self.microbatch_costs().sum(axis=1)
+        mean = float(loads.mean()) or 1.0
+        for rank, mine in enumerate(self.microbatches):
+            num_empty = sum(not microbatch for microbatch in mine)
+            lines.append(
+                f"rank {rank}: {sum(map(len, mine))} samples in {len(mine)} microbatches"
+                + (f" ({num_empty} empty)" if num_empty else "")
+                + f", {self.tokens(rank)} tokens, {loads[rank] / mean:.0%} of the mean cost"
+            )
+        return "\n".join(lines)
+
+    def _check_samples(self) -> None:
+        if not self.microbatches:
+            raise ValueError("the plan has no rank: expected at least one")
+        if self.costs.size != self.num_samples:
+            raise ValueError(f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample")
+        samples = sorted(sample for mine in self.microbatches for part in mine for sample in part)
+        if samples != list(range(self.num_samples)):
+            unknown = sorted({s for s in samples if not 0 <= s < self.num_samples})
+            missing = sorted(set(range(self.num_samples)) - set(samples))
+            repeated = sorted({a for a, b in zip(samples, samples[1:], strict=False) if a == b})
+            raise ValueError(
+                f"{self.policy}: every sample 0..{self.num_samples - 1} must be in the plan once; "
+                f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
+            )
+
+    def _check_limit(self) -> None:
+        for rank, mine in enumerate(self.microbatches):
+            for m, microbatch in enumerate(mine):
+                tokens = int(self.lengths[list(microbatch)].sum())
+                if tokens > self.max_tokens:
+                    raise ValueError(
+                        f"{self.policy}: microbatch {m} of rank {rank} has {tokens} tokens: "
+                        f"expected at most max_tokens={self.max_tokens}"
+                    )
+
+
+def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:
+    """Total idle device time over total device time of several minibatches (paper appendix G).
+
+    Not the mean of the minibatches' rates: longer minibatches count for more. 0 if there is no work.
+    """
+    work = total = 0.0
+    for plan in plans:
+        work += float(plan.costs.sum())
+        total += plan.world_size * plan.makespan(comm)
+    # Sums in different orders may differ in their last bits: the rate of a perfect plan is 0, not -1e-16.
+    return max(0.0, 1.0 - work / total) if total > 0 else 0.0

@@ -1,0 +1,67 @@
+"""The two objects that stand behind FSDP2's doors, one pair per unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from odc.fsdp_patch.session import Session
+
+    AllGather = ReduceScatter = object
+else:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+
+class _Allocates:
+    """FSDP asks its communication objects for their buffers; plain memory serves here."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OdcAllGather(_Allocates, AllGather):
+    """FSDP's all-gather of one unit, as a gather on demand."""
+
+    def __init__(self, session: Session, unit: int) -> None:
+        self._session = session
+        self._unit = unit
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # FSDP has put this rank's shard (input_tensor) into its place in output_tensor.
+        self._session.gather(self._unit, output_tensor)
+        return None
+
+
+class OdcReduceScatter(_Allocates, ReduceScatter):
+    """FSDP's reduce-scatter of one unit, as a push to the owners."""
+
+    def __init__(self, session: Session, unit: int) -> None:
+        self._session = session
+        self._unit = unit
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._session.scatter_accumulate(self._unit, input_tensor)
+        # [Note: Zero until final] FSDP adds this output to .grad now, but the sum is known only at the end of the
+        # minibatch. Zeros leave .grad as it was; Session.finish adds the sum, divided as FSDP would have divided it.
+        # (The division FSDP may apply to this output or, for a forced sum, after it, divides zeros.)
+        output_tensor.zero_()
+        return None

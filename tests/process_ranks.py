@@ -1,0 +1,128 @@
+"""Ranks as real processes for the tests: started in milliseconds, watched, never left behind.
+
+A fork server that has imported torch once forks each rank. Ranks meet through a ``FileStore`` (no ports); each rank's
+failure reaches the caller with its traceback; a rank that outlives its time limit is killed and reported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odc", "odc.fsdp_patch", "process_ranks"])
+
+
+@dataclass
+class RankResult:
+    """How one rank ended: what its function returned, or its error, and the exit code of its process."""
+
+    value: Any = None
+    error: str | None = None
+    error_type: str | None = None
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class RankGroup:
+    """Running ranks."""
+
+    processes: list[Any]
+    pipes: list[Connection]
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def join(self, timeout_s: float) -> list[RankResult]:
+        """Wait for all ranks; kill what is left after ``timeout_s``."""
+        deadline = self.started + timeout_s
+        results = [RankResult() for _ in self.processes]
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while open_pipes and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(open_pipes), timeout=left):
+                rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
+                results[rank] = self._receive(pipe)  # type: ignore[arg-type]
+                results[rank].seconds = time.monotonic() - self.started
+        for rank, process in enumerate(self.processes):
+            process.join(max(deadline - time.monotonic(), 0.5))
+            if process.is_alive():
+                process.kill()
+                process.join()
+                results[rank].error = results[rank].error or f"killed by the test after {timeout_s} s"
+            results[rank].exitcode = process.exitcode
+        return results
+
+    @staticmethod
+    def _receive(pipe: Connection) -> RankResult:
+        try:
+            kind, *payload = pipe.recv()
+        except EOFError:
+            return RankResult(error="ended without a result")
+        if kind == "value":
+            return RankResult(value=payload[0])
+        return RankResult(error=payload[1], error_type=payload[0])
+
+
+def _main(
+    rank: int, world_size: int, store: str, env: Mapping[str, str], pipe: Connection, body: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        pipe.send(("value", body(rank, world_size, *args)))
+    except BaseException as error:
+        pipe.send(("error", type(error).__name__, f"{error}\n{traceback.format_exc()}"))
+        pipe.close()
+        os._exit(1)  # a failed rank does nothing collective on its way out
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def start_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
+) -> RankGroup:
+    """Start ``body(rank, world_size, *args)`` on every rank, inside a gloo process group."""
+    store = os.path.join(tempfile.mkdtemp(prefix="odc-test-"), "store")
+    processes, pipes = [], []
+    for rank in range(world_size):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_main, args=(rank, world_size, store, dict(env or {}), theirs, body, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return RankGroup(processes, pipes)
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``body`` on every rank and return what each returned; raise the first rank's error otherwise."""
+    results = start_ranks(world_size, body, *args, env=env).join(timeout_s)
+    for rank, result in enumerate(results):
+        if result.error is not None:
+            raise AssertionError(f"rank {rank}: {result.error_type}: {result.error}")
+    return [result.value for result in results]
