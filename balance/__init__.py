@@ -1,1 +1,54 @@
+"""Balance samples of different lengths over ranks: costs, partitions, packing, policies, plans, loaders.
 
+Start at :func:`get_policy` (plan one minibatch) or :class:`MinibatchLoader` (a whole dataset). Needs numpy
+only; the names that need torch are imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from odc.balance.costs import CostModel, LinearCost, QuadraticCost, TransformerCost
+from odc.balance.partition import karmarkar_karp
+from odc.balance.plan import Plan, bubble_rate
+from odc.balance.policies import Policy, get_policy, policy_names
+from odc.balance.sampler import MinibatchSampler, PlannedMinibatch
+
+if TYPE_CHECKING:
+    from odc.balance.collate import count_loss_tokens, pack_collate
+    from odc.balance.loader import Minibatch, MinibatchLoader, loss_scale
+
+__all__ = [
+    "CostModel",
+    "LinearCost",
+    "Minibatch",
+    "MinibatchLoader",
+    "MinibatchSampler",
+    "Plan",
+    "PlannedMinibatch",
+    "Policy",
+    "QuadraticCost",
+    "TransformerCost",
+    "bubble_rate",
+    "count_loss_tokens",
+    "get_policy",
+    "karmarkar_karp",
+    "loss_scale",
+    "pack_collate",
+    "policy_names",
+]
+
+_NEED_TORCH = {
+    "Minibatch": "odc.balance.loader",
+    "MinibatchLoader": "odc.balance.loader",
+    "count_loss_tokens": "odc.balance.collate",
+    "loss_scale": "odc.balance.loader",
+    "pack_collate": "odc.balance.collate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_NEED_TORCH[name]), name)

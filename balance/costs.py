@@ -62,8 +62,8 @@ class QuadraticCost:
 class TransformerCost:
     """FLOPs of the matrix products of one forward and backward of a decoder-only transformer.
 
-    ``flops_per_token * s + flops_per_squared_token * s**2``. The backward counts as two forwards. Not counted:
-    activation recomputation, normalization, activation functions, softmax, the embedding lookup.
+    ``flops_per_token * s + flops_per_squared_token * s**2``. The backward counts as two forwards. Not
+    counted: activation recomputation, normalization, activation functions, softmax, the embedding lookup.
     """
 
     flops_per_token: float
@@ -83,9 +83,9 @@ class TransformerCost:
         """Read the sizes from ``config``: a mapping or an object (a ``transformers`` config fits).
 
         Needed: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size``,
-        ``vocab_size``. Optional: ``num_key_value_heads`` (default: as many as attention heads) and ``head_dim``
-        (default: hidden_size / num_attention_heads). ``gated_mlp``: three matrices in the MLP (Llama, Qwen),
-        else two.
+        ``vocab_size``. Optional: ``num_key_value_heads`` (default: as many as attention heads) and
+        ``head_dim`` (default: hidden_size / num_attention_heads). ``gated_mlp``: three matrices in the MLP
+        (Llama, Qwen), else two.
 
         Raises:
             ValueError: a size is missing, not a positive integer, or the heads do not divide evenly.
@@ -102,8 +102,8 @@ class TransformerCost:
         attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)  # q and o, k and v
         mlp = (3 if gated_mlp else 2) * hidden * _size(config, "intermediate_size")
         weights = num_layers * (attention + mlp) + hidden * _size(config, "vocab_size")
-        # Two FLOPs per multiply-add, three passes (forward, and twice that backward). Scores and their product
-        # with the values are 2 products of s*s*num_heads*head_dim, of which a causal mask needs half.
+        # Two FLOPs per multiply-add, three passes (the backward is two). Scores and their product with the values
+        # are two products of s * s * num_heads * head_dim, of which a causal mask needs half.
         return cls(
             flops_per_token=6.0 * weights,
             flops_per_squared_token=6.0 * num_layers * num_heads * head_dim,
@@ -130,7 +130,9 @@ def _check_coefficients(**coefficients: float) -> None:
             raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
     if not any(coefficients.values()):
         names = " and ".join(coefficients)
-        raise ValueError(f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced")
+        raise ValueError(
+            f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced"
+        )
 
 
 def _read(config: object, name: str) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,99 +13,104 @@ from odc.balance.refine import Limit, refine
 
 
 def pack(lengths: IntArray, costs: FloatArray, max_tokens: int) -> Parts:
-    """Pack samples into few microbatches of at most ``max_tokens`` tokens and of similar cost.
+    """Pack the samples of one rank into few microbatches of similar cost that keep the token limit.
 
-    Paper appendix C, Listing 1: split into k microbatches of similar cost, accept the split only if each keeps
-    the limit, else raise k. Differences: k starts at a lower bound instead of 1, and a k at which the
-    cost-balanced split fails is given two more chances, see :func:`pack_into`.
+    Paper appendix C, Listing 1: split into k microbatches of similar cost, accept the split only if each
+    keeps the limit, else raise k. Differences: k starts at a lower bound instead of 1, and a k at which the
+    cost-balanced split fails is given two more chances, see :class:`Packer`.
 
     Returns:
         Lists of indices into ``lengths``, none empty, together every index once.
     """
-    num_microbatches = min_microbatches(lengths, max_tokens)
-    while True:
-        parts = pack_into(lengths, costs, num_microbatches, max_tokens)
-        if parts is not None:
-            return parts
-        num_microbatches += 1
+    return pack_together([lengths], [costs], max_tokens)[0]
 
 
-def pack_together(
-    lengths: Sequence[IntArray], costs: Sequence[FloatArray], max_tokens: int
-) -> list[Parts]:
+def pack_together(lengths: Sequence[IntArray], costs: Sequence[FloatArray], max_tokens: int) -> list[Parts]:
     """:func:`pack` for several ranks that must all have the same number of microbatches (LB-Micro).
 
-    The number is the smallest at which every rank's packing succeeds. A rank with fewer samples than that gets
-    empty microbatches, the last ones; no other rank gets any.
+    The number is the smallest at which every rank's packing succeeds. A rank with fewer samples than that
+    gets empty microbatches, the last ones; no other rank gets any.
     """
+    packers = [Packer(*mine, max_tokens) for mine in zip(lengths, costs, strict=True)]
     num_microbatches = max(min_microbatches(mine, max_tokens) for mine in lengths)
     while True:
-        packed = []
-        for mine, my_costs in zip(lengths, costs, strict=True):
-            parts = pack_into(mine, my_costs, num_microbatches, max_tokens)
-            if parts is None:
-                break
-            packed.append(parts)
-        else:
-            return packed
+        packed = [packer.into(num_microbatches) for packer in packers]
+        found = [parts for parts in packed if parts is not None]
+        if len(found) == len(packed):
+            return found
         num_microbatches += 1
 
 
-def pack_into(lengths: IntArray, costs: FloatArray, num_microbatches: int, max_tokens: int) -> Parts | None:
-    """Pack samples into exactly ``num_microbatches``, or return None if no packing was found.
+class Packer:
+    """Packs the samples of one rank into a given number of microbatches.
 
     Tried in this order: a split of similar costs; one of similar token counts; first-fit-decreasing. The last
-    two are then balanced by cost as far as the limit allows. A packing is always found if ``num_microbatches``
-    is at least the number of bins that first-fit-decreasing needs, thus at the latest with one sample in each.
+    two are then balanced by cost as far as the limit allows. ``lengths`` are at most ``max_tokens`` each.
     """
-    parts = balance(costs, num_microbatches, equal_size=False)
-    if fits(lengths, parts, max_tokens):
-        return parts
-    parts = balance(lengths.astype(np.float64), num_microbatches, equal_size=False)
-    if not fits(lengths, parts, max_tokens):
-        parts = first_fit_decreasing(lengths, max_tokens)
-        if len(parts) > num_microbatches:
-            return None
-        parts += [[] for _ in range(num_microbatches - len(parts))]
-    parts = refine(costs, parts, equal_size=False, limit=Limit(lengths, max_tokens))
-    fill_empty(costs, parts)
-    return canonical(parts)
 
+    def __init__(self, lengths: IntArray, costs: FloatArray, max_tokens: int) -> None:
+        self._lengths = lengths
+        self._costs = costs
+        self._max_tokens = max_tokens
+        self._first_fit = first_fit_decreasing(lengths, max_tokens)
 
-def fits(lengths: IntArray, parts: Parts, max_tokens: int) -> bool:
-    """Whether every part has at most ``max_tokens`` tokens."""
-    return all(int(lengths[part].sum()) <= max_tokens for part in parts)
+    def into(self, num_microbatches: int) -> Parts | None:
+        """A packing into exactly ``num_microbatches``, or None if none was found.
+
+        One is always found if first-fit-decreasing needs no more, thus at the latest with one sample in each.
+        """
+        parts = balance(self._costs, num_microbatches, equal_size=False)
+        if self._fits(parts):
+            return parts
+        parts = balance(self._lengths.astype(np.float64), num_microbatches, equal_size=False)
+        if not self._fits(parts):
+            num_empty = num_microbatches - len(self._first_fit)
+            if num_empty < 0:
+                return None
+            parts = [list(part) for part in self._first_fit] + [[] for _ in range(num_empty)]
+        limit = Limit(self._lengths, self._max_tokens)
+        parts = refine(self._costs, parts, equal_size=False, limit=limit)
+        fill_empty(self._costs, parts)
+        return canonical(parts)
+
+    def _fits(self, parts: Parts) -> bool:
+        return all(int(self._lengths[part].sum()) <= self._max_tokens for part in parts)
 
 
 def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
-    """A lower bound on the number of microbatches: by the sum, and by the samples no two of which fit together.
+    """A lower bound on the number of microbatches (Martello and Toth's L2): no packing needs fewer.
 
-    For each threshold t up to half the limit: samples longer than ``max_tokens - t`` share with none of at
-    least t tokens, and two samples longer than half the limit do not share (Martello and Toth's bound L2).
+    Two samples longer than half the limit never share. For a threshold t up to half the limit, those longer
+    than ``max_tokens - t`` share with no sample of at least t tokens; what the rest of the long ones leave
+    free takes samples of t tokens and up to half the limit, and what remains of these needs microbatches of
+    its own. t = 0 gives at least the sum of all tokens over the limit.
     """
     if lengths.size == 0:
         return 0
-    bound = -(-int(lengths.sum()) // max_tokens)
-    for threshold in np.unique(np.append(lengths[2 * lengths <= max_tokens], 0)):
-        alone = lengths > max_tokens - threshold
-        large = (2 * lengths > max_tokens) & ~alone
-        small = (2 * lengths <= max_tokens) & (lengths >= threshold)
-        room = int(large.sum()) * max_tokens - int(lengths[large].sum())
-        overflow = max(0, int(lengths[small].sum()) - room)
-        bound = max(bound, int(alone.sum()) + int(large.sum()) + -(-overflow // max_tokens))
-    return bound
+    ordered = np.sort(lengths)
+    sums = np.concatenate([[0], np.cumsum(ordered)])
+    num_short = int(np.searchsorted(2 * ordered, max_tokens, side="right"))
+    num_long = lengths.size - num_short
+    thresholds = np.concatenate([[0], ordered[:num_short]])
+    first = np.searchsorted(ordered, thresholds)  # short samples of at least t tokens are first : num_short
+    last = np.searchsorted(
+        ordered, max_tokens - thresholds, side="right"
+    )  # long ones that share: num_short : last
+    needed = sums[num_short] - sums[first]
+    free = (last - num_short) * max_tokens - (sums[last] - sums[num_short])
+    overflow = np.maximum(needed - free, 0)
+    return num_long + int((-(-overflow // max_tokens)).max())
 
 
 def first_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
     """Bins of at most ``max_tokens``: each sample, the longest first, goes into the first bin with room."""
     parts: Parts = []
-    room = np.zeros(lengths.size, dtype=np.int64)
-    for sample in np.argsort(-lengths, kind="stable"):
-        open_room = room[: len(parts)] >= lengths[sample]
-        bin_number = int(np.argmax(open_room)) if open_room.any() else len(parts)
-        if bin_number == len(parts):
+    room = np.full(lengths.size, max_tokens, dtype=np.int64)
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        # There are as many bins as samples, so one has room.
+        number = int(np.argmax(room[: len(parts) + 1] >= lengths[sample]))
+        if number == len(parts):
             parts.append([])
-            room[bin_number] = max_tokens
-        parts[bin_number].append(int(sample))
-        room[bin_number] -= lengths[sample]
+        parts[number].append(sample)
+        room[number] -= lengths[sample]
     return parts

@@ -34,8 +34,8 @@ def karmarkar_karp(costs: npt.ArrayLike, k: int, *, equal_size: bool = False) ->
         differencing method wins.
 
     Raises:
-        ValueError: a cost is negative, infinite or NaN; ``k`` is below 1; ``equal_size`` and ``len(costs)`` is
-            not a multiple of ``k``.
+        ValueError: a cost is negative, infinite or NaN; ``k`` is below 1; ``equal_size`` and ``len(costs)``
+            is not a multiple of ``k``.
     """
     array = as_costs(costs)
     k = as_count(k, "k")
@@ -65,7 +65,7 @@ def balance(costs: FloatArray, k: int, *, equal_size: bool) -> Parts:
 
 
 def lower_bound(costs: FloatArray, k: int) -> float:
-    """No partition of ``costs`` into ``k`` parts has a smaller makespan: the mean load, or the largest item."""
+    """The mean load or the largest item: no partition into ``k`` parts has a smaller makespan."""
     return max(float(costs.sum()) / k, float(costs.max(initial=0.0)))
 
 

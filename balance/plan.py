@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,18 +17,19 @@ Comm = Literal["odc", "collective"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The microbatches of every rank for one minibatch; validated, and read-only.
+    """The microbatches of every rank for one minibatch; validated, and not meant to be changed.
 
-    Sample indices count within the minibatch: they point into ``lengths`` and ``costs``. Ranks may have different
-    numbers of microbatches, also none. An empty microbatch has no sample: under collectives, which every rank must
-    join as often as the others, the rank runs a dummy forward and backward whose loss counts nothing.
+    Sample indices count within the minibatch: they point into ``lengths`` and ``costs``. Ranks may have
+    different numbers of microbatches, also none. An empty microbatch has no sample: under collectives, which
+    every rank must join as often as the others, the rank runs a dummy forward and backward whose loss counts
+    nothing.
 
     Raises:
-        ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank, or
-            lengths or costs are not what they should be.
+        ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank,
+            or lengths or costs are not what they should be.
     """
 
-    microbatches: Sequence[Sequence[Sequence[int]]]
+    microbatches: list[list[list[int]]]
     """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution."""
 
     lengths: IntArray
@@ -42,13 +45,13 @@ class Plan:
     """Name of the policy that made the plan."""
 
     def __post_init__(self) -> None:
-        frozen = tuple(
-            tuple(tuple(int(sample) for sample in microbatch) for microbatch in mine)
+        microbatches = [
+            [[operator.index(sample) for sample in microbatch] for microbatch in mine]
             for mine in self.microbatches
-        )
+        ]
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
         lengths.flags.writeable = costs.flags.writeable = False
-        for name, value in (("microbatches", frozen), ("lengths", lengths), ("costs", costs)):
+        for name, value in (("microbatches", microbatches), ("lengths", lengths), ("costs", costs)):
             object.__setattr__(self, name, value)
         as_count(self.max_tokens, "max_tokens")
         self._check_samples()
@@ -63,9 +66,6 @@ class Plan:
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
         )
-
-    def __hash__(self) -> int:
-        return hash((self.microbatches, self.max_tokens, self.policy))
 
     @property
     def world_size(self) -> int:
@@ -84,22 +84,23 @@ class Plan:
 
     def tokens(self, rank: int) -> int:
         """Number of tokens that ``rank`` trains on."""
-        return sum(int(self.lengths[list(microbatch)].sum()) for microbatch in self.microbatches[rank])
+        return sum(int(self.lengths[microbatch].sum()) for microbatch in self.microbatches[rank])
 
     def microbatch_costs(self) -> FloatArray:
         """Cost of each microbatch, (world_size, largest number of microbatches); 0 where a rank has none."""
         table = np.zeros((self.world_size, max(self.num_microbatches)))
         for rank, mine in enumerate(self.microbatches):
             for m, microbatch in enumerate(mine):
-                table[rank, m] = self.costs[list(microbatch)].sum()
+                table[rank, m] = self.costs[microbatch].sum()
         return table
 
     def makespan(self, comm: Comm = "odc") -> float:
         """Time until the last rank is done, in units of cost; communication itself takes no time.
 
-        ``"collective"`` is equation (1) of the paper: every microbatch takes as long as its slowest rank, and the
-        minibatch takes their sum. ``"odc"``: ranks wait for each other only at the end of the minibatch, so it
-        takes as long as the slowest rank's sum. A rank that has fewer microbatches has cost 0 in the missing ones.
+        ``"collective"`` is equation (1) of the paper: every microbatch takes as long as its slowest rank, and
+        the minibatch takes their sum. ``"odc"``: ranks wait for each other only at the end of the minibatch,
+        so it takes as long as the slowest rank's sum. A rank that has fewer microbatches has cost 0 in the
+        missing ones.
 
         Raises:
             ValueError: ``comm`` is something else.
@@ -121,9 +122,10 @@ class Plan:
     def explain(self) -> str:
         """A short text for people: what each rank got, and how much of the time it would wait."""
         lines = [
-            f"{self.policy}: {self.num_samples} samples, {int(self.lengths.sum())} tokens on {self.world_size} ranks, "
-            f"at most {self.max_tokens} tokens a microbatch",
-            f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, {self.bubble_rate('collective'):.1%} with collectives",
+            f"{self.policy}: {self.num_samples} samples, {int(self.lengths.sum())} tokens "
+            f"on {self.world_size} ranks, at most {self.max_tokens} tokens a microbatch",
+            f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, "
+            f"{self.bubble_rate('collective'):.1%} with collectives",
         ]
         loads = self.microbatch_costs().sum(axis=1)
         mean = float(loads.mean()) or 1.0
@@ -140,12 +142,14 @@ class Plan:
         if not self.microbatches:
             raise ValueError("the plan has no rank: expected at least one")
         if self.costs.size != self.num_samples:
-            raise ValueError(f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample")
+            raise ValueError(
+                f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample"
+            )
         samples = sorted(sample for mine in self.microbatches for part in mine for sample in part)
         if samples != list(range(self.num_samples)):
             unknown = sorted({s for s in samples if not 0 <= s < self.num_samples})
             missing = sorted(set(range(self.num_samples)) - set(samples))
-            repeated = sorted({a for a, b in zip(samples, samples[1:], strict=False) if a == b})
+            repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})
             raise ValueError(
                 f"{self.policy}: every sample 0..{self.num_samples - 1} must be in the plan once; "
                 f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
@@ -154,7 +158,7 @@ class Plan:
     def _check_limit(self) -> None:
         for rank, mine in enumerate(self.microbatches):
             for m, microbatch in enumerate(mine):
-                tokens = int(self.lengths[list(microbatch)].sum())
+                tokens = int(self.lengths[microbatch].sum())
                 if tokens > self.max_tokens:
                     raise ValueError(
                         f"{self.policy}: microbatch {m} of rank {rank} has {tokens} tokens: "

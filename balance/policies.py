@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -12,19 +11,23 @@ import numpy.typing as npt
 from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, check_fit
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.differencing import Parts
-from odc.balance.packing import pack, pack_together
+from odc.balance.packing import Packer, min_microbatches, pack, pack_together
 from odc.balance.partition import balance
 from odc.balance.plan import Plan
 
 
 class Policy(ABC):
-    """Decides which rank trains on which samples, and packs them. Stateless and deterministic."""
+    """Decides which rank trains on which samples, and packs them. Stateless and deterministic.
+
+    Within a rank, microbatches are in the order of their cost, the costliest first (:class:`LocalSort`: of
+    their length). Where all ranks have the same number, no other order has a smaller makespan under
+    collectives.
+    """
 
     name: ClassVar[str]
+    """What :func:`get_policy` knows it by."""
 
-    def plan(
-        self, lengths: npt.ArrayLike, *, world_size: int, max_tokens: int, cost: CostModel
-    ) -> Plan:
+    def plan(self, lengths: npt.ArrayLike, *, world_size: int, max_tokens: int, cost: CostModel) -> Plan:
         """Plan one minibatch.
 
         Args:
@@ -44,121 +47,138 @@ class Policy(ABC):
         return Plan(microbatches, tokens, costs, max_tokens, self.name)
 
     @abstractmethod
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
-        """``microbatches[rank][m]`` as lists of sample indices. The arguments are checked."""
+    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
+        """``microbatches[rank][m]`` as lists of sample indices. The arguments are checked already."""
 
 
 class LocalSort(Policy):
-    """Rank r gets samples r, r + world_size, ...; longest first, one a microbatch (paper section 5.1).
+    """Rank r gets samples r, r + world_size, ...; longest first, one a microbatch, not packed (section 5.1).
 
-    If the samples cannot be dealt out evenly, ranks with one less end with an empty microbatch.
+    Every rank has the same number of microbatches; if the samples cannot be dealt out evenly, the last ones
+    of the ranks with one sample less are empty.
     """
 
     name = "local-sort"
 
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
+    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
         num_microbatches = -(-lengths.size // world_size)
-        microbatches = []
+        microbatches: list[Parts] = []
         for rank in range(world_size):
             samples = np.arange(rank, lengths.size, world_size)
-            longest_first = samples[np.argsort(-lengths[samples], kind="stable")]
-            mine = [[sample] for sample in longest_first.tolist()]
-            microbatches.append(mine + [[] for _ in range(num_microbatches - len(mine))])
+            longest_first = samples[np.argsort(-lengths[samples], kind="stable")].tolist()
+            num_empty = num_microbatches - len(longest_first)
+            microbatches.append([[sample] for sample in longest_first] + [[] for _ in range(num_empty)])
         return microbatches
 
 
 class LBMicro(Policy):
-    """LB-Micro (paper section 5.1, appendix C): the same number of microbatches on every rank."""
+    """LB-Micro, the paper's strong baseline for collectives (section 5.1, appendix C, Listing 1).
+
+    The cost is balanced over ranks that get equally many samples (differing by at most one if they cannot be
+    dealt out evenly). Then every rank packs into the same number of microbatches, the smallest that suits all
+    of them. A microbatch is empty only if its rank has fewer samples than that.
+    """
 
     name = "lb-micro"
 
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
-        ranks = _equal_ranks(costs, world_size)
-        return _microbatches_together(ranks, lengths, costs, max_tokens)
-
-
-class LBMicroFree(Policy):
-    name = "lb-micro-free"
-
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
-        ranks = balance(costs, world_size, equal_size=False)
-        return _microbatches_together(ranks, lengths, costs, max_tokens)
+    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
+        ranks = [np.array(mine, dtype=np.int64) for mine in _equally_many(costs, world_size)]
+        packed = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], max_tokens)
+        return [
+            _costliest_first(_renumber(parts, mine), costs) for parts, mine in zip(packed, ranks, strict=True)
+        ]
 
 
 class LBMicroGlobal(Policy):
+    """Not in the paper: pack the whole minibatch first, then let microbatches of similar cost run together.
+
+    All samples are packed into world_size * k microbatches, k as small as possible. In the order of their
+    cost they are dealt out world_size at a time, one to each rank, the costliest to the rank with the least
+    so far. Under collectives this idles less than :class:`LBMicro`, under ODC more than :class:`LBMini`.
+    """
+
     name = "lb-micro-global"
 
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
-        from odc.balance.packing import min_microbatches, pack_into
-        k = -(-min_microbatches(lengths, max_tokens) // world_size)
-        while True:
-            parts = pack_into(lengths, costs, k * world_size, max_tokens)
-            if parts: break
-            k += 1
-        parts = _costliest_first(parts, costs)
-        # snake
-        out = [[] for _ in range(world_size)]
-        load = np.zeros(world_size)
-        for m in range(k):
-            for p, r in zip(parts[m*world_size:(m+1)*world_size], np.argsort(load, kind="stable"), strict=True):
-                out[r].append(p); load[r] += costs[p].sum()
-        return [_costliest_first(mine, costs) for mine in out]
+    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
+        microbatches: list[Parts] = [[] for _ in range(world_size)]
+        loads = np.zeros(world_size)
+        parts = _costliest_first(_pack_multiple(lengths, costs, world_size, max_tokens), costs)
+        for start in range(0, len(parts), world_size):
+            lightest_first = np.argsort(loads, kind="stable").tolist()
+            for rank, part in zip(lightest_first, parts[start : start + world_size], strict=True):
+                microbatches[rank].append(part)
+                loads[rank] += costs[part].sum()
+        return microbatches
 
 
 class LBMini(Policy):
-    """LB-Mini (paper section 4): balance the cost of the whole minibatch over the ranks; each packs for itself.
+    """LB-Mini (section 4): balance the whole minibatch's cost over the ranks; each rank packs for itself.
 
-    Ranks may end with different numbers of microbatches, and with none if there are fewer samples than ranks. Only
-    for ODC: collectives would wait forever.
+    Ranks may end with different numbers of microbatches, and with none if there are fewer samples than ranks.
+    Only for ODC: under collectives a rank would wait forever for one that has fewer.
     """
 
     name = "lb-mini"
 
-    def assign(
-        self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int
-    ) -> list[Parts]:
-        microbatches = []
-        for samples in map(_as_indices, balance(costs, world_size, equal_size=False)):
-            parts = pack(lengths[samples], costs[samples], max_tokens) if samples.size else []
-            microbatches.append(_costliest_first(_global(parts, samples), costs))
+    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
+        microbatches: list[Parts] = []
+        for part in balance(costs, world_size, equal_size=False):
+            mine = np.array(part, dtype=np.int64)
+            parts = pack(lengths[mine], costs[mine], max_tokens)
+            microbatches.append(_costliest_first(_renumber(parts, mine), costs))
         return microbatches
 
 
-def _as_indices(samples: list[int]) -> IntArray:
-    return np.array(samples, dtype=np.int64)
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (LocalSort, LBMicro, LBMicroGlobal, LBMini)
+}
 
 
-def _global(parts: Parts, samples: IntArray) -> Parts:
+def policy_names() -> list[str]:
+    """The names that :func:`get_policy` knows."""
+    return list(_POLICIES)
+
+
+def get_policy(name: str) -> Policy:
+    """The policy called ``name``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"policy {name!r} is not known: expected one of {', '.join(policy_names())}")
+    return _POLICIES[name]()
+
+
+def _renumber(parts: Parts, samples: IntArray) -> Parts:
+    """Turn positions within a rank's ``samples`` into samples."""
     return [samples[part].tolist() for part in parts]
 
 
 def _costliest_first(parts: Parts, costs: FloatArray) -> Parts:
+    """In the order of cost, empty ones last: it minimizes the sum over positions of the maximum over ranks."""
     return sorted(parts, key=lambda part: (not part, -float(costs[part].sum())))
 
 
-def _equal_ranks(costs: FloatArray, world_size: int) -> Parts:
-    n = costs.size
-    padded = np.concatenate([costs, np.zeros(-n % world_size)])
-    return [[i for i in p if i < n] for p in balance(padded, world_size, equal_size=True)]
+def _equally_many(costs: FloatArray, world_size: int) -> Parts:
+    """Balance over ranks whose numbers of samples differ by at most one."""
+    num_missing = -costs.size % world_size
+    padded = np.concatenate([costs, np.zeros(num_missing)])
+    with_padding = balance(padded, world_size, equal_size=True)
+    ranks = [[sample for sample in mine if sample < costs.size] for mine in with_padding]
+    # One rank may have got several of the padding items.
+    while max(map(len, ranks)) - min(map(len, ranks)) > 1:
+        largest, smallest = max(ranks, key=len), min(ranks, key=len)
+        cheapest = min(largest, key=lambda sample: (costs[sample], sample))
+        largest.remove(cheapest)
+        smallest.append(cheapest)
+    return ranks
 
 
-def _microbatches_together(ranks: Parts, lengths: IntArray, costs: FloatArray, max_tokens: int) -> list[Parts]:
-    samples = [_as_indices(mine) for mine in ranks]
-    packed = pack_together([lengths[mine] for mine in samples], [costs[mine] for mine in samples], max_tokens)
-    return [
-        _costliest_first(_global(parts, mine), costs) for parts, mine in zip(packed, samples, strict=True)
-    ]
-
-
-_POLICIES = {c.name: c for c in (LocalSort, LBMicro, LBMicroFree, LBMicroGlobal, LBMini)}
-def get_policy(name): return _POLICIES[name]()
+def _pack_multiple(lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> Parts:
+    """Pack into a multiple of ``world_size`` microbatches, the smallest at which a packing is found."""
+    packer = Packer(lengths, costs, max_tokens)
+    num_each = -(-min_microbatches(lengths, max_tokens) // world_size)
+    while (parts := packer.into(num_each * world_size)) is None:
+        num_each += 1
+    return parts

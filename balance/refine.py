@@ -1,10 +1,11 @@
-"""Local search on a partition: move an item, or swap two, while that makes the heavier of two parts lighter."""
+"""Local search on a partition: move an item, or swap two, while the heavier of two parts gets lighter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.differencing import Parts
@@ -86,7 +87,7 @@ class _Search:
         return parts
 
     def improve(self, a: int) -> bool:
-        """Make the exchange that leaves the heavier of ``a`` and its partner lightest; False if none helps."""
+        """Make the exchange after which the heavier of ``a`` and its partner is lightest. False if none helps."""
         others = np.flatnonzero(self.loads < self.loads[a])
         mine = np.flatnonzero(self.owner[: self.num_items] == a)
         if others.size == 0 or mine.size == 0:
@@ -111,16 +112,16 @@ class _Search:
         first, last = self.starts[others], self.starts[others + 1] - 1
         below = np.clip(above - 1, first, last)
         above = np.clip(above, first, last)
-        return self.sorted_items[np.stack([below, above], axis=-1)]
+        nearest: IntArray = self.sorted_items[np.stack([below, above], axis=-1)]
+        return nearest
 
     def _within_limit(
         self, a: int, mine: IntArray, others: IntArray, theirs: IntArray, capacity: int
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    ) -> npt.NDArray[np.bool_]:
         totals = np.bincount(self.owner, weights=self.weights, minlength=self.loads.size)
         given = self.weights[mine][:, None, None] - self.weights[theirs]
-        return np.asarray(
-            (totals[a] - given <= capacity) & (totals[others][None, :, None] + given <= capacity)
-        )
+        within: npt.NDArray[np.bool_] = totals[a] - given <= capacity
+        return within & (totals[others][None, :, None] + given <= capacity)
 
     def _exchange(self, a: int, mine: int, b: int, theirs: int) -> None:
         self.owner[mine] = b

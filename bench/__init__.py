@@ -1,1 +1,1 @@
-
+"""Benchmarks, plots and committed results. Nothing imports this room."""

@@ -80,7 +80,7 @@ class FaultInjector:
     def __init__(self, text: str, rank: int) -> None:
         specs = [FaultSpec.parse(part) for part in text.split(";") if part]
         self._specs = [spec for spec in specs if spec.rank in (-1, rank)]
-        self._random = random.Random(rank)
+        self._random = random.Random()
         self.passes: dict[str, int] = {}
         self.fired = 0
 

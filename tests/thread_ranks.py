@@ -14,9 +14,14 @@ T = TypeVar("T")
 
 
 class _Board:
+    """Payloads by round; a round is complete when every rank has written it."""
+
     def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.slots: list[bytes] = [b""] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=timeout_s)
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.changed = threading.Condition()
+        self.broken = False
 
 
 class ThreadExchange:
@@ -24,18 +29,26 @@ class ThreadExchange:
 
     def __init__(self, board: _Board, rank: int) -> None:
         self._board = board
+        self._round = 0
         self.rank = rank
-        self.world_size = len(board.slots)
+        self.world_size = board.world_size
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        self._board.slots[self.rank] = payload
-        self._board.barrier.wait()
-        rows = list(self._board.slots)
-        self._board.barrier.wait()
-        return rows
+        self._round += 1
+        board = self._board
+        with board.changed:
+            row = board.rounds.setdefault(self._round, {})
+            row[self.rank] = payload
+            board.changed.notify_all()
+            board.changed.wait_for(lambda: len(row) == self.world_size or board.broken, board.timeout_s)
+            if len(row) < self.world_size:
+                raise threading.BrokenBarrierError
+            return [row[rank] for rank in range(self.world_size)]
 
     def break_off(self) -> None:
-        self._board.barrier.abort()
+        with self._board.changed:
+            self._board.broken = True
+            self._board.changed.notify_all()
 
 
 def run_threads(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,55 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: nobody can cut the memory away under a reader
 _MADV_DONTFORK = 10
+# (limit, usage) of this process's control group as a container sees it, version 2 and version 1.
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def require_available(num_bytes: int, label: str) -> None:
+    """Refuse what the machine has not got, before the kernel starts to hand out pages.
+
+    A memfd has no size limit of its own: reserving more than there is would wake the OOM killer instead of failing.
+
+    Raises:
+        SetupError: ``num_bytes`` exceed the free memory of the machine or of this process's control group.
+    """
+    free = available_bytes()
+    if free is not None and num_bytes > free:
+        raise SetupError(
+            f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label!r} on this host: "
+            f"{free / 2**20:.1f} MiB are available. Free memory, raise the container's memory limit, or use more hosts."
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had now: the machine's, or less where a control group (a container) has a limit."""
+    candidates = [_meminfo_available(), *(_cgroup_headroom(*files) for files in _CGROUP_FILES)]
+    known = [value for value in candidates if value is not None]
+    return min(known) if known else None
+
+
+def _meminfo_available() -> int | None:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_headroom(limit_file: str, usage_file: str) -> int | None:
+    limit, usage = _lines(Path(limit_file)), _lines(Path(usage_file))
+    if not limit or not usage or not limit[0].isdigit():
+        return None  # no control group here, or "max"
+    return max(int(limit[0]) - int(usage[0]), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def create(num_bytes: int, label: str) -> int:

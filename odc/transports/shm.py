@@ -97,6 +97,11 @@ class ShmTransport(Transport):
         num_bytes = max(num_bytes, 1)
         fd, error = -1, None
         try:
+            _memfd.require_available(num_bytes * self.topology.world_size, label)
+        except SetupError as problem:
+            error = problem
+        raise_together(self._exchange, error)
+        try:
             fd = _memfd.create(num_bytes, label)
         except SetupError as problem:
             error = problem
