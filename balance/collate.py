@@ -28,7 +28,8 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     position_ids 0 1 2 0 1, cu_seqlens 0 3 5.
 
     Returns:
-        ``input_ids``, ``labels``, ``position_ids``: (1, num_tokens) int64; positions start at 0 in each sample.
+        ``input_ids``, ``labels``, ``position_ids``: (1, num_tokens) int64; the positions start at 0
+            in each sample.
         ``cu_seqlens``: (num_samples + 1,) int32, where each sample starts, and the number of tokens.
 
     Raises:

@@ -102,8 +102,8 @@ class TransformerCost:
         attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)  # q and o, k and v
         mlp = (3 if gated_mlp else 2) * hidden * _size(config, "intermediate_size")
         weights = num_layers * (attention + mlp) + hidden * _size(config, "vocab_size")
-        # Two FLOPs per multiply-add, three passes (the backward is two). Scores and their product with the values
-        # are two products of s * s * num_heads * head_dim, of which a causal mask needs half.
+        # Two FLOPs per multiply-add, three passes (the backward is two). Scores and their product with the
+        # values are two products of s * s * num_heads * head_dim, of which a causal mask needs half.
         return cls(
             flops_per_token=6.0 * weights,
             flops_per_squared_token=6.0 * num_layers * num_heads * head_dim,

@@ -209,7 +209,7 @@ def _check_labels(batch: object, samples: Sequence[int], expected: int) -> None:
     found = count_loss_tokens(labels)
     if found != expected:
         raise ValueError(
-            f"the labels of samples {list(samples)} have {found} loss tokens, num_loss_tokens says {expected}: "
-            "the loss scale would be wrong. Pass num_loss_tokens=[count_loss_tokens(labels) for each sample], "
-            "or check_loss_tokens=False if these labels are counted in another way"
+            f"the labels of samples {list(samples)} have {found} loss tokens, num_loss_tokens says "
+            f"{expected}: the loss scale would be wrong. Pass num_loss_tokens=[count_loss_tokens(labels) for "
+            "each sample], or check_loss_tokens=False if these labels are counted in another way"
         )

@@ -156,7 +156,7 @@ def _renumber(parts: Parts, samples: IntArray) -> Parts:
 
 
 def _costliest_first(parts: Parts, costs: FloatArray) -> Parts:
-    """In the order of cost, empty ones last: it minimizes the sum over positions of the maximum over ranks."""
+    """In the order of cost, empty ones last: the least sum over positions of the maximum over ranks."""
     return sorted(parts, key=lambda part: (not part, -float(costs[part].sum())))
 
 

@@ -87,7 +87,7 @@ class _Search:
         return parts
 
     def improve(self, a: int) -> bool:
-        """Make the exchange after which the heavier of ``a`` and its partner is lightest. False if none helps."""
+        """Make the exchange that leaves the heavier of ``a`` and its partner lightest; False if none helps."""
         others = np.flatnonzero(self.loads < self.loads[a])
         mine = np.flatnonzero(self.owner[: self.num_items] == a)
         if others.size == 0 or mine.size == 0:
@@ -120,8 +120,9 @@ class _Search:
     ) -> npt.NDArray[np.bool_]:
         totals = np.bincount(self.owner, weights=self.weights, minlength=self.loads.size)
         given = self.weights[mine][:, None, None] - self.weights[theirs]
-        within: npt.NDArray[np.bool_] = totals[a] - given <= capacity
-        return within & (totals[others][None, :, None] + given <= capacity)
+        most = np.maximum(totals[a] - given, totals[others][None, :, None] + given)
+        within: npt.NDArray[np.bool_] = most <= capacity
+        return within
 
     def _exchange(self, a: int, mine: int, b: int, theirs: int) -> None:
         self.owner[mine] = b

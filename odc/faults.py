@@ -24,6 +24,7 @@ POINTS = (
     "gather.after_chunk",
     "scatter.before",
     "scatter.after_chunk",
+    "scatter.before_post",
     "scatter.before_commit",
     "scatter.after_commit",
     "publish.before",

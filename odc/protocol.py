@@ -163,7 +163,7 @@ class MinibatchProtocol:
         for owner in self._rotation:
             if owner == self._rank and own_in_place:
                 continue
-            self._await_published(unit, owner)
+            self._await_published(unit, owner, "gather of")
             self._copy_shard(unit, owner, out[owner * numel : (owner + 1) * numel])
         self._ready[unit] = self.minibatch
         self._transport.tick()
@@ -174,13 +174,13 @@ class MinibatchProtocol:
     def _copy_shard(self, unit: int, owner: int, out: torch.Tensor) -> None:
         copy_chunked(out, self.shard(unit, owner), self._waiter.after_gather_chunk)
 
-    def _await_published(self, unit: int, owner: int) -> None:
+    def _await_published(self, unit: int, owner: int, operation: str) -> None:
         if self._ready[unit] == self.minibatch:
             return
         signal = unit * self._world_size + owner
         self._waiter.wait(
             lambda: [owner] if self._transport.count(signal) < self.minibatch else [],
-            lambda: f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)",
+            lambda: f"{operation} unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)",
         )
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
@@ -207,6 +207,9 @@ class MinibatchProtocol:
         self._set_context()
         rows = grads.view(self._world_size, -1)
         for owner in self._rotation:
+            # An owner publishes only after it has consumed its sum of the minibatch before, so this keeps a push out
+            # of the wrong minibatch. After a gather of the unit it is known already and costs nothing.
+            self._await_published(unit, owner, "push to")
             self._pusher.push(owner, unit, rows[owner], flags, self.minibatch)
         self._stats.pushes += 1
         self._stats.push_bytes += grads.nbytes

@@ -84,6 +84,7 @@ class DaemonPusher(Pusher):
     ) -> None:
         self._transport = transport
         self._waiter = waiter
+        self._faults = faults
         self._units = units
         self._rank = transport.topology.rank
         self._world_size = transport.topology.world_size
@@ -114,6 +115,7 @@ class DaemonPusher(Pusher):
         header = self.header(owner, self._rank)
         header[:_PRESENT] = torch.tensor([unit, minibatch, grads.numel()])
         header[_PRESENT : _PRESENT + len(present)] = torch.tensor(list(present), dtype=torch.int64)
+        self._faults.hit("scatter.before_post")
         self._sent[owner] += 1
         self._transport.post(owner, self._posted_at + self._rank)
 

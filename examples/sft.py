@@ -1,0 +1,142 @@
+"""Supervised fine-tuning of a small Qwen2 with FSDP2, over collectives or with ODC.
+
+    torchrun --nproc-per-node 2 examples/sft.py --comm collective --policy lb-micro --out runs/collective
+    torchrun --nproc-per-node 2 examples/sft.py --comm odc --policy lb-mini --out runs/odc
+
+It runs on CPU ranks. The weights are random and the text is the standard library of the running Python, so nothing
+is downloaded. For one seed every run starts from the same weights and sees the same minibatches, whatever --comm and
+--policy are, so their losses can be compared.
+
+What ODC changes is in `main`: the line with `odc.patch_fsdp`, and the `with` around the microbatches of a minibatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import packed_attention
+import sft_data
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from run_record import Progress, RunRecord
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import odc
+from odc.balance import MinibatchLoader, TransformerCost, pack_collate
+from odc.fsdp_patch import observe_fsdp
+from odc.timeline import Timeline
+
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(args.seed)  # the same weights on every rank and in every run
+
+    model = build_model(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup_steps))
+    minibatches = endless(build_loader(args, model.config))
+
+    session = odc.patch_fsdp(model) if args.comm == "odc" else None
+    timeline = start_timeline(model, session) if args.timeline else None
+    record = RunRecord(args.untimed, timeline)
+
+    with Progress(args.minibatches) as progress:
+        for minibatch in itertools.islice(minibatches, args.minibatches):
+            with record.minibatch(minibatch.plan):
+                loss_sum = torch.zeros(())
+                with session.minibatch() if session else nullcontext():
+                    for microbatch in minibatch.microbatches:
+                        loss = answer_loss(model, microbatch)
+                        (loss * minibatch.loss_scale).backward()
+                        loss_sum += loss.detach()
+                with record.span("finish", "loss"):
+                    dist.all_reduce(loss_sum)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            record.losses.append(loss_sum.item() / minibatch.num_loss_tokens)
+            progress.show(record.losses)
+
+    record.save(args.out)
+    if session:
+        session.close()
+    dist.destroy_process_group()
+
+
+def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum of the losses of the answers' tokens; labels of prompts are -100. 0 for a dummy microbatch."""
+    labels = microbatch.pop("labels")
+    logits = model(**microbatch, use_cache=False).logits
+    return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=sft_data.IGNORED, reduction="sum")
+
+
+def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights, each decoder layer and the root sharded over all ranks."""
+    config = Qwen2Config(
+        vocab_size=sft_data.DataConfig.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.hidden_size // 32,
+        num_key_value_heads=args.hidden_size // 64,
+        max_position_embeddings=args.max_tokens,
+        tie_word_embeddings=False,
+        attn_implementation=packed_attention.register(),
+    )
+    model = Qwen2ForCausalLM(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoader[Any, Any]:
+    """Minibatches, planned so that the ranks' costs are balanced as --policy says."""
+    folder = args.data or args.out / "data"
+    if dist.get_rank() == 0:
+        sft_data.prepare(folder, sft_data.DataConfig(max_length=args.max_tokens))
+    dist.barrier()
+    dataset = sft_data.load(folder)
+    return MinibatchLoader(
+        dataset,
+        dataset.lengths,
+        pack_collate,
+        dist.get_rank(),
+        dist.get_world_size(),
+        minibatch_size=args.minibatch_size,
+        cost=TransformerCost.from_config(config),
+        policy=args.policy,
+        max_tokens=args.max_tokens,
+        num_loss_tokens=dataset.num_loss_tokens,
+        seed=args.seed,
+    )
+
+
+def endless(loader: MinibatchLoader[Any, Any]) -> Iterator[Any]:
+    """Epoch after epoch, each in its own order."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
+    """Record what this rank does when, with either kind of communication."""
+    if session:
+        return session.start_timeline()
+    timeline = Timeline(dist.get_rank())
+    observe_fsdp(model, timeline)
+    return timeline
