@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +139,63 @@ def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timel
     timeline = Timeline(dist.get_rank())
     observe_fsdp(model, timeline)
     return timeline
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    how = parser.add_argument_group("how the ranks work together")
+    how.add_argument(
+        "--comm",
+        choices=["collective", "odc"],
+        default="odc",
+        help="collective: FSDP2 as it is, all ranks meet at every layer of every microbatch. "
+        "odc: each rank fetches parameters and pushes gradients by itself, ranks meet once per minibatch",
+    )
+    how.add_argument(
+        "--policy",
+        choices=["local-sort", "lb-micro", "lb-mini"],
+        default="lb-micro",
+        help="local-sort: no packing, samples sorted by length on each rank. lb-micro: packed, with as many "
+        "microbatches on every rank. lb-mini: the cost of the whole minibatch is balanced and each rank packs for "
+        "itself, so numbers of microbatches differ; needs --comm odc",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run")
+    data.add_argument("--minibatch-size", type=int, default=6, help="samples per rank and optimizer step")
+    data.add_argument("--max-tokens", type=int, default=2048, help="most tokens in one sample or microbatch")
+    data.add_argument("--data", type=Path, help="folder of the tokenized data, made if it is not there (OUT/data)")
+    model = parser.add_argument_group("model and optimizer")
+    model.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")
+    model.add_argument("--num-layers", type=int, default=4, help="decoder layers")
+    model.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    model.add_argument("--warmup-steps", type=int, default=5, help="steps of linear learning-rate warm-up")
+    model.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", type=Path, default=Path("runs/sft"), help="folder for result.json")
+    out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing")
+    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
+    args = parser.parse_args()
+    _check(parser, args)
+    return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.comm == "collective" and args.policy == "lb-mini":
+        parser.error(
+            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective some would "
+            "wait forever in a collective: use --comm odc, or --policy lb-micro"
+        )
+    if args.hidden_size % 64 or args.hidden_size < 64:
+        parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")
+    if args.minibatches <= args.untimed:
+        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
+    if "RANK" not in os.environ:
+        parser.error("no ranks: start it with torchrun --nproc-per-node 2 examples/sft.py, then these options")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the line breaks of the description and shows defaults."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Layer 2: ranks as threads. The minibatch protocol by itself, under random counts, orders and delays.
+
+Every gather must see exactly the shard version of its minibatch, every push must be counted once and in its own
+minibatch. The last tests remove one signal at a time and check that the same property then fails.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_ranks import ThreadExchange, run_threads, values
+
+from odc import ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc.protocol import MinibatchProtocol, State
+
+NUMEL = 48
+
+
+class Violation(AssertionError):
+    """The protocol let something wrong through."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random run."""
+
+    counts: tuple[tuple[int, ...], ...]  # microbatches of [minibatch][rank]
+    num_units: int
+    seed: int
+    delay_s: float
+    mode: tuple[str, bool] = ("direct", False)
+    slow: dict[tuple[str, int], float] = field(default_factory=dict)  # (operation, rank) -> extra delay
+
+    @property
+    def world_size(self) -> int:
+        return len(self.counts[0])
+
+
+def version(minibatch: int, unit: int, owner: int) -> float:
+    return minibatch * 100.0 + unit * 10.0 + owner
+
+
+def contribution(minibatch: int, unit: int, client: int, microbatch: int) -> float:
+    """Distinct small integers, so that float32 sums are exact and tell who is missing."""
+    return float(((minibatch * 7 + unit * 5 + client * 3 + microbatch) % 1000) + 1)
+
+
+class RankRun:
+    """One rank's part of a case."""
+
+    def __init__(self, case: Case, exchange: ThreadExchange) -> None:
+        self.case = case
+        self.rank = exchange.rank
+        self.random = random.Random(case.seed * 31 + exchange.rank)
+        units = [
+            UnitSpec(f"layers.{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(case.num_units)
+        ]
+        config = RuntimeConfig(timeout_s=10, accumulate=case.mode[0], deterministic=case.mode[1])
+        self.runtime = Runtime.create(exchange, units, config)
+
+    def pause(self, operation: str) -> None:
+        time.sleep(self.random.random() * self.case.delay_s + self.case.slow.get((operation, self.rank), 0.0))
+
+    def order(self) -> list[int]:
+        return self.random.sample(range(self.case.num_units), self.case.num_units)
+
+    def run(self) -> int:
+        with self.runtime:
+            for minibatch, counts in enumerate(self.case.counts, start=1):
+                self.publish(minibatch)
+                self.runtime.begin()
+                for microbatch in range(counts[self.rank]):
+                    self.microbatch(minibatch, microbatch)
+                self.pause("finish")
+                self.runtime.finish()
+                self.check_gradients(minibatch, counts)
+            return self.runtime.stats.gathers
+
+    def publish(self, minibatch: int) -> None:
+        for unit in self.order():
+            self.pause("publish")
+
+            def fill(out: torch.Tensor, unit: int = unit) -> None:
+                value = version(minibatch, unit, self.rank)
+                out[: NUMEL // 2] = value  # in two halves: a reader in between would see both versions
+                self.pause("fill")
+                out[NUMEL // 2 :] = value
+
+            self.runtime.publish(unit, fill)
+
+    def microbatch(self, minibatch: int, microbatch: int) -> None:
+        order = self.order()
+        for unit in order:
+            self.pause("gather")
+            self.check_gather(minibatch, unit)
+        for unit in reversed(order):
+            self.pause("push")
+            value = contribution(minibatch, unit, self.rank, microbatch)
+            grads = torch.arange(self.case.world_size).repeat_interleave(NUMEL) * 1000.0 + value
+            self.runtime.scatter_accumulate(unit, grads)
+
+    def check_gather(self, minibatch: int, unit: int) -> None:
+        out = torch.empty(NUMEL * self.case.world_size)
+        self.runtime.gather(unit, out)
+        expected = [version(minibatch, unit, owner) for owner in range(self.case.world_size)]
+        if not torch.equal(out, torch.tensor(expected).repeat_interleave(NUMEL)):
+            found = sorted(set(out.tolist()))
+            raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: saw {found}, expected {expected}")
+
+    def check_gradients(self, minibatch: int, counts: tuple[int, ...]) -> None:
+        for unit in self.order():
+            pushes = [(c, m) for c in range(self.case.world_size) for m in range(counts[c])]
+            result = self.runtime.gradient(unit)
+            expected = sum(1000.0 * self.rank + contribution(minibatch, unit, c, m) for c, m in pushes)
+            found = None if result is None else result[0].unique().tolist()
+            if found != ([expected] if pushes else None):
+                raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: sum {found}, expected {expected}")
+
+
+def run_case(case: Case) -> list[int]:
+    return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=30))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.integers(2, 4))
+    rank_counts = st.tuples(*[st.integers(0, 3)] * world_size)
+    return Case(
+        counts=tuple(draw(st.lists(rank_counts, min_size=2, max_size=4))),
+        num_units=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 10**6)),
+        delay_s=draw(st.sampled_from([0.0, 0.0005, 0.003])),
+        mode=draw(st.sampled_from([("direct", False), ("daemon", False), ("direct", True), ("daemon", True)])),
+    )
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(cases())
+def test_every_gather_sees_its_version_and_every_push_counts_once(case: Case) -> None:
+    gathers = run_case(case)
+    assert gathers == [sum(row[rank] for row in case.counts) * case.num_units for rank in range(case.world_size)]
+
+
+# Rank 1 is slow to publish (so that an impatient reader sees the version before) and slow to push (so that an
+# impatient owner takes an incomplete sum).
+ADVERSARY = Case(
+    counts=((1, 2), (1, 2), (2, 1)),
+    num_units=2,
+    seed=5,
+    delay_s=0.0,
+    slow={("publish", 1): 0.02, ("fill", 1): 0.02, ("push", 1): 0.03},
+)
+
+
+@pytest.mark.parametrize("mode", [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)])
+def test_the_adversary_alone_breaks_nothing(mode: tuple[str, bool]) -> None:
+    run_case(Case(**{**vars(ADVERSARY), "mode": mode}))
+
+
+def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
+    with pytest.raises((Violation, ProtocolError)):
+        run_case(ADVERSARY)
+
+
+def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MinibatchProtocol, "_await_done", lambda *args: None)
+    with pytest.raises((Violation, ProtocolError)):
+        run_case(ADVERSARY)
+
+
+def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:
+    """Rank 0 runs nothing and never waits for parameters; it still cannot end minibatch k + 1 before rank 1 ends k."""
+    ends: dict[tuple[int, int], float] = {}
+
+    def body(exchange: ThreadExchange) -> None:
+        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+            for minibatch in range(1, 4):
+                runtime.publish(0, lambda out: out.zero_())
+                runtime.begin()
+                if exchange.rank == 1:
+                    time.sleep(0.05)
+                runtime.finish()
+                ends[exchange.rank, minibatch] = time.monotonic()
+
+    values(run_threads(2, body))
+    assert all(ends[0, k + 1] >= ends[1, k] for k in (1, 2))
+
+
+def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        spec = UnitSpec("layers.0", 4, torch.float32, (ParamSlice("w", 4),))
+        runtime = Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10))
+        protocol, out = runtime._protocol, torch.zeros(8)
+        with pytest.raises(ProtocolError, match="publish every unit first"):
+            protocol.begin()
+        protocol.publish(0, lambda shard: shard.zero_())
+        with pytest.raises(ProtocolError, match="a shard is published once"):
+            protocol.publish(0, lambda shard: shard.zero_())
+        with pytest.raises(ProtocolError, match="outside a minibatch"):
+            protocol.scatter_accumulate(0, out)
+        with pytest.raises(ProtocolError, match="not final"):
+            protocol.gradient(0)
+        protocol.gather(0, out)  # an evaluation before the minibatch
+        protocol.begin()
+        with pytest.raises(ProtocolError, match="minibatch 1 is open"):
+            protocol.begin()
+        protocol.finish()
+        with pytest.raises(ProtocolError, match=r"Evaluate inside the minibatch, or after optimizer.step\(\)"):
+            protocol.gather(0, out)
+        with pytest.raises(ProtocolError, match="without an open minibatch"):
+            protocol.finish()
+        assert runtime.state is State.FINISHED
+        exchange.all_gather(b"")
+        runtime.close()
+
+    values(run_threads(2, body))
