@@ -68,8 +68,8 @@ class FsdpParam:
 
     @property
     def version(self) -> int:
-        """Grows with every in-place change of the shard."""
-        return self.local._version
+        """Grows with every in-place change of the shard, through the DTensor or through its local tensor."""
+        return self.sharded._version + self.local._version
 
     @property
     def has_gradient(self) -> bool:

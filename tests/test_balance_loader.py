@@ -1,0 +1,284 @@
+"""Layer 1: no processes. Sampler, packed batches, loader: same plans on all ranks, exact loss, resuming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from odc.balance import (
+    MinibatchLoader,
+    MinibatchSampler,
+    QuadraticCost,
+    count_loss_tokens,
+    loss_scale,
+    pack_collate,
+    policy_names,
+)
+
+COST = QuadraticCost(1e-2, 1.0)
+Sample = dict[str, Any]
+
+
+def make_dataset(num_samples: int, seed: int = 0, *, prompts: bool = False) -> list[Sample]:
+    """Samples of 1 to 60 random tokens; with ``prompts``, labels start with a stretch of -100."""
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    for _ in range(num_samples):
+        ids = torch.from_numpy(rng.integers(0, 1000, int(rng.integers(1, 61))))
+        labels = ids.clone()
+        if prompts:
+            labels[: int(rng.integers(0, ids.numel() + 1))] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def lengths_of(dataset: list[Sample]) -> list[int]:
+    return [sample["input_ids"].numel() for sample in dataset]
+
+
+def make_loader(
+    dataset: list[Sample], rank: int = 0, world_size: int = 3, **options: Any
+) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:
+    counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
+    arguments: dict[str, Any] = {"minibatch_size": 4, "cost": COST, "num_loss_tokens": counts, **options}
+    return MinibatchLoader(dataset, lengths_of(dataset), pack_collate, rank, world_size, **arguments)
+
+
+def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Losses of the loss tokens of a model that shifts labels; they depend on input, position and target."""
+    ids, labels, positions = (batch[name][0] for name in ("input_ids", "labels", "position_ids"))
+    counted = labels[1:] != -100
+    losses = torch.sin(ids[:-1].double() * 0.37 + positions[:-1].double() * 1.3) + labels[1:].double() * 1e-3
+    return losses[counted]
+
+
+# The loss scale.
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("prompts", [False, True])
+def test_minibatch_loss_is_the_exact_mean_over_tokens(policy: str, prompts: bool) -> None:
+    world_size = 3
+    dataset = make_dataset(31, prompts=prompts)  # the last minibatch has 7 samples for 3 ranks
+    options: dict[str, Any] = {"policy": policy, "drop_last": False, "max_tokens": 100}
+    loaders = [make_loader(dataset, rank, world_size, **options) for rank in range(world_size)]
+    num_minibatches = 0
+    for planned, *minibatches in zip(loaders[0].sampler, *loaders, strict=True):
+        num_minibatches += 1
+        alone = [token_losses(pack_collate([dataset[sample]])) for sample in planned.samples]
+        expected = torch.cat(alone).mean()
+        total = torch.zeros((), dtype=torch.float64)
+        for minibatch in minibatches:
+            for batch in minibatch.microbatches:
+                total += token_losses(batch).sum() * minibatch.loss_scale
+        torch.testing.assert_close(total / world_size, expected, rtol=1e-12, atol=0)
+        assert {m.num_loss_tokens for m in minibatches} == {torch.cat(alone).numel()}
+    assert num_minibatches == 3
+
+
+def test_loss_scale_by_hand() -> None:
+    assert loss_scale(4, 100) == 0.04
+    assert loss_scale(4, 0) == 0.0
+
+
+def test_default_loss_tokens_are_all_but_the_first_of_a_sample() -> None:
+    dataset = make_dataset(12)
+    minibatch = next(iter(make_loader(dataset, num_loss_tokens=None)))
+    assert minibatch.num_loss_tokens == sum(lengths_of(dataset)) - 12
+
+
+def test_labels_that_disagree_with_the_counts_are_an_error() -> None:
+    dataset = make_dataset(12, prompts=True)
+    with pytest.raises(ValueError, match=r"num_loss_tokens says .*: the loss scale would be wrong"):
+        next(iter(make_loader(dataset, num_loss_tokens=None)))
+    next(iter(make_loader(dataset, num_loss_tokens=None, check_loss_tokens=False)))
+
+
+# Packed batches.
+
+
+def test_pack_collate_by_hand() -> None:
+    batch = pack_collate([{"input_ids": [5, 6, 7]}, {"input_ids": torch.tensor([8, 9]), "labels": [1, -100]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
+    dtypes = {name: tensor.dtype for name, tensor in batch.items()}
+    assert dtypes.pop("cu_seqlens") == torch.int32
+    assert set(dtypes.values()) == {torch.int64}
+
+
+def test_packing_does_not_leak_between_samples_nor_change_them() -> None:
+    dataset = make_dataset(6)
+    before = [sample["labels"].clone() for sample in dataset]
+    together = token_losses(pack_collate(dataset))
+    alone = torch.cat([token_losses(pack_collate([sample])) for sample in dataset])
+    assert torch.equal(together, alone)
+    for sample, labels in zip(dataset, before, strict=True):
+        assert torch.equal(sample["labels"], labels)
+
+
+def test_count_loss_tokens() -> None:
+    assert count_loss_tokens([3, 4, -100, 5]) == 2
+    assert count_loss_tokens(torch.tensor([3])) == 0
+    assert count_loss_tokens(np.array([[1, 2, 3], [1, -100, 3]])) == 3
+    dataset = make_dataset(9, prompts=True)
+    counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
+    assert count_loss_tokens(pack_collate(dataset)["labels"]) == sum(counts) > 0
+
+
+def test_an_empty_microbatch_is_a_dummy_without_loss() -> None:
+    batch = pack_collate([])
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, 2)
+    assert count_loss_tokens(batch["labels"]) == 0
+    assert token_losses(batch).sum() == 0
+    assert batch["cu_seqlens"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"tokens": [1]}, r"sample 1 .* no input_ids, only \['tokens'\]"),
+        ({"input_ids": []}, r"input_ids of sample 1 .* shape \(0,\)"),
+        ({"input_ids": [[1, 2]]}, r"input_ids of sample 1 .* shape \(1, 2\)"),
+        ({"input_ids": [1, 2], "labels": [1]}, r"labels of sample 1 .* shape \(1,\): expected .* \(2,\)"),
+    ],
+)
+def test_bad_samples(sample: Sample, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_collate([{"input_ids": [1]}, sample])
+
+
+# Sampler and loader.
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_ranks_agree_and_cover_an_epoch(policy: str, drop_last: bool) -> None:
+    dataset = [
+        {"input_ids": torch.full((1 + i % 7,), i), "labels": torch.full((1 + i % 7,), i)} for i in range(31)
+    ]
+    loaders = [make_loader(dataset, rank, policy=policy, drop_last=drop_last) for rank in range(3)]
+    seen: list[int] = []
+    for minibatches in zip(*loaders, strict=True):
+        assert all(minibatch.plan == minibatches[0].plan for minibatch in minibatches)
+        for rank, minibatch in enumerate(minibatches):
+            assert len(minibatch.microbatches) == minibatch.plan.num_microbatches[rank]
+            for batch, planned in zip(minibatch.microbatches, minibatch.plan.microbatches[rank], strict=True):
+                if planned:
+                    seen += batch["input_ids"][0, batch["cu_seqlens"][:-1].long()].tolist()
+    assert len(set(seen)) == len(seen) == (24 if drop_last else 31)
+    assert len(loaders[0]) == (2 if drop_last else 3)
+
+
+def test_a_rank_may_get_no_microbatch() -> None:
+    dataset = make_dataset(4)
+    loader = make_loader(dataset, rank=2, minibatch_size=1, drop_last=False)
+    assert [len(minibatch.microbatches) for minibatch in loader] == [1, 0]
+
+
+def sample_order(sampler: MinibatchSampler) -> list[int]:
+    return [int(sample) for planned in sampler for sample in planned.samples]
+
+
+def test_shuffle_depends_on_seed_and_epoch_only() -> None:
+    def make(**options: Any) -> MinibatchSampler:
+        arguments: dict[str, Any] = {"minibatch_size": 4, "world_size": 2, "policy": "lb-mini", "cost": COST}
+        return MinibatchSampler(range(1, 81), **arguments, **options)
+
+    first = sample_order(make())
+    assert sorted(first) == list(range(80)) != first
+    assert sample_order(make()) == first
+    assert sample_order(make(seed=1)) != first
+    sampler = make()
+    sampler.set_epoch(1)
+    assert sample_order(sampler) != first
+    sampler.set_epoch(0)
+    assert sample_order(sampler) == first
+    assert sample_order(make(shuffle=False)) == list(range(80))
+
+
+def test_the_shuffle_is_pinned() -> None:
+    """A resumed run must get the same order from another version of numpy."""
+    sampler = MinibatchSampler(
+        [1] * 8, minibatch_size=8, world_size=1, policy="local-sort", cost=COST, seed=3
+    )
+    assert sample_order(sampler) == PINNED
+
+
+PINNED = [0, 4, 7, 1, 5, 6, 3, 2]
+
+
+def test_samples_keep_their_lengths() -> None:
+    dataset = make_dataset(24)
+    for planned in make_loader(dataset).sampler:
+        for rank in range(3):
+            for samples, microbatch in zip(
+                planned.of_rank(rank), planned.plan.microbatches[rank], strict=True
+            ):
+                assert [lengths_of(dataset)[s] for s in samples] == planned.plan.lengths[microbatch].tolist()
+
+
+def test_default_limit_is_the_longest_sample() -> None:
+    dataset = make_dataset(24)
+    assert make_loader(dataset).sampler.max_tokens == max(lengths_of(dataset))
+
+
+def first_tokens(loader: MinibatchLoader[Sample, dict[str, torch.Tensor]]) -> list[list[list[int]]]:
+    return [[batch["input_ids"][0].tolist() for batch in m.microbatches] for m in loader]
+
+
+@pytest.mark.parametrize("num_done", [0, 2, 5])
+def test_resume_in_the_middle_of_an_epoch(num_done: int) -> None:
+    dataset = make_dataset(60)
+    loader = make_loader(dataset)
+    loader.set_epoch(3)
+    whole = first_tokens(loader)
+    assert len(whole) == 5
+    loader.set_epoch(2)
+    loader.set_epoch(3)
+    iterator = iter(loader)
+    for _ in range(num_done):
+        next(iterator)
+    resumed = make_loader(dataset)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.state_dict() == loader.state_dict()
+    resumed.set_epoch(3)
+    assert first_tokens(resumed) == whole[num_done:]
+    assert first_tokens(resumed) == whole  # only the first iteration continues
+    resumed.load_state_dict(loader.state_dict())
+    resumed.set_epoch(4)
+    assert len(first_tokens(resumed)) == 5  # another epoch starts at its beginning
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    state = make_loader(make_dataset(60)).state_dict()
+    with pytest.raises(ValueError, match="num_samples=60, this loader num_samples=59"):
+        make_loader(make_dataset(59)).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed=0, this loader seed=1"):
+        make_loader(make_dataset(60), seed=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_minibatches_done=6: expected at most 5"):
+        make_loader(make_dataset(60)).load_state_dict({**state, "num_minibatches_done": 6})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 3}, "rank=3: expected less than world_size=3"),
+        ({"rank": -1}, "rank=-1"),
+        ({"minibatch_size": 0}, "minibatch_size=0"),
+        ({"minibatch_size": 9}, r"24 samples make no minibatch of minibatch_size=9 .*\(27 samples\)"),
+        ({"max_tokens": 10}, "longer than max_tokens=10"),
+        ({"policy": "fifo"}, "policy 'fifo' is not known"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_loss_tokens": [1, 2]}, "2 entries for 24 lengths"),
+        ({"num_loss_tokens": [61] * 24}, r"num_loss_tokens\[0\] is 61: expected at most its length"),
+        ({"num_loss_tokens": [-1] * 24}, r"num_loss_tokens\[0\] is -1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loader(make_dataset(24), **options)

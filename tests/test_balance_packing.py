@@ -1,0 +1,107 @@
+"""Layer 1: no processes. Packing under a token limit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import karmarkar_karp
+from odc.balance.packing import first_fit_decreasing, min_microbatches, pack, pack_together
+
+
+def fewest(lengths: list[int], limit: int) -> int:
+    """The smallest number of bins, by exhaustive search."""
+
+    def place(i: int, bins: tuple[int, ...], best: int) -> int:
+        if len(bins) >= best:
+            return best
+        if i == len(lengths):
+            return len(bins)
+        for j in range(len(bins)):
+            if bins[j] + lengths[i] <= limit:
+                best = place(i + 1, (*bins[:j], bins[j] + lengths[i], *bins[j + 1 :]), best)
+        return place(i + 1, (*bins, lengths[i]), best)
+
+    return place(0, (), len(lengths) + 1)
+
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=30)
+
+
+def check_packing(lengths: np.ndarray, parts: list[list[int]], limit: int) -> None:
+    assert sorted(itertools.chain(*parts)) == list(range(lengths.size))
+    assert all(lengths[part].sum() <= limit for part in parts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(LENGTHS, st.integers(100, 250))
+def test_pack(values: list[int], limit: int) -> None:
+    lengths = np.array(values, dtype=np.int64)
+    parts = pack(lengths, lengths.astype(float) ** 2, limit)
+    check_packing(lengths, parts, limit)
+    assert all(parts)
+    bins = first_fit_decreasing(lengths, limit)
+    check_packing(lengths, bins, limit)
+    assert min_microbatches(lengths, limit) <= len(parts) <= len(bins)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 50), max_size=7), st.integers(50, 120))
+def test_lower_bound_is_one(values: list[int], limit: int) -> None:
+    lengths = np.array(values, dtype=np.int64)
+    bound = min_microbatches(lengths, limit)
+    assert -(-sum(values) // limit) <= bound <= fewest(values, limit)
+
+
+def test_lower_bound_sees_samples_that_cannot_share() -> None:
+    assert min_microbatches(np.full(10, 51), 100) == 10
+    assert min_microbatches(np.array([60] * 4 + [45] * 4), 100) == 6  # the sum alone says 5
+    assert min_microbatches(np.array([60] * 4 + [40] * 4), 100) == 4
+    assert min_microbatches(np.zeros(0, dtype=np.int64), 100) == 0
+
+
+def squares(lengths: np.ndarray) -> np.ndarray:
+    return lengths.astype(float) ** 2
+
+
+def test_costs_are_balanced() -> None:
+    lengths = np.array([50, 50, 40, 40, 10, 10])
+    parts = pack(lengths, squares(lengths), 100)
+    assert [float(squares(lengths)[part].sum()) for part in parts] == [4200.0, 4200.0]
+
+
+def test_even_tokens_where_even_costs_break_the_limit() -> None:
+    """60 costs as much as all the others together, but these have 100 tokens."""
+    lengths = np.array([60, 20, 20, 20, 20, 20])
+    parts = pack(lengths, np.array([10.0, 2.0, 2.0, 2.0, 2.0, 2.0]), 80)
+    check_packing(lengths, parts, 80)
+    assert len(parts) == 2
+
+
+def test_first_fit_where_even_tokens_break_the_limit() -> None:
+    """Full microbatches (52 tokens each) that neither kind of even split finds."""
+    lengths = np.array([25, 26, 26, 15, 2, 10])
+    for costs in (squares(lengths), lengths.astype(float)):
+        assert any(lengths[part].sum() > 52 for part in karmarkar_karp(costs, 2))
+    assert pack(lengths, squares(lengths), 52) == [[0, 3, 4, 5], [1, 2]]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(100, 250))
+def test_pack_together(ranks: list[list[int]], limit: int) -> None:
+    lengths = [np.array(mine, dtype=np.int64) for mine in ranks]
+    packed = pack_together(lengths, [mine.astype(float) for mine in lengths], limit)
+    num_microbatches = len(packed[0])
+    for mine, parts in zip(lengths, packed, strict=True):
+        check_packing(mine, parts, limit)
+        assert len(parts) == num_microbatches
+        assert sum(not part for part in parts) == max(0, num_microbatches - mine.size)
+
+
+@pytest.mark.parametrize("n", [1, 2, 17])
+def test_no_two_samples_fit_together(n: int) -> None:
+    assert pack(np.full(n, 9), np.ones(n), 10) == [[i] for i in range(n)]

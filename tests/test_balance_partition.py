@@ -1,0 +1,168 @@
+"""Layer 1: no processes. karmarkar_karp: against exhaustive search, its guarantees, its errors."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import karmarkar_karp
+from odc.balance.differencing import largest_differencing, longest_first
+from odc.balance.refine import Limit, refine
+
+
+def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
+    return max(float(costs[part].sum()) for part in parts)
+
+
+def optimum(costs: np.ndarray, k: int, *, equal_size: bool) -> float:
+    """The smallest makespan of all partitions."""
+    owners = np.array(list(itertools.product(range(k), repeat=costs.size - 1)))
+    owners = np.hstack([np.zeros((len(owners), 1), dtype=int), owners])  # the parts have no names
+    if equal_size:
+        sizes = np.stack([(owners == part).sum(axis=1) for part in range(k)])
+        owners = owners[(sizes == costs.size // k).all(axis=0)]
+    loads = np.stack([(owners == part) @ costs for part in range(k)])
+    return float(loads.max(axis=0).min())
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "equal_size", "mean_allowed"),
+    [(9, 2, False, 0.002), (8, 3, False, 0.01), (8, 2, True, 0.01), (9, 3, True, 0.01)],
+)
+def test_close_to_exhaustive_search(n: int, k: int, equal_size: bool, mean_allowed: float) -> None:
+    rng = np.random.default_rng(n * k)
+    excess = []
+    for _ in range(40):
+        costs = rng.lognormal(0.0, 0.8, n)
+        best = optimum(costs, k, equal_size=equal_size)
+        excess.append(makespan(costs, karmarkar_karp(costs, k, equal_size=equal_size)) / best - 1)
+    assert min(excess) > -1e-12  # else the exhaustive search is wrong
+    assert np.mean(excess) < mean_allowed
+
+
+def test_differencing_method_on_the_textbook_example() -> None:
+    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+    plain = largest_differencing(costs, 2, equal_size=False)
+    assert sorted(float(costs[part].sum()) for part in plain) == [14.0, 16.0]
+    assert karmarkar_karp(costs, 2) == [[0, 1], [2, 3, 4]]  # the refinement finds the optimum, 15 and 15
+
+
+def test_longest_first_on_a_small_example() -> None:
+    costs = np.array([1.0, 5.0, 4.0, 3.0])
+    assert longest_first(costs, 2, equal_size=False) == [[1, 0], [2, 3]]
+    assert longest_first(np.array([9.0, 1.0, 1.0, 1.0]), 2, equal_size=True) == [[0, 3], [1, 2]]
+
+
+def test_refinement_repairs_the_equal_size_method() -> None:
+    """Plain equal-size differencing leaves percents that swaps remove."""
+    costs = np.random.default_rng(0).lognormal(0.0, 1.0, 64)
+    ideal = max(costs.sum() / 8, costs.max())
+    plain = makespan(costs, largest_differencing(costs, 8, equal_size=True))
+    assert plain / ideal > 1.02
+    assert makespan(costs, karmarkar_karp(costs, 8, equal_size=True)) / ideal < 1.002
+
+
+def test_parts_below_the_makespan_are_balanced_too() -> None:
+    """One giant fixes the makespan; the other parts must still come out even."""
+    costs = np.array([1000.0] + [float(c) for c in range(1, 31)])
+    loads = sorted(float(costs[part].sum()) for part in karmarkar_karp(costs, 4))
+    assert loads == [155.0, 155.0, 155.0, 1000.0]
+
+
+def test_large_instance() -> None:
+    costs = np.random.default_rng(1).lognormal(0.0, 1.0, 1024)
+    for equal_size in (False, True):
+        parts = karmarkar_karp(costs, 32, equal_size=equal_size)
+        assert makespan(costs, parts) < 1.001 * max(costs.sum() / 32, costs.max())
+
+
+def test_refinement_keeps_a_second_limit() -> None:
+    costs = np.array([6.0, 5.0, 1.0, 1.0])
+    weights = np.array([1, 1, 3, 3])
+    start = [[0, 1], [2, 3]]
+    free = refine(costs, start, equal_size=False)
+    assert makespan(costs, free) == 7.0
+    limited = refine(costs, start, equal_size=False, limit=Limit(weights, 6))
+    assert makespan(costs, limited) < 11.0
+    assert all(weights[part].sum() <= 6 for part in limited)
+    stuck = refine(costs, start, equal_size=False, limit=Limit(np.array([6, 6, 6, 6]), 12))
+    assert makespan(costs, stuck) == 7.0  # swaps remain possible
+    assert [len(part) for part in stuck] == [2, 2]
+
+
+COSTS = st.lists(st.floats(0, 1e6) | st.integers(0, 20).map(float), max_size=40)
+
+
+@settings(deadline=None, max_examples=150)
+@given(COSTS, st.integers(1, 9))
+def test_every_index_once_and_never_worse_than_plain(costs: list[float], k: int) -> None:
+    array = np.array(costs)
+    parts = karmarkar_karp(costs, k)
+    assert len(parts) == k
+    assert sorted(itertools.chain(*parts)) == list(range(len(costs)))
+    assert sum(not part for part in parts) == max(0, k - len(costs))
+    assert parts == sorted(parts, key=lambda part: (not part, part))
+    if costs:
+        for method in (largest_differencing, longest_first):
+            plain = makespan(array, method(array, k, equal_size=False))
+            assert makespan(array, parts) <= plain * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(1, 7), st.integers(0, 6))
+def test_equal_sizes(data: st.DataObject, k: int, size: int) -> None:
+    costs = data.draw(st.lists(st.floats(0, 1e6), min_size=k * size, max_size=k * size))
+    parts = karmarkar_karp(costs, k, equal_size=True)
+    assert [len(part) for part in parts] == [size] * k
+    assert sorted(itertools.chain(*parts)) == list(range(k * size))
+    if costs:
+        array = np.array(costs)
+        plain = makespan(array, largest_differencing(array, k, equal_size=True))
+        assert makespan(array, parts) <= plain * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(2, 5))
+def test_scaling_costs_by_a_power_of_two_changes_nothing(costs: list[int], k: int) -> None:
+    assert karmarkar_karp(costs, k) == karmarkar_karp([c * 2.0**40 for c in costs], k)
+
+
+def test_fewer_items_than_parts() -> None:
+    assert karmarkar_karp([], 3) == [[], [], []]
+    assert karmarkar_karp([], 3, equal_size=True) == [[], [], []]
+    assert karmarkar_karp([5.0, 1.0], 4) == [[0], [1], [], []]
+    assert karmarkar_karp([0.0, 0.0, 0.0], 2) in ([[0, 1], [2]], [[0, 2], [1]], [[0], [1, 2]])
+
+
+def test_the_argument_is_left_alone() -> None:
+    costs = np.array([3.0, 1.0, 2.0, 2.0])
+    karmarkar_karp(costs, 2)
+    np.testing.assert_array_equal(costs, [3.0, 1.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_bad_costs(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"costs\[1\] is .*: expected a finite number of at least 0"):
+        karmarkar_karp([1.0, bad], 2)
+
+
+@pytest.mark.parametrize("k", [0, -3, 2.0, True])
+def test_bad_k(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k={k}: expected an integer of at least 1"):
+        karmarkar_karp([1.0, 2.0], k)
+
+
+def test_bad_shapes() -> None:
+    with pytest.raises(ValueError, match="one dimension"):
+        karmarkar_karp([[1.0, 2.0]], 1)
+    with pytest.raises(ValueError, match="cannot be read"):
+        karmarkar_karp(["much"], 1)
+
+
+def test_equal_size_needs_a_multiple() -> None:
+    with pytest.raises(ValueError, match=r"5 items .* k=2 .* multiple of 2; drop 1 items, add 1"):
+        karmarkar_karp([1.0] * 5, 2, equal_size=True)

@@ -1,0 +1,176 @@
+"""Layer 1: no processes. The balancing policies: what each promises, and how they compare."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import LinearCost, Plan, QuadraticCost, bubble_rate, get_policy, policy_names
+
+LIMIT = 1000
+COST = QuadraticCost(1e-3, 1.0)
+NAMES = policy_names()
+EQUAL_COUNTS = [name for name in NAMES if name != "lb-mini"]
+LENGTHS = st.lists(st.integers(1, LIMIT), max_size=30)
+
+
+def make(name: str, lengths: list[int], world_size: int) -> Plan:
+    return get_policy(name).plan(lengths, world_size=world_size, max_tokens=LIMIT, cost=COST)
+
+
+def test_the_paper_policies_are_there() -> None:
+    assert {"local-sort", "lb-micro", "lb-mini"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, world_size=st.integers(1, 6))
+def test_plans_are_complete_and_within_limits(name: str, lengths: list[int], world_size: int) -> None:
+    plan = make(name, lengths, world_size)
+    assert plan.policy == name
+    assert plan.world_size == world_size
+    samples = sorted(s for mine in plan.microbatches for part in mine for s in part)
+    assert samples == list(range(len(lengths)))
+    assert all(sum(lengths[s] for s in part) <= LIMIT for mine in plan.microbatches for part in mine)
+    assert plan == make(name, lengths, world_size)
+
+
+@pytest.mark.parametrize("name", EQUAL_COUNTS)
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, world_size=st.integers(1, 6))
+def test_collectives_get_equal_counts(name: str, lengths: list[int], world_size: int) -> None:
+    plan = make(name, lengths, world_size)
+    assert len(set(plan.num_microbatches)) == 1
+    for mine in plan.microbatches:
+        empty = [not part for part in mine]
+        assert empty == sorted(empty)  # empty ones last
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, world_size=st.integers(1, 6))
+def test_lb_micro_has_no_avoidable_empty_microbatch(lengths: list[int], world_size: int) -> None:
+    plan = make("lb-micro", lengths, world_size)
+    num_samples = [sum(map(len, mine)) for mine in plan.microbatches]
+    assert max(num_samples) - min(num_samples) <= 1
+    for mine, num in zip(plan.microbatches, num_samples, strict=True):
+        assert sum(not part for part in mine) == max(0, len(mine) - num)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, world_size=st.integers(1, 6))
+def test_lb_mini_never_has_an_empty_microbatch(lengths: list[int], world_size: int) -> None:
+    plan = make("lb-mini", lengths, world_size)
+    assert all(part for mine in plan.microbatches for part in mine)
+    assert sum(not mine for mine in plan.microbatches) == max(0, world_size - len(lengths))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=30)
+@given(lengths=LENGTHS, order=st.permutations(range(4)))
+def test_ranks_have_no_say(name: str, lengths: list[int], order: list[int]) -> None:
+    plan = make(name, lengths, 4)
+    relabelled = Plan([plan.microbatches[r] for r in order], plan.lengths, plan.costs, LIMIT, name)
+    assert relabelled.makespan("odc") == plan.makespan("odc")
+    assert relabelled.makespan("collective") == plan.makespan("collective")
+
+
+@pytest.mark.parametrize("name", ["lb-micro", "lb-micro-global"])
+@settings(deadline=None, max_examples=30)
+@given(lengths=LENGTHS, data=st.data())
+def test_no_other_order_of_microbatches_is_better(name: str, lengths: list[int], data: st.DataObject) -> None:
+    plan = make(name, lengths, 3)
+    shuffled = [data.draw(st.permutations(mine)) for mine in plan.microbatches]
+    other = Plan(shuffled, plan.lengths, plan.costs, LIMIT, name)
+    assert plan.makespan("collective") <= other.makespan("collective") * (1 + 1e-12)
+
+
+def test_local_sort_by_hand() -> None:
+    plan = make("local-sort", [10, 400, 30, 20, 999, 60, 5], 2)
+    assert plan.microbatches == [[[4], [2], [0], [6]], [[1], [5], [3], []]]
+
+
+def test_lb_mini_lets_the_rank_with_the_giant_do_nothing_else() -> None:
+    plan = make("lb-mini", [1000, 300, 300, 300, 300, 300, 300], 2)
+    giant = next(mine for mine in plan.microbatches if [0] in mine)
+    other = next(mine for mine in plan.microbatches if [0] not in mine)
+    assert len(giant) == 1
+    assert len(other) == 2
+    equal = make("lb-micro", [1000, 300, 300, 300, 300, 300, 300, 300], 2)
+    assert equal.num_microbatches == (2, 2)
+
+
+def test_lb_mini_with_fewer_samples_than_ranks() -> None:
+    assert make("lb-mini", [7, 5], 4).num_microbatches == (1, 1, 0, 0)
+    assert make("lb-mini", [], 2).microbatches == [[], []]
+
+
+def test_lb_micro_global_runs_long_samples_together() -> None:
+    """Two long samples that each fill a microbatch: at the same time, on different ranks."""
+    lengths = [1000, 1000, 500, 500, 500, 500]
+    assert make("lb-micro-global", lengths, 2).bubble_rate("collective") == 0.0
+
+
+def test_order_of_the_policies_on_long_tailed_lengths() -> None:
+    """The shape of the paper's Table 6: packing beats sorting, the minibatch level beats the microbatch level."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(9.3, 0.7, 32 * 20), 500, 65536).astype(int).reshape(20, 32)
+    cost = QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
+    plans = {
+        name: [get_policy(name).plan(row, world_size=8, max_tokens=65536, cost=cost) for row in lengths]
+        for name in NAMES
+    }
+    rate = {(name, comm): bubble_rate(plans[name], comm) for name in NAMES for comm in ("odc", "collective")}
+    gap = 0.02
+    assert rate["lb-micro", "collective"] + gap < rate["local-sort", "collective"]
+    assert rate["lb-micro-global", "collective"] + gap < rate["lb-micro", "collective"]
+    assert rate["lb-mini", "odc"] + gap < rate["lb-micro", "odc"]
+    assert rate["lb-mini", "odc"] + gap < min(rate[name, "collective"] for name in NAMES)
+    for name in NAMES:
+        assert rate[name, "odc"] <= rate[name, "collective"]
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(
+        ValueError, match=r"policy 'lb-nano' is not known: expected one of local-sort, lb-micro"
+    ):
+        get_policy("lb-nano")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_longer_than_the_limit(name: str) -> None:
+    with pytest.raises(ValueError, match=r"1 of 3 samples .* max_tokens=1000 .* sample 1 with 1001 tokens"):
+        make(name, [5, 1001, 7], 2)
+
+
+@pytest.mark.parametrize("change", [{"world_size": 0}, {"max_tokens": 0}])
+def test_bad_arguments(change: dict[str, int]) -> None:
+    arguments = {"world_size": 2, "max_tokens": LIMIT, **change}
+    (name,) = change
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        get_policy("lb-mini").plan([1, 2], cost=COST, **arguments)
+
+
+@pytest.mark.parametrize("lengths", [[0, 1], [-3], [1.5], [[1]]])
+def test_bad_lengths(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="lengths"):
+        make("lb-mini", lengths, 2)
+
+
+def test_a_cost_model_that_misbehaves() -> None:
+    def scalar(lengths: object, /) -> np.ndarray:
+        return np.ones(1)
+
+    def negative(lengths: object, /) -> np.ndarray:
+        return -np.ones(2)
+
+    for cost, message in ((scalar, "1 costs for 2 lengths"), (negative, "at least 0")):
+        with pytest.raises(ValueError, match=message):
+            get_policy("lb-mini").plan([1, 2], world_size=1, max_tokens=5, cost=cost)
+
+
+def test_the_cost_model_decides() -> None:
+    lengths = [100, 50, 50]
+    linear = get_policy("lb-mini").plan(lengths, world_size=2, max_tokens=200, cost=LinearCost())
+    assert linear.makespan() == 100.0

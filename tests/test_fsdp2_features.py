@@ -1,0 +1,316 @@
+"""Layer 3: ranks as processes. Options and habits of FSDP2 scripts that must keep working under ODC."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from process_ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from training import (
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    num_tokens,
+    optimizer_of,
+    reference,
+    shard,
+    tokens,
+    train,
+)
+
+import odc
+
+COUNTS = [2, 1]
+STEPS = 6
+
+
+def compare(world_size: int, body: Any, *args: Any) -> float:
+    """Largest parameter difference between ``body`` patched and not; equal counts, so both can run."""
+    ours = run_ranks(world_size, body, True, *args)[0]
+    theirs = run_ranks(world_size, body, False, *args)[0]
+    return largest_difference(ours, theirs)
+
+
+def with_options(rank: int, world_size: int, use_odc: bool, options: dict[str, Any], width: int) -> dict[str, Any]:
+    model = shard(build(width=width), world_size, **options)
+    session = odc.patch_fsdp(model) if use_odc else None
+    train(model, session, rank, world_size, [2] * world_size, STEPS)
+    if session:
+        assert session.stats().pushes > 0
+        session.close()
+    return full_parameters(model)
+
+
+def shard_matrices_on_dim_1(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 1e-5, id="bf16-compute"),
+        # FSDP sums bf16 here, ODC accumulates the bf16 pushes in float32: ours is the more exact one.
+        pytest.param({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, 2e-2, id="bf16-compute-and-wire"),
+        pytest.param({"reshard_after_forward": False}, 1e-5, id="no-reshard"),
+        pytest.param({"shard_placement_fn": shard_matrices_on_dim_1}, 1e-5, id="dim-1"),
+    ],
+)
+def test_options_of_fully_shard(options: dict[str, Any], tolerance: float) -> None:
+    assert compare(2, with_options, options, 12) < tolerance
+
+
+def wire_bytes(rank: int, world_size: int, dtype: torch.dtype) -> int:
+    model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    with odc.patch_fsdp(model) as session:
+        train(model, session, rank, world_size, [1, 1], 1)
+        return session.stats().gather_bytes
+
+
+def test_the_wire_carries_the_compute_dtype() -> None:
+    assert run_ranks(2, wire_bytes, torch.bfloat16)[0] * 2 == run_ranks(2, wire_bytes, torch.float32)[0]
+
+
+def with_frozen(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    model = build()
+    model.blocks[1].requires_grad_(False)  # a whole unit
+    model.blocks[2].up.requires_grad_(False)  # a part of a unit
+    model = shard(model, world_size)
+    session = odc.patch_fsdp(model) if use_odc else None
+    train(model, session, rank, world_size, [2] * world_size, STEPS)
+    assert model.blocks[1].up.weight.grad is None
+    if session:
+        session.close()
+    return full_parameters(model)
+
+
+def test_frozen_parameters() -> None:
+    assert compare(2, with_frozen) < 1e-5
+
+
+def never_used(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model) if use_odc else None
+    train(model, session, rank, world_size, [1] * world_size, STEPS, lambda step, r, m: {"skip": [1]})
+    return full_parameters(model)
+
+
+def test_a_unit_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it() -> None:
+    assert compare(2, never_used) < 1e-5
+
+
+def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model) if use_odc else None
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        with session.minibatch() if session else torch.enable_grad():
+            for m in range(3):
+                model.set_requires_gradient_sync(m == 2)
+                (loss_of(model, tokens(step, rank, m)) / 100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if session:
+        assert session.stats().pushes == STEPS * 4  # one per unit and minibatch, not per microbatch
+    return full_parameters(model)
+
+
+def test_gradient_accumulation_without_sync() -> None:
+    assert compare(2, no_sync) < 1e-5
+
+
+def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    """zero_grad every second step only: the sums of two minibatches add up in .grad."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model) if use_odc else None
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        with session.minibatch() if session else torch.enable_grad():
+            for m in range(2):
+                (loss_of(model, tokens(step, rank, m)) / 100).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 4 == 1)
+    return full_parameters(model)
+
+
+def test_gradients_that_are_not_zeroed_accumulate_over_minibatches() -> None:
+    assert compare(2, kept_gradients) < 1e-5
+
+
+def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(3.0)
+        module.set_force_sum_reduction_for_comms(True)
+    session = odc.patch_fsdp(model) if use_odc else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        with session.minibatch() if session else torch.enable_grad():
+            loss_of(model, tokens(step, rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def test_gradient_divide_factor() -> None:
+    assert compare(2, divide_factor) < 1e-5
+
+
+def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
+    """Evaluation under no_grad inside and between minibatches, on all ranks or on one alone."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        evaluates = not lonely or rank == step % world_size
+        scale = world_size / num_tokens(step, COUNTS)
+        with session.minibatch():
+            for m in range(COUNTS[rank]):
+                (loss_of(model, tokens(step, rank, m)) * scale).backward()
+                if evaluates:
+                    evaluate(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluates:
+            evaluate(model)
+    session.close()
+    return full_parameters(model)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module) -> None:
+    loss = loss_of(model, tokens(999, 0, 0))
+    assert torch.isfinite(loss)
+    for module in model.modules():  # a root that FSDP leaves unsharded would be stale after the next step
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+@pytest.mark.parametrize("lonely", [False, True])
+def test_evaluation_inside_and_between_minibatches(lonely: bool) -> None:
+    expected = reference(COUNTS, STEPS)
+    assert largest_difference(run_ranks(2, with_evaluation, lonely)[0], expected) < 1e-5
+
+
+def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
+    counts = [2, 0]
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for m in range(counts[rank]):
+            (loss_of(model, tokens(step, rank, m)) * (world_size / num_tokens(step, counts))).backward()
+        session.finish()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    return full_parameters(model)
+
+
+def test_finish_instead_of_the_context_manager() -> None:
+    assert largest_difference(run_ranks(2, without_context_manager)[0], reference([2, 0], STEPS)) < 1e-5
+
+
+def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    """Matrices by one optimizer, the rest by another, with an evaluation after both."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model) if use_odc else None
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    optimizers = [torch.optim.SGD(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+    for step in range(STEPS):
+        with session.minibatch() if session else torch.enable_grad():
+            (loss_of(model, tokens(step, rank, 0)) / 50).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluate(model)
+    return full_parameters(model)
+
+
+def test_two_optimizers_publish_once_both_have_stepped() -> None:
+    assert compare(2, two_optimizers) < 1e-5
+
+
+def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    before = {name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)}
+    for _ in range(2):
+        session = odc.patch_fsdp(model) if use_odc else None
+        train(model, session, rank, world_size, [2] * world_size, 3)
+        if session:
+            session.close()
+            session.close()
+            with pytest.raises(odc.OdcError, match="session is closed"):
+                session.finish()
+    after = {name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)}
+    assert before == after
+    assert not any("post_backward" in vars(m._get_fsdp_state()._fsdp_param_group) for _, m in fsdp_modules(model))
+    train(model, None, rank, world_size, [2] * world_size, 3)
+    return full_parameters(model)
+
+
+def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "set_custom_all_gather")]
+
+
+def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again() -> None:
+    assert compare(2, close_and_go_on) < 1e-5
+
+
+def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) -> dict[str, Any]:
+    """Three steps, save, three more steps in a fresh model that loads: under ODC and plain, crosswise."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model) if save_under_odc else None
+    train(model, session, rank, world_size, [2] * world_size, 3)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    if session:
+        session.close()
+
+    torch.manual_seed(7)
+    fresh = build()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.add_(1.0)
+    fresh = shard(fresh, world_size)
+    session = None if save_under_odc else odc.patch_fsdp(fresh)
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    fresh.load_state_dict(state["model"])  # after patching: the old parameters were published already
+    train(fresh, session, rank, world_size, [2] * world_size, 3)
+    if session:
+        session.close()
+    return full_parameters(fresh)
+
+
+def test_checkpoints_cross_over_in_both_directions() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        under_odc = run_ranks(2, checkpoint, True, str(Path(folder) / "a"))[0]
+        plain = run_ranks(2, checkpoint, False, str(Path(folder) / "b"))[0]
+    assert largest_difference(under_odc, plain) < 1e-5
+
+
+def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
+    """fully_shard([a, b]): two modules in one unit."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, mesh = build(), init_device_mesh("cpu", (world_size,))
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    session = odc.patch_fsdp(model) if use_odc else None
+    train(model, session, rank, world_size, [2] * world_size, STEPS)
+    return full_parameters(model)
+
+
+def test_a_unit_of_several_modules() -> None:
+    assert compare(2, shared_unit) < 1e-5

@@ -1,0 +1,93 @@
+"""Layer 3: ranks as processes. A patched model trains to the numbers of plain FSDP2 and of one float64 process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from training import STEPS, build, full_parameters, largest_difference, reference, shard, train
+
+import odc
+
+# [fp32 against fp32 with sums in another order] after 20 Adam steps
+TOLERANCE = 1e-5
+
+
+@functools.cache
+def float64_reference(counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return reference(counts)
+
+
+def plain(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    train(model, None, rank, world_size, counts)
+    return full_parameters(model)
+
+
+def patched(rank: int, world_size: int, counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, **options)
+    train(model, session, rank, world_size, counts)
+    assert session.stats().minibatches == STEPS
+    session.close()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equal_counts_match_plain_fsdp2(world_size: int) -> None:
+    counts = [2] * world_size
+    ours = run_ranks(world_size, patched, counts, {})[0]
+    theirs = run_ranks(world_size, plain, counts)[0]
+    assert largest_difference(ours, theirs) < TOLERANCE
+    start = {name: value.detach().numpy() for name, value in build().named_parameters()}
+    assert largest_difference(theirs, start) > 1e-2  # twenty steps moved the parameters
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": "daemon"}, {"deterministic": True}, {"accumulate": "daemon", "deterministic": True}],
+    ids=["direct", "daemon", "deterministic", "daemon-deterministic"],
+)
+def test_uneven_counts_match_one_float64_process(options: dict[str, Any]) -> None:
+    """Fault test 15: microbatches 1, 5, 0, 3 on 4 ranks, twenty minibatches."""
+    counts = [1, 5, 0, 3]
+    ours, expected = run_ranks(4, patched, counts, options), float64_reference(tuple(counts))
+    for rank in range(4):
+        assert largest_difference(ours[rank], expected) < TOLERANCE
+
+
+def test_two_ranks_with_uneven_counts_match_one_float64_process() -> None:
+    counts = [4, 1]
+    assert largest_difference(run_ranks(2, patched, counts, {})[0], reference(counts)) < TOLERANCE
+
+
+def test_one_rank_is_plain_fsdp2() -> None:
+    assert largest_difference(run_ranks(1, patched, [3], {})[0], reference([3])) < TOLERANCE
+
+
+def mixed_modules(step: int, rank: int, microbatch: int) -> dict[str, Any]:
+    """Fault test 16: other modules per rank and microbatch: an unused block, the opposite order, a skipped sample."""
+    if rank == 0 and microbatch == 0:
+        return {"skip": [1]}
+    if rank == 1:
+        return {"order": [2, 1, 0] if step % 2 else [0, 2, 1]}
+    if rank == 2:
+        return {"order": [0, 0, 2]}  # one unit used twice, one never
+    return {}
+
+
+def patched_mixed(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    train(model, session, rank, world_size, counts, microbatch_options=mixed_modules)
+    session.close()
+    return full_parameters(model)
+
+
+def test_different_modules_per_rank_and_microbatch_match_one_float64_process() -> None:
+    counts = [2, 1, 3]
+    expected = reference(counts, microbatch_options=mixed_modules)
+    assert largest_difference(run_ranks(3, patched_mixed, counts)[0], expected) < TOLERANCE

@@ -1,0 +1,203 @@
+"""Layer 3: ranks as processes. What is not supported says so when patching; misuse says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_ranks import run_ranks, start_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from training import build, loss_of, optimizer_of, shard, tokens
+
+import odc
+import odc.runtime
+
+
+def hybrid(model: nn.Module, world_size: int) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def int_reshard(model: nn.Module, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    fully_shard(model.blocks[0], mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+
+
+def offload(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def half_reduce(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16))
+
+
+def all_reduce_hook(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size)
+    model.set_all_reduce_hook(lambda grad: None)
+
+
+def custom_comm(model: nn.Module, world_size: int) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    class Mine(DefaultAllGather):
+        pass
+
+    shard(model, world_size)
+    model.set_custom_all_gather(Mine())
+
+
+def optimizer_in_backward(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size)
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def twice(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size)
+    model.kept = odc.patch_fsdp(model)  # type: ignore[assignment]
+
+
+def nothing(model: nn.Module, world_size: int) -> None:
+    """No fully_shard at all."""
+
+
+REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
+    (hybrid, "HSDP"),
+    (int_reshard, "reshard_after_forward=<int>"),
+    (offload, "CPUOffloadPolicy"),
+    (half_reduce, "reduce_dtype=torch.float16"),
+    (all_reduce_hook, "set_all_reduce_hook"),
+    (custom_comm, "set_custom_all_gather (Mine)"),
+    (optimizer_in_backward, "register_post_accumulate_grad_hook"),
+    (twice, "patched already"),
+    (nothing, "fully_shard"),
+]
+
+
+def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
+    found = []
+    for prepare, _ in REFUSED:
+        model = build()
+        prepare(model, world_size)
+        try:
+            odc.patch_fsdp(model)
+            found.append(("nothing raised", ""))
+        except (odc.UnsupportedError, ValueError) as error:
+            found.append((type(error).__name__, str(error)))
+    wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+    with pytest.raises(odc.UnsupportedError, match="FSDP1"):
+        odc.patch_fsdp(wrapped)
+    return found
+
+
+def test_every_unsupported_option_is_named_when_patching() -> None:
+    for results in run_ranks(4, refusals):
+        for (prepare, words), (kind, text) in zip(REFUSED, results, strict=True):
+            assert kind in ("UnsupportedError", "ValueError"), (prepare.__name__, kind)
+            assert words in text, (prepare.__name__, text)
+
+
+def one_rank_unsupported(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    if rank == 1:
+        model.set_all_reduce_hook(lambda grad: None)
+    odc.patch_fsdp(model)
+
+
+def test_what_one_rank_refuses_all_ranks_refuse() -> None:
+    results = start_ranks(2, one_rank_unsupported).join(30)
+    assert results[1].error_type == "UnsupportedError"
+    assert results[0].error_type == "SetupError"
+    assert "rank 1: UnsupportedError" in (results[0].error or "")
+
+
+def differing_models(rank: int, world_size: int, difference: str) -> None:
+    """Fault test 20: the parameter table, a dtype, an option or a version differs on rank 1."""
+    odd = rank == 1
+    if difference == "version" and odd:
+        odc.runtime.__version__ = "9.9.9"  # type: ignore[attr-defined]
+    model = build(vocabulary=18 if difference == "shape" and odd else 17)
+    if difference == "frozen" and odd:
+        model.blocks[1].up.weight.requires_grad_(False)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if difference == "dtype" and odd else torch.float32, torch.float32)
+    model = shard(model, world_size, mp_policy=policy)
+    odc.patch_fsdp(model, deterministic=difference == "option" and odd)
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ("shape", ["parameters", "'embed.weight'", "[17, 13]", "[18, 13]"]),
+        ("frozen", ["units", "blocks.1"]),
+        ("dtype", ["units", "torch.float32", "torch.bfloat16"]),
+        ("option", ["options", "'deterministic'", "rank 0 has False, rank 1 has True"]),
+        ("version", ["versions", "'odc'", "9.9.9"]),
+    ],
+)
+def test_ranks_that_differ_are_told_the_first_difference(difference: str, words: list[str]) -> None:
+    for result in start_ranks(2, differing_models, difference).join(30):
+        assert result.error_type == "SetupError", result.error
+        assert all(word in result.error for word in ["rank 1 differs from rank 0", *words]), result.error
+
+
+def misuse(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    with session.minibatch():
+        loss_of(model, tokens(0, rank, 0)).backward()
+        with pytest.raises(odc.ProtocolError, match=r"optimizer.step\(\) inside the minibatch"):
+            optimizer.step()
+    dist.barrier()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)  # by hand, after publication
+    session.publish()  # on every rank: allowed
+    with session.minibatch():
+        loss_of(model, tokens(1, rank, 0)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+    dist.barrier()
+    with pytest.raises(odc.ProtocolError, match=r"'head.weight' was changed after it was published.*session.publish"):
+        session.finish()
+    session.close()
+
+
+def test_misuse_is_refused_and_says_what_to_do() -> None:
+    run_ranks(2, misuse)
+
+
+def evaluation_too_early(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    with session.minibatch():
+        loss_of(model, tokens(0, rank, 0)).backward()
+    with torch.no_grad():
+        loss_of(model, tokens(0, rank, 0))
+
+
+def test_evaluation_between_finish_and_step_is_refused() -> None:
+    results = start_ranks(2, evaluation_too_early).join(30)
+    assert any("Evaluate inside the minibatch, or after optimizer.step()" in (r.error or "") for r in results)
+    assert all(r.error_type in ("ProtocolError", "AbortedError") for r in results), results
+
+
+def unfrozen_later(rank: int, world_size: int) -> None:
+    model = build()
+    model.blocks[1].up.weight.requires_grad_(False)
+    model = shard(model, world_size)
+    session = odc.patch_fsdp(model)
+    model.blocks[1].up.weight.requires_grad_(True)
+    with session.minibatch():
+        loss_of(model, tokens(0, rank, 0)).backward()
+
+
+def test_a_parameter_unfrozen_after_patching_is_named() -> None:
+    results = start_ranks(2, unfrozen_later).join(30)
+    assert any("blocks.1.up.weight" in (r.error or "") and "UnsupportedError" == r.error_type for r in results), results
