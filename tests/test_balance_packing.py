@@ -82,6 +82,14 @@ def test_even_tokens_where_even_costs_break_the_limit() -> None:
     assert len(parts) == 2
 
 
+def test_costs_are_balanced_as_far_as_the_limit_allows() -> None:
+    """Even tokens (18 and 16) would cost 170 and 106; one swap that keeps the limit brings 146 and 130."""
+    lengths = np.array([11, 3, 9, 4, 7])
+    assert karmarkar_karp(lengths, 2) == [[0, 4], [1, 2, 3]]
+    assert any(lengths[part].sum() > 18 for part in karmarkar_karp(squares(lengths), 2))
+    assert pack(lengths, squares(lengths), 18) == [[0, 1, 3], [2, 4]]
+
+
 def test_first_fit_where_even_tokens_break_the_limit() -> None:
     """Full microbatches (52 tokens each) that neither kind of even split finds."""
     lengths = np.array([25, 26, 26, 15, 2, 10])

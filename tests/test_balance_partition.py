@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
 from odc.balance.differencing import largest_differencing, longest_first
+from odc.balance.partition import fill_empty
 from odc.balance.refine import Limit, refine
 
 
@@ -66,11 +67,40 @@ def test_refinement_repairs_the_equal_size_method() -> None:
     assert makespan(costs, karmarkar_karp(costs, 8, equal_size=True)) / ideal < 1.002
 
 
-def test_parts_below_the_makespan_are_balanced_too() -> None:
+def test_longest_first_replaces_the_differencing_method_where_it_is_better() -> None:
+    costs = np.array([6.0, 20.0, 12.0, 32.0, 7.0, 8.0])
+    start = largest_differencing(costs, 2, equal_size=False)
+    assert makespan(costs, refine(costs, start, equal_size=False)) == 45.0
+    assert makespan(costs, karmarkar_karp(costs, 2)) == 44.0 == optimum(costs, 2, equal_size=False)
+
+
+def test_refinement_moves_items() -> None:
+    costs = np.ones(4)
+    assert [len(part) for part in refine(costs, [[0, 1, 2, 3], []], equal_size=False)] == [2, 2]
+    assert [len(part) for part in refine(costs, [[0, 1, 2], [3]], equal_size=True)] == [3, 1]
+
+
+def test_refinement_goes_on_below_the_makespan() -> None:
     """One giant fixes the makespan; the other parts must still come out even."""
     costs = np.array([1000.0] + [float(c) for c in range(1, 31)])
-    loads = sorted(float(costs[part].sum()) for part in karmarkar_karp(costs, 4))
-    assert loads == [155.0, 155.0, 155.0, 1000.0]
+    start = [[0], list(range(1, 11)), list(range(11, 21)), list(range(21, 31))]
+    loads = [float(costs[part].sum()) for part in refine(costs, start, equal_size=False)]
+    assert loads == [1000.0, 155.0, 155.0, 155.0]
+
+
+def test_refinement_returns_to_parts_that_were_stuck() -> None:
+    """The heaviest part finds a partner only after two lighter ones made an exchange."""
+    costs = np.array([30.0, 54.0, 1.0, 8.0, 24.0, 3.0, 46.0, 42.0])
+    start = [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert makespan(costs, refine(costs, start, equal_size=False)) == 72.0
+
+
+def test_no_part_is_empty_when_items_cost_nothing() -> None:
+    for costs in ([0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 5):
+        assert all(karmarkar_karp(costs, 3))
+    parts = [[0, 1, 2], [], [3], []]
+    fill_empty(np.array([5.0, 2.0, 3.0, 9.0]), parts)
+    assert parts == [[0], [1], [3], [2]]
 
 
 def test_large_instance() -> None:
@@ -135,7 +165,6 @@ def test_fewer_items_than_parts() -> None:
     assert karmarkar_karp([], 3) == [[], [], []]
     assert karmarkar_karp([], 3, equal_size=True) == [[], [], []]
     assert karmarkar_karp([5.0, 1.0], 4) == [[0], [1], [], []]
-    assert karmarkar_karp([0.0, 0.0, 0.0], 2) in ([[0, 1], [2]], [[0, 2], [1]], [[0], [1, 2]])
 
 
 def test_the_argument_is_left_alone() -> None:

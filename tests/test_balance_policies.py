@@ -112,8 +112,15 @@ def test_lb_micro_global_runs_long_samples_together() -> None:
     assert make("lb-micro-global", lengths, 2).bubble_rate("collective") == 0.0
 
 
+def test_lb_micro_global_evens_out_the_ranks() -> None:
+    """No two of these share a microbatch; the rank with the costliest gets the cheapest."""
+    policy = get_policy("lb-micro-global")
+    plan = policy.plan([1000, 900, 800, 700], world_size=2, max_tokens=LIMIT, cost=LinearCost())
+    assert plan.microbatches == [[[0], [3]], [[1], [2]]]
+
+
 def test_order_of_the_policies_on_long_tailed_lengths() -> None:
-    """The shape of the paper's Table 6: packing beats sorting, the minibatch level beats the microbatch level."""
+    """As in Table 6 of the paper: packing beats sorting, LB-Mini beats LB-Micro."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(9.3, 0.7, 32 * 20), 500, 65536).astype(int).reshape(20, 32)
     cost = QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)

@@ -18,6 +18,7 @@ _INFO_BYTES = 80
 _PIDFD_GET_INFO = (3 << 30) | (_INFO_BYTES << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
+_STAT_EXIT_CODE = 49  # field 52 of /proc/PID/stat, counted after the command name
 
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in uninterruptible I/O", "Z": "a zombie"}
 
@@ -56,6 +57,21 @@ class WatchedProcess:
         return _STATES.get(state, "running")
 
     def _exit_status(self) -> int | None:
+        """The wait status: from /proc while nobody has reaped the process, from its pidfd afterwards."""
+        for read in (self._status_of_zombie, self._status_of_pidfd, self._status_of_zombie):
+            status = read()
+            if status is not None:
+                return status
+        return None
+
+    def _status_of_zombie(self) -> int | None:
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return int(fields[_STAT_EXIT_CODE]) if fields[0] == "Z" else None
+
+    def _status_of_pidfd(self) -> int | None:
         info = bytearray(_INFO_BYTES)
         struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
         try:

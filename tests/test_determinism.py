@@ -1,0 +1,52 @@
+"""Layer 3: ranks as processes. ``deterministic=True``: bit-equal parameters whatever the timing.
+
+Random delays are injected at every hook (``ODC_FAULT=point=*,do=jitter``), so that pushes arrive in another order each
+time. The control shows that without the option the same delays do change bits: the test can fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+from process_ranks import run_ranks
+from training import build, full_parameters, shard, train
+
+import odc
+
+RUNS = 20
+JITTER = {"ODC_FAULT": "point=*,do=jitter:0.001"}
+
+
+def digests(
+    rank: int, world_size: int, counts: Sequence[int], deterministic: bool, accumulate: str, runs: int = RUNS
+) -> list[str]:
+    """Train ``runs`` times from the same start; a digest of all parameters after each run."""
+    found = []
+    for _ in range(runs):
+        model = shard(build(num_blocks=1), world_size)
+        with odc.patch_fsdp(model, deterministic=deterministic, accumulate=accumulate) as session:
+            train(model, session, rank, world_size, counts, steps=2)
+        parameters = full_parameters(model)
+        found.append(hashlib.sha256(b"".join(parameters[name].tobytes() for name in sorted(parameters))).hexdigest())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "accumulate"),
+    [
+        pytest.param([3, 2], "direct", id="2-ranks"),
+        pytest.param([1, 3, 0, 2], "direct", id="4-ranks"),
+        pytest.param([1, 3, 0, 2], "daemon", id="4-ranks-daemon"),
+    ],
+)
+def test_twenty_runs_under_random_delays_are_bit_equal(counts: list[int], accumulate: str) -> None:
+    """Fault test 24."""
+    results = run_ranks(len(counts), digests, counts, True, accumulate, env=JITTER, timeout_s=120)
+    assert len({digest for rank in results for digest in rank}) == 1
+
+
+def test_without_the_option_the_same_delays_change_bits() -> None:
+    results = run_ranks(4, digests, [3, 3, 2, 3], False, "direct", 8, env=JITTER, timeout_s=120)
+    assert len(set(results[0])) > 1

@@ -1,0 +1,432 @@
+"""Layer 3: ranks as processes. What happens when a rank dies, stops, raises or leaves, and how the others learn of it.
+
+Each test asserts the error's type and text, how soon it came, and (by conftest) that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import RankResult, run_ranks, start_ranks
+from torch.utils.data import DataLoader
+from training import Net, build, full_parameters, largest_difference, loss_of, optimizer_of, reference, shard, tokens, train
+
+import odc
+from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.exchange import ProcessGroupExchange
+
+TIMEOUT = {"ODC_TIMEOUT": "5"}
+NOTICE_S = 2.0  # a death or a failure is known everywhere within this time
+
+
+def endless(rank: int, world_size: int, accumulate: str = "auto", died_at: Any = None) -> None:
+    """Train until something happens."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, accumulate=accumulate)
+    train(model, session, rank, world_size, [2] * world_size, steps=10_000)
+
+
+def fault(point: str, do: str, at: int = 9, rank: int = 1) -> dict[str, str]:
+    return {**TIMEOUT, "ODC_FAULT": f"rank={rank},point={point},at={at},do={do}"}
+
+
+def survivors(results: list[RankResult], dead: int = 1) -> list[RankResult]:
+    return [result for rank, result in enumerate(results) if rank != dead]
+
+
+def assert_told(result: RankResult, *words: str) -> None:
+    assert result.error_type in ("PeerDiedError", "AbortedError", "PeerClosedError"), result.error
+    assert result.error is not None
+    for word in words:
+        assert word in result.error, f"{word!r} not in: {result.error}"
+
+
+# Deaths: fault tests 1, 2, 8
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["gather.before", "gather.after_chunk", "scatter.after_chunk", "scatter.before_commit", "publish.before", "finish.before_done"],
+)
+def test_a_killed_rank_is_named_by_all_others(point: str) -> None:
+    """Fault tests 1 and 2: SIGKILL while others gather from it, in mid-push, before publishing, before done."""
+    group = start_ranks(3, endless, env=fault(point, "kill"))
+    results = group.join(30)
+    assert results[1].exitcode == -signal.SIGKILL
+    for result in survivors(results):
+        assert_told(result, "rank 1", f"pid {group.pids[1]}", "minibatch ", "signal 9")
+    first = min(r.seconds for r in survivors(results))
+    assert max(r.seconds for r in survivors(results)) - first < NOTICE_S
+
+
+def half_push(rank: int, world_size: int, mode: dict[str, Any]) -> list[bytes] | None:
+    """Rank 2 dies in its second push to rank 0; then rank 1 pushes; rank 0 returns its sum and the expected one."""
+    unit = UnitSpec("layers.0", 8, torch.float32, (ParamSlice("w", 300_000),))
+    runtime = Runtime.create(ProcessGroupExchange(), [unit], RuntimeConfig.from_environment(**mode))
+    exchange = ProcessGroupExchange()
+    pushes = torch.randn(4, 300_000 * world_size, generator=torch.Generator().manual_seed(0))
+    runtime.publish(0, lambda out: out.zero_())
+    runtime.begin()
+    for turn, values in ((0, pushes[0]), (2, pushes[1])):
+        if rank == turn:
+            runtime.scatter_accumulate(0, values)
+        exchange.all_gather(b"")
+    if rank == 2:
+        runtime.scatter_accumulate(0, pushes[2])
+    time.sleep(0.5)
+    if rank == 1:
+        runtime._pusher.push(0, 0, pushes[3].view(world_size, -1)[0], [True], 1)  # over the dead holder's lock
+        runtime._pusher.drain()
+        time.sleep(1)  # an owner's daemon lives as long as its rank
+        return None
+    with pytest.raises(odc.PeerDiedError, match="rank 2"):
+        runtime.finish()
+    rows = pushes.view(4, world_size, -1)[:, 0]
+    expected = ((rows[0] + rows[1]) + rows[3]).numpy().tobytes()
+    deadline = time.monotonic() + 10  # rank 1's push comes in its own time
+    while (found := collected(runtime)) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [found, expected]
+
+
+def collected(runtime: Runtime) -> bytes:
+    result = runtime._store.collect(0, 1)
+    assert result is not None
+    return bytes(result[0].numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("mode", "point"),
+    [
+        ({}, "scatter.after_chunk"),
+        ({}, "scatter.before_commit"),
+        ({"accumulate": "daemon"}, "scatter.before_post"),
+    ],
+)
+def test_a_half_push_never_reaches_the_sum(mode: dict[str, Any], point: str) -> None:
+    """Fault test 2. Rank 2 visits owners 0, 1, 2: its fourth pass is its second push to rank 0."""
+    results = start_ranks(3, half_push, mode, env=fault(point, "kill", at=4, rank=2)).join(30)
+    assert results[2].exitcode == -signal.SIGKILL
+    assert results[0].error is None, results[0].error
+    found, expected = results[0].value
+    assert found == expected
+
+
+@pytest.mark.parametrize(("do", "words"), [("exit", "exited with status 0"), ("segv", "signal 11")])
+def test_a_rank_that_leaves_without_a_word_is_named(do: str, words: str) -> None:
+    """Fault test 8: os._exit(0) and a segmentation fault."""
+    for result in survivors(start_ranks(3, endless, env=fault("scatter.before", do)).join(30)):
+        assert_told(result, "rank 1", words)
+
+
+# A daemon that fails: fault test 3
+
+
+def test_a_failing_daemon_stops_its_rank_and_the_others() -> None:
+    results = start_ranks(3, endless, "daemon", env=fault("daemon.before_add", "raise")).join(30)
+    assert results[1].error_type == "OdcError"
+    assert "FaultInjected: fault injected at daemon.before_add" in (results[1].error or "")
+    for result in survivors(results):
+        assert result.error_type == "AbortedError"
+        assert_told(result, "rank 1", "FaultInjected")
+    times = [result.seconds for result in results]
+    assert max(times) - min(times) < NOTICE_S
+
+
+# Stopped ranks: fault tests 4, 5, 17
+
+
+def stoppable(rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, deterministic=True)
+    train(model, session, rank, world_size, [2, 1], steps)
+    session.close()
+    return full_parameters(model)
+
+
+def test_a_rank_stopped_for_a_while_changes_nothing() -> None:
+    """Fault test 4: SIGSTOP 3 s, then SIGCONT, with a limit of 5 s."""
+    steps = 150
+    group = start_ranks(2, stoppable, steps, env={**TIMEOUT, "ODC_FAULT": "point=gather.before,do=delay:0.0005"})
+    time.sleep(1.5)
+    os.kill(group.pids[1], signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(group.pids[1], signal.SIGCONT)
+    results = group.join(60)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    assert min(r.seconds for r in results) > 4.0, "the ranks had ended before the stop: nothing was tested"
+    undisturbed = run_ranks(2, stoppable, steps)
+    assert largest_difference(results[0].value, undisturbed[0]) == 0.0
+
+
+def test_a_rank_stopped_for_ever_is_alive_but_silent() -> None:
+    """Fault test 5."""
+    group = start_ranks(2, endless, env={"ODC_TIMEOUT": "2", "ODC_FAULT": "rank=1,point=gather.before,at=9,do=stop"})
+    results = group.join(7)
+    assert results[0].error_type == "PeerSilentError", results[0].error
+    for words in ("rank 1", f"pid {group.pids[1]}", "alive but silent for", "stopped by a signal", "ODC_TIMEOUT"):
+        assert words in (results[0].error or "")
+
+
+def slow(rank: int, world_size: int) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    train(model, session, rank, world_size, [1, 3], 1)
+    session.close()
+    return full_parameters(model)
+
+
+def test_a_rank_slower_than_the_limit_that_makes_progress_is_not_an_error() -> None:
+    """Fault test 17: rank 1 needs about 6 s for a minibatch, the limit is 1 s."""
+    env = {"ODC_TIMEOUT": "1", "ODC_FAULT": "rank=1,point=gather.before,do=delay:0.3"}
+    results = start_ranks(2, slow, env=env).join(60)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    assert results[0].seconds > 4.0
+    assert largest_difference(results[0].value, reference([1, 3], 1)) < 1e-5
+
+
+# Exceptions: fault test 7
+
+
+def raising(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    for step in range(10_000):
+        with session.minibatch():
+            if rank == 1 and step == 3:
+                raise ValueError("sample 17 has no answer")
+            loss_of(model, tokens(step, rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_exception_reaches_the_other_ranks_with_its_text() -> None:
+    results = start_ranks(3, raising, env=TIMEOUT).join(30)
+    assert results[1].error_type == "ValueError"
+    for result in survivors(results):
+        assert result.error_type == "AbortedError"
+        assert_told(result, "rank 1", "ValueError: sample 17 has no answer")
+        assert result.seconds - results[1].seconds < NOTICE_S
+
+
+# Whole jobs under torchrun: fault tests 8, 9, 11, 13
+
+JOB = """
+import os, sys, time, torch
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+import odc
+from training import *
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+{body}
+"""
+
+TRAIN_JOB = """
+model = shard(build(), world_size)
+session = odc.patch_fsdp(model)
+for step in range(10_000):
+    train(model, session, rank, world_size, [1] * world_size, 1)
+    if step == 3:
+        {at_step_3}
+"""
+
+
+def start_job(tmp_path: Path, body: str, nproc: int = 2, prefix: list[str] | None = None) -> subprocess.Popen[str]:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(tests=str(Path(__file__).parent), body=body))
+    command = [
+        *(prefix or []),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)),
+    ]
+    env = {**os.environ, "ODC_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    )
+
+
+def output_of(job: subprocess.Popen[str], timeout_s: float = 60) -> str:
+    try:
+        return job.communicate(timeout=timeout_s)[0]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def session_members(session_id: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == session_id:
+                    members.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return members
+
+
+def wait_for_text(path: Path, job: subprocess.Popen[str]) -> str:
+    """The content of a file that a rank writes, once it ends with a blank."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and job.poll() is None:
+        if path.exists() and path.read_text().endswith(" "):
+            return path.read_text()
+        time.sleep(0.05)
+    raise AssertionError(f"{path.name} was not written: {output_of(job)}")
+
+
+def alive_members(session_id: int) -> list[int]:
+    """Members that are not mere zombies waiting for whoever adopted them."""
+    return [pid for pid in session_members(session_id) if "State:\tZ" not in _status(pid)]
+
+
+def _status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "State:\tZ"
+
+
+def test_sys_exit_without_close_is_told_to_the_others(tmp_path: Path) -> None:
+    """Fault test 8. torchrun takes an exit status of 0 for success and lets rank 0 run on: ODC must end it."""
+    job = start_job(tmp_path, TRAIN_JOB.format(at_step_3="sys.exit(0) if rank == 1 else None"))
+    text = output_of(job)
+    assert job.returncode != 0
+    assert "rank 0 waited" in text, text
+    assert "rank 1 (host" in text
+    assert "it closed its session" in text
+
+
+def test_killing_the_process_groups_leaves_nothing(tmp_path: Path) -> None:
+    """Fault test 11. torchrun gives each rank its own group; all of them are killed at one stroke."""
+    note_pid = f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(f'{{os.getpid()}} ')"
+    job = start_job(tmp_path, TRAIN_JOB.format(at_step_3=note_pid))
+    pids = [int(wait_for_text(tmp_path / f"pid{rank}", job)) for rank in range(2)]
+    sessions = [job.pid, *(os.getsid(pid) for pid in pids)]
+    assert sum(len(session_members(session)) for session in sessions) >= 3
+    for group in {job.pid, *(os.getpgid(pid) for pid in pids)}:
+        os.killpg(group, signal.SIGKILL)
+    output_of(job)
+    deadline = time.monotonic() + 5
+    while any(alive_members(session) for session in sessions) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [alive_members(session) for session in sessions] == [[]] * len(sessions)
+
+
+def with_workers(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    loader = DataLoader(list(range(100_000)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    for step, _ in enumerate(loader):
+        with session.minibatch():
+            loss_of(model, tokens(step, rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_a_nursery(rank: int, world_size: int) -> None:
+    """multiprocessing forbids daemonic processes children; DataLoader workers need permission."""
+    import multiprocessing
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    with_workers(rank, world_size)
+
+
+def test_death_is_noticed_at_once_although_forked_workers_live_on() -> None:
+    """Fault test 12: the workers keep the dead rank's sockets open; the pidfd does not care."""
+    group = start_ranks(2, in_a_nursery, env=TIMEOUT)
+    time.sleep(5)
+    workers = children_of(group.pids[1])
+    assert len(workers) == 2, "the DataLoader workers were not running yet"
+    os.kill(group.pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    results = group.join(30)
+    assert_told(results[0], "rank 1", "signal 9")
+    assert results[0].seconds - (killed - group.started) < NOTICE_S
+    for worker in workers:  # orphans of the killed process; DataLoader's own watchdog ends them within seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+
+SMALL_SHM_JOB = """
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+torch.manual_seed(0)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+model = torch.nn.Sequential(*[torch.nn.Linear(3620, 3620, bias=False) for _ in range(4)])  # 4 x 50 MB
+mesh = init_device_mesh("cpu", (world_size,))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+session = odc.patch_fsdp(model)
+with session.minibatch():
+    model(torch.ones(2, 3620)).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+print("MEMORY", sum(session.memory().values()) >> 20, os.listdir("/dev/shm"), flush=True)
+session.close()
+dist.destroy_process_group()
+"""
+
+
+def can_mount() -> bool:
+    command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64m tmpfs /dev/shm"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def test_a_small_dev_shm_is_enough_for_a_large_model(tmp_path: Path) -> None:
+    """Fault test 13: a 200 MB model where /dev/shm has 64 MB, as in docker."""
+    if not can_mount():
+        pytest.skip("needs permission to mount a small /dev/shm in a mount namespace (root)")
+    prefix = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+    job = start_job(tmp_path, SMALL_SHM_JOB, prefix=prefix)
+    text = output_of(job, 120)
+    assert job.returncode == 0, text
+    lines = [line.split(maxsplit=2) for line in text.splitlines() if line.startswith("MEMORY")]
+    assert len(lines) == 2
+    for _, megabytes, files in lines:
+        assert int(megabytes) > 200  # published shards and accumulators of half a model, and one spare slot
+        assert files == "[]"
+
+
+# Error paths hold nothing up
+
+
+def failing_then_closing(rank: int, world_size: int) -> float:
+    model: Net = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    if rank == 1:
+        time.sleep(1)
+        os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(odc.PeerDiedError), session.minibatch():
+        loss_of(model, tokens(0, rank, 0)).backward()
+    session.close()
+    return time.monotonic() - started
+
+
+def test_after_a_death_close_returns_at_once() -> None:
+    results = start_ranks(2, failing_then_closing, env=TIMEOUT).join(30)
+    assert results[0].error is None, results[0].error
+    assert results[0].value < 1 + NOTICE_S
