@@ -70,9 +70,7 @@ class TransformerCost:
     flops_per_squared_token: float
 
     def __post_init__(self) -> None:
-        _check_coefficients(
-            flops_per_token=self.flops_per_token, flops_per_squared_token=self.flops_per_squared_token
-        )
+        _check_coefficients(flops_per_token=self.flops_per_token, flops_per_squared_token=self.flops_per_squared_token)
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
         tokens = np.asarray(lengths, dtype=np.float64)
@@ -96,9 +94,7 @@ class TransformerCost:
         num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
         head_dim = _size(config, "head_dim", default=_default_head_dim(config, hidden, num_heads))
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
-            )
+            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
         attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)  # q and o, k and v
         mlp = (3 if gated_mlp else 2) * hidden * _size(config, "intermediate_size")
         weights = num_layers * (attention + mlp) + hidden * _size(config, "vocab_size")
@@ -118,9 +114,7 @@ def evaluate(cost: CostModel, lengths: IntArray) -> FloatArray:
     """
     costs = as_costs(cost(lengths), name=f"{cost!r}(lengths)")
     if costs.shape != lengths.shape:
-        raise ValueError(
-            f"{cost!r} returned {costs.size} costs for {lengths.size} lengths: expected one per sample"
-        )
+        raise ValueError(f"{cost!r} returned {costs.size} costs for {lengths.size} lengths: expected one per sample")
     return costs
 
 
@@ -130,9 +124,7 @@ def _check_coefficients(**coefficients: float) -> None:
             raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
     if not any(coefficients.values()):
         names = " and ".join(coefficients)
-        raise ValueError(
-            f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced"
-        )
+        raise ValueError(f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced")
 
 
 def _read(config: object, name: str) -> object:
@@ -153,7 +145,6 @@ def _size(config: object, name: str, default: int | None = None) -> int:
 def _default_head_dim(config: object, hidden: int, num_heads: int) -> int:
     if _read(config, "head_dim") is None and hidden % num_heads:
         raise ValueError(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}: "
-            "put head_dim into the config"
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}: put head_dim into the config"
         )
     return max(1, hidden // num_heads)

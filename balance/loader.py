@@ -196,9 +196,7 @@ def _loss_tokens(lengths: IntArray, given: npt.ArrayLike | None) -> IntArray:
         )
     if (counts > lengths).any():
         bad = int(np.flatnonzero(counts > lengths)[0])
-        raise ValueError(
-            f"num_loss_tokens[{bad}] is {counts[bad]}: expected at most its length, {lengths[bad]}"
-        )
+        raise ValueError(f"num_loss_tokens[{bad}] is {counts[bad]}: expected at most its length, {lengths[bad]}")
     return counts
 
 

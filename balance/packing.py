@@ -68,9 +68,9 @@ class Packer:
             if num_empty < 0:
                 return None
             parts = [list(part) for part in self._first_fit] + [[] for _ in range(num_empty)]
+            fill_empty(self._costs, parts)
         limit = Limit(self._lengths, self._max_tokens)
         parts = refine(self._costs, parts, equal_size=False, limit=limit)
-        fill_empty(self._costs, parts)
         return canonical(parts)
 
     def _fits(self, parts: Parts) -> bool:
@@ -92,10 +92,9 @@ def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
     num_short = int(np.searchsorted(2 * ordered, max_tokens, side="right"))
     num_long = lengths.size - num_short
     thresholds = np.concatenate([[0], ordered[:num_short]])
-    first = np.searchsorted(ordered, thresholds)  # short samples of at least t tokens are first : num_short
-    last = np.searchsorted(
-        ordered, max_tokens - thresholds, side="right"
-    )  # long ones that share: num_short : last
+    # Short samples of at least t tokens are first : num_short, long ones that can share num_short : last.
+    first = np.searchsorted(ordered, thresholds)
+    last = np.searchsorted(ordered, max_tokens - thresholds, side="right")
     needed = sums[num_short] - sums[first]
     free = (last - num_short) * max_tokens - (sums[last] - sums[num_short])
     overflow = np.maximum(needed - free, 0)

@@ -46,8 +46,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         microbatches = [
-            [[operator.index(sample) for sample in microbatch] for microbatch in mine]
-            for mine in self.microbatches
+            [[operator.index(sample) for sample in microbatch] for microbatch in mine] for mine in self.microbatches
         ]
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
         lengths.flags.writeable = costs.flags.writeable = False
@@ -61,8 +60,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         return (
-            (self.microbatches, self.max_tokens, self.policy)
-            == (other.microbatches, other.max_tokens, other.policy)
+            (self.microbatches, self.max_tokens, self.policy) == (other.microbatches, other.max_tokens, other.policy)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
         )
@@ -142,9 +140,7 @@ class Plan:
         if not self.microbatches:
             raise ValueError("the plan has no rank: expected at least one")
         if self.costs.size != self.num_samples:
-            raise ValueError(
-                f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample"
-            )
+            raise ValueError(f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample")
         samples = sorted(sample for mine in self.microbatches for part in mine for sample in part)
         if samples != list(range(self.num_samples)):
             unknown = sorted({s for s in samples if not 0 <= s < self.num_samples})

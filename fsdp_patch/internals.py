@@ -76,9 +76,7 @@ class FsdpParam:
         """Whether backward has left an unsharded gradient that the next reduction will take."""
         if not hasattr(self._inner, "_unsharded_param"):
             return False
-        return (
-            self._inner.unsharded_accumulated_grad is not None or self._inner._unsharded_param.grad is not None
-        )
+        return self._inner.unsharded_accumulated_grad is not None or self._inner._unsharded_param.grad is not None
 
     @property
     def was_unsharded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,11 +118,11 @@ class Session:
     def _patch(self, model: nn.Module) -> None:
         for index, unit in enumerate(self._units):
             self._undo.append(unit.swap_comms(OdcAllGather(self, index), OdcReduceScatter(self, index)))
-            self._undo.append(unit.watch_post_backward(lambda i=index: self._note_present(i)))
+            self._undo.append(unit.watch_post_backward(functools.partial(self._note_present, index)))
         handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-            model.register_load_state_dict_post_hook(self._after_load),
+            model.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
         ]
         self._undo.extend(handle.remove for handle in handles)
 

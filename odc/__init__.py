@@ -7,26 +7,27 @@ a GPU nor Triton nor NVSHMEM.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from odc._version import __version__
-from odc.config import RuntimeConfig
-from odc.errors import (
-    AbortedError,
-    ConfigError,
-    OdcError,
-    PeerClosedError,
-    PeerDiedError,
-    PeerSilentError,
-    ProtocolError,
-    SetupError,
-    UnsupportedError,
-)
-from odc.runtime import Runtime
-from odc.units import ParamSlice, UnitSpec
 
 if TYPE_CHECKING:
+    from odc.config import RuntimeConfig
+    from odc.errors import (
+        AbortedError,
+        ConfigError,
+        OdcError,
+        PeerClosedError,
+        PeerDiedError,
+        PeerSilentError,
+        ProtocolError,
+        SetupError,
+        UnsupportedError,
+    )
     from odc.fsdp_patch import Session, patch_fsdp
+    from odc.runtime import Runtime
+    from odc.units import ParamSlice, UnitSpec
 
 __all__ = [
     "AbortedError",
@@ -48,10 +49,28 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # The patch is the only room that knows torch.distributed.fsdp; it is loaded when it is asked for.
-    if name in ("patch_fsdp", "Session"):
-        import odc.fsdp_patch
+# Loaded on first use: odc.balance needs numpy only, and should not pay for torch; nobody should pay for FSDP before
+# patching it.
+_HOMES = {
+    "AbortedError": "odc.errors",
+    "ConfigError": "odc.errors",
+    "OdcError": "odc.errors",
+    "ParamSlice": "odc.units",
+    "PeerClosedError": "odc.errors",
+    "PeerDiedError": "odc.errors",
+    "PeerSilentError": "odc.errors",
+    "ProtocolError": "odc.errors",
+    "Runtime": "odc.runtime",
+    "RuntimeConfig": "odc.config",
+    "Session": "odc.fsdp_patch",
+    "SetupError": "odc.errors",
+    "UnitSpec": "odc.units",
+    "UnsupportedError": "odc.errors",
+    "patch_fsdp": "odc.fsdp_patch",
+}
 
-        return getattr(odc.fsdp_patch, name)
-    raise AttributeError(f"module 'odc' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'odc' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

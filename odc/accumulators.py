@@ -23,7 +23,7 @@ import torch
 from odc.errors import ProtocolError
 from odc.faults import FaultInjector
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
-from odc.transports.base import LockOutcome, SymmetricBuffer, Transport
+from odc.transports.base import LockOutcome, Transport
 from odc.units import UnitSpec, segments
 from odc.waiting import Waiter
 
@@ -213,9 +213,7 @@ class SharedStore(_StoreBase):
             else:
                 add_chunked(out[part], old[part], addend, self._waiter.after_scatter_chunk)
 
-    def _acquire(
-        self, owner: int, size_class: int, client: int, words: _Words, unit: int, daemon: bool
-    ) -> None:
+    def _acquire(self, owner: int, size_class: int, client: int, words: _Words, unit: int, daemon: bool) -> None:
         attempt = _LockAttempt(self._transport, owner, size_class, words.holder)
         self._waiter.wait(
             attempt.pending,

@@ -53,8 +53,7 @@ def info(
     topology = Topology(0, (os.uname().nodename,), (os.uname().nodename,), (os.getpid(),))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transports = {
-        name: registry.load(name).unavailable(topology, torch.device("cpu")) or "available"
-        for name in registry.names()
+        name: registry.load(name).unavailable(topology, torch.device("cpu")) or "available" for name in registry.names()
     }
     facts = {
         "odc": __version__,

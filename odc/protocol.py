@@ -91,7 +91,7 @@ class MinibatchProtocol:
     def _coming(self) -> int:
         return self.minibatch + 1 if self.state is State.FINISHED else self.minibatch
 
-    def publish(self, unit: int, fill: Callable[[torch.Tensor], None]) -> None:
+    def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """Let ``fill`` write this rank's shard of ``unit`` for the next minibatch, then tell every rank.
 
         Raises:
@@ -225,7 +225,9 @@ class MinibatchProtocol:
         """
         self._waiter.check()
         if self.state is not State.OPEN:
-            raise ProtocolError(f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})")
+            raise ProtocolError(
+                f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})"
+            )
         started_ns = time.monotonic_ns()
         self._faults.hit("finish.before")
         self._pusher.drain()

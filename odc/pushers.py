@@ -14,7 +14,7 @@ from odc.faults import FaultInjector
 from odc.kernels import copy_chunked
 from odc.transports.base import Transport
 from odc.units import UnitSpec
-from odc.waiting import Failure, Waiter
+from odc.waiting import Waiter
 
 
 class Pusher(ABC):
@@ -196,9 +196,7 @@ class AccumulationDaemon:
         present = [bool(word) for word in words[_PRESENT : _PRESENT + len(unit.params)]]
         expected = sum(p.numel for p, here in zip(unit.params, present, strict=True) if here)
         if numel != expected:
-            raise ProtocolError(
-                f"rank {client} pushed {numel} elements to unit {unit.name!r}: expected {expected}"
-            )
+            raise ProtocolError(f"rank {client} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
         grads = self._pusher.slot(rank, client, unit.grad_dtype, numel)
         self._store.add(rank, client, unit_index, grads, present, minibatch, daemon=True)
 

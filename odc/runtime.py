@@ -49,13 +49,9 @@ class Runtime:
         self._closed = False
         self.faults = FaultInjector(config.fault, topology.rank)
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
-        store_class: type[SharedStore] | type[PerClientStore] = (
-            PerClientStore if config.deterministic else SharedStore
-        )
+        store_class: type[SharedStore] | type[PerClientStore] = PerClientStore if config.deterministic else SharedStore
         world_size, protocol_signals = topology.world_size, self._num_protocol_signals()
-        transport.open(
-            num_signals=protocol_signals + 2 * world_size, num_locks=store_class.num_locks(self.units)
-        )
+        transport.open(num_signals=protocol_signals + 2 * world_size, num_locks=store_class.num_locks(self.units))
         offsets = list(itertools.accumulate((_aligned(u.shard_bytes) for u in units), initial=0))
         self._published = transport.allocate(offsets[-1], "published shards")
         self._store: AccumulatorStore = store_class(
@@ -112,7 +108,7 @@ class Runtime:
         runtime._finalizer = weakref.finalize(runtime, _shut_down, runtime._pusher, transport)
         return runtime
 
-    _finalizer: weakref.finalize[[], Runtime] | None = None
+    _finalizer: weakref.finalize[[Pusher, Transport], Runtime] | None = None
 
     def _num_protocol_signals(self) -> int:
         return MinibatchProtocol.num_signals(len(self.units), self.topology.world_size)
@@ -146,7 +142,7 @@ class Runtime:
         """Whether this rank's shard of ``unit`` for the coming or running minibatch is out."""
         return self._protocol.is_published(unit)
 
-    def publish(self, unit: int, fill: Callable[[torch.Tensor], None]) -> None:
+    def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
         with self._reporting():
             self._protocol.publish(unit, fill)
@@ -167,9 +163,7 @@ class Runtime:
         with self._reporting():
             self._protocol.gather(unit, out, own_in_place)
 
-    def scatter_accumulate(
-        self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None
-    ) -> None:
+    def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.scatter_accumulate`.
 
         Raises:

@@ -68,13 +68,11 @@ def segments(unit: UnitSpec, present: Sequence[bool]) -> list[Segment]:
     Neighbours of the same kind are merged, so a complete push is one segment.
 
     >>> spec = UnitSpec("u", 8, torch.float32, (ParamSlice("a", 2), ParamSlice("b", 3), ParamSlice("c", 1)))
-    >>> segments(spec, [True, False, True])
-    [Segment(offset=0, numel=2, source=0), Segment(offset=2, numel=3, source=None), Segment(offset=5, numel=1, source=2)]
+    >>> [(s.offset, s.numel, s.source) for s in segments(spec, [True, False, True])]
+    [(0, 2, 0), (2, 3, None), (5, 1, 2)]
     """
     if len(present) != len(unit.params):
-        raise ValueError(
-            f"unit {unit.name!r} has {len(unit.params)} trainable parameters, got {len(present)} flags"
-        )
+        raise ValueError(f"unit {unit.name!r} has {len(unit.params)} trainable parameters, got {len(present)} flags")
     rows: list[Segment] = []
     offset = source = 0
     for param, here in zip(unit.params, present, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
@@ -14,16 +16,21 @@ def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def _odc_sockets() -> set[str]:
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "@odc-" in line}
+def _odc_descriptors() -> set[str]:
+    """memfds of ours that this process still holds."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(entry.readlink().as_posix())
+    return {target for target in found if "memfd:odc-" in target}
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No file in /dev/shm, no listening socket, no daemon thread, no file descriptor of ours after a test."""
+    """No file in /dev/shm, no rank process, no daemon thread, no descriptor of ours after a test."""
     shared_memory = _shared_memory()
     yield
     assert _shared_memory() <= shared_memory
-    assert not _odc_sockets()
+    assert not _odc_descriptors()
+    assert not multiprocessing.active_children()
     assert not [t for t in threading.enumerate() if t.name == "odc-accumulation"]

@@ -78,12 +78,22 @@ class RankGroup:
 
 
 def _main(
-    rank: int, world_size: int, store: str, env: Mapping[str, str], pipe: Connection, body: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    store: str,
+    env: Mapping[str, str],
+    pipe: Connection,
+    body: Callable[..., Any],
+    args: Any,
 ) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
     )
     try:
         pipe.send(("value", body(rank, world_size, *args)))

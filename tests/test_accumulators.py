@@ -39,7 +39,13 @@ def test_sums_equal_an_independent_sum(mode: dict, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 3))
     flags = [st.tuples(*[st.booleans()] * len(u.params)).filter(any) for u in UNITS[:3]]
     push = st.integers(0, 2).flatmap(lambda u: st.tuples(st.just(u), flags[u], st.integers(-8, 8)))
-    pushes = data.draw(st.lists(st.lists(st.lists(push, max_size=4), min_size=world_size, max_size=world_size), min_size=3, max_size=3))
+    pushes = data.draw(
+        st.lists(
+            st.lists(st.lists(push, max_size=4), min_size=world_size, max_size=world_size),
+            min_size=3,
+            max_size=3,
+        )
+    )
 
     def body(exchange: ThreadExchange) -> None:
         with Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=10, **mode)) as runtime:

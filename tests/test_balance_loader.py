@@ -158,9 +158,7 @@ def test_bad_samples(sample: Sample, message: str) -> None:
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_ranks_agree_and_cover_an_epoch(policy: str, drop_last: bool) -> None:
-    dataset = [
-        {"input_ids": torch.full((1 + i % 7,), i), "labels": torch.full((1 + i % 7,), i)} for i in range(31)
-    ]
+    dataset = [{"input_ids": torch.full((1 + i % 7,), i), "labels": torch.full((1 + i % 7,), i)} for i in range(31)]
     loaders = [make_loader(dataset, rank, policy=policy, drop_last=drop_last) for rank in range(3)]
     seen: list[int] = []
     for minibatches in zip(*loaders, strict=True):
@@ -203,9 +201,7 @@ def test_shuffle_depends_on_seed_and_epoch_only() -> None:
 
 def test_the_shuffle_is_pinned() -> None:
     """A resumed run must get the same order from another version of numpy."""
-    sampler = MinibatchSampler(
-        [1] * 8, minibatch_size=8, world_size=1, policy="local-sort", cost=COST, seed=3
-    )
+    sampler = MinibatchSampler([1] * 8, minibatch_size=8, world_size=1, policy="local-sort", cost=COST, seed=3)
     assert sample_order(sampler) == PINNED
 
 
@@ -216,9 +212,7 @@ def test_samples_keep_their_lengths() -> None:
     dataset = make_dataset(24)
     for planned in make_loader(dataset).sampler:
         for rank in range(3):
-            for samples, microbatch in zip(
-                planned.of_rank(rank), planned.plan.microbatches[rank], strict=True
-            ):
+            for samples, microbatch in zip(planned.of_rank(rank), planned.plan.microbatches[rank], strict=True):
                 assert [lengths_of(dataset)[s] for s in samples] == planned.plan.lengths[microbatch].tolist()
 
 

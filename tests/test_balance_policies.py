@@ -139,9 +139,7 @@ def test_order_of_the_policies_on_long_tailed_lengths() -> None:
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(
-        ValueError, match=r"policy 'lb-nano' is not known: expected one of local-sort, lb-micro"
-    ):
+    with pytest.raises(ValueError, match=r"policy 'lb-nano' is not known: expected one of local-sort, lb-micro"):
         get_policy("lb-nano")
 
 

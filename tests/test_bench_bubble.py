@@ -1,10 +1,16 @@
-"""Layer 1: no processes. The measured bubble rate, on timelines made by hand."""
+"""Layer 1: no processes. The demo's numbers: the bubble rate, on timelines made by hand, and the summary."""
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from odc.bench.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
+from odc.bench.demo_runs import Run
+from odc.bench.demo_summary import middle_run, summarize, table
 from odc.timeline import Span, Timeline
 
 
@@ -112,3 +118,41 @@ def test_different_collectives_are_an_error() -> None:
 def test_a_missing_minibatch_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"rank 0 has no minibatch span for minibatches \[1\]"):
         bubble_rate([timeline(0, ("minibatch", "m", 0, 9))], [0, 1], collectives=False)
+
+
+def make_run(samples_per_s: float, losses: list[float]) -> Run:
+    return Run(
+        samples_per_s=samples_per_s,
+        tokens_per_s=1234567.0,
+        seconds=10.0,
+        minibatch_seconds=[1.0],
+        losses=losses,
+        shares={"wait": 0.25, "gather": 0.1, "scatter": 0.05, "other": 0.01, "compute": 0.59},
+        folder=Path(),
+        num_untimed=2,
+        collectives=False,
+    )
+
+
+def test_summary_compares_each_repetition_with_the_baseline_of_the_same_one() -> None:
+    runs = {
+        "collective-lb-micro": [make_run(1, [4.0, 2.0]), make_run(10, [4.0, 2.0]), make_run(4, [4.0, 2.0])],
+        "odc-lb-mini": [make_run(2, [4.0, 2.0]), make_run(15, [4.0, 2.5]), make_run(5, [4.2, 2.0])],
+    }
+    summary = summarize(runs)
+    odc = summary["odc-lb-mini"]
+    assert (summary["collective-lb-micro"]["samples_per_s"], odc["samples_per_s"]) == (4, 5)
+    assert odc["speedup"] == 1.5  # of 2, 1.5, 1.25
+    assert odc["max_loss_difference"] == pytest.approx(0.25)
+    assert odc["bubble_rate"] == 0.25
+    assert middle_run(runs["odc-lb-mini"]).samples_per_s == 5
+
+
+def test_table_fits_100_columns_untruncated() -> None:
+    runs = {name: [make_run(123.45, [9.0, 8.7654])] * 3 for name in ("collective-lb-micro", "odc-lb-mini")}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table(summarize(runs)))
+    text = console.export_text()
+    for word in ("collective-lb-micro", "123.45-123.45", "1.00-1.00", "1234567", "25.0%", "16.0%", "8.7654"):
+        assert word in text
+    assert "…" not in text

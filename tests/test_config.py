@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc import ConfigError, ParamSlice, RuntimeConfig, UnitSpec
-from odc.faults import FaultInjector, FaultSpec, POINTS
+from odc.faults import POINTS, FaultInjector, FaultSpec
 from odc.units import segments
 
 
@@ -48,7 +48,9 @@ def test_fault_specification() -> None:
     assert FaultSpec.parse("point=*,do=raise").rank == -1
 
 
-@pytest.mark.parametrize("text", ["do=kill", "point=nowhere,do=kill", "point=wait,do=sing", "rank=x,point=wait,do=kill"])
+@pytest.mark.parametrize(
+    "text", ["do=kill", "point=nowhere,do=kill", "point=wait,do=sing", "rank=x,point=wait,do=kill"]
+)
 def test_a_bad_fault_specification_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         FaultSpec.parse(text)
@@ -82,10 +84,20 @@ def test_a_unit_needs_elements() -> None:
         UnitSpec("u", 0, torch.float32)
 
 
-def test_import_has_no_side_effects_and_needs_no_gpu_libraries() -> None:
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("odc, odc.balance", {"torch", "rich", "matplotlib"}),
+        (
+            "odc.runtime, odc.kernels, odc.cli",
+            {"triton", "cupy", "nvshmem", "odc.fsdp_patch", "matplotlib", "transformers"},
+        ),
+    ],
+)
+def test_import_has_no_side_effects_and_needs_no_more_than_it_uses(modules: str, absent: set[str]) -> None:
     script = (
-        "import sys, threading, os; before = set(os.environ.items()); import odc, odc.kernels, odc.balance;"
-        "assert not {'triton', 'cupy', 'nvshmem', 'odc.fsdp_patch', 'matplotlib', 'transformers'} & set(sys.modules);"
+        f"import sys, threading, os; before = set(os.environ.items()); import {modules};"
+        f"found = {absent!r} & set(sys.modules); assert not found, found;"
         "assert threading.active_count() == 1; assert set(os.environ.items()) == before"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

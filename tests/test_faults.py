@@ -6,7 +6,6 @@ Each test asserts the error's type and text, how soon it came, and (by conftest)
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +18,18 @@ import pytest
 import torch
 from process_ranks import RankResult, run_ranks, start_ranks
 from torch.utils.data import DataLoader
-from training import Net, build, full_parameters, largest_difference, loss_of, optimizer_of, reference, shard, tokens, train
+from training import (
+    Net,
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    optimizer_of,
+    reference,
+    shard,
+    tokens,
+    train,
+)
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -56,7 +66,14 @@ def assert_told(result: RankResult, *words: str) -> None:
 
 @pytest.mark.parametrize(
     "point",
-    ["gather.before", "gather.after_chunk", "scatter.after_chunk", "scatter.before_commit", "publish.before", "finish.before_done"],
+    [
+        "gather.before",
+        "gather.after_chunk",
+        "scatter.after_chunk",
+        "scatter.before_commit",
+        "publish.before",
+        "finish.before_done",
+    ],
 )
 def test_a_killed_rank_is_named_by_all_others(point: str) -> None:
     """Fault tests 1 and 2: SIGKILL while others gather from it, in mid-push, before publishing, before done."""
@@ -174,7 +191,13 @@ def test_a_rank_stopped_for_ever_is_alive_but_silent() -> None:
     group = start_ranks(2, endless, env={"ODC_TIMEOUT": "2", "ODC_FAULT": "rank=1,point=gather.before,at=9,do=stop"})
     results = group.join(7)
     assert results[0].error_type == "PeerSilentError", results[0].error
-    for words in ("rank 1", f"pid {group.pids[1]}", "alive but silent for", "stopped by a signal", "ODC_TIMEOUT"):
+    for words in (
+        "rank 1",
+        f"pid {group.pids[1]}",
+        "alive but silent for",
+        "stopped by a signal",
+        "ODC_TIMEOUT",
+    ):
         assert words in (results[0].error or "")
 
 

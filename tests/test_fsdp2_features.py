@@ -244,7 +244,9 @@ def test_two_optimizers_publish_once_both_have_stepped() -> None:
 
 def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model = shard(build(), world_size)
-    before = {name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)}
+    before = {
+        name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
+    }
     for _ in range(2):
         session = odc.patch_fsdp(model) if use_odc else None
         train(model, session, rank, world_size, [2] * world_size, 3)
@@ -253,7 +255,9 @@ def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]
             session.close()
             with pytest.raises(odc.OdcError, match="session is closed"):
                 session.finish()
-    after = {name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)}
+    after = {
+        name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
+    }
     assert before == after
     assert not any("post_backward" in vars(m._get_fsdp_state()._fsdp_param_group) for _, m in fsdp_modules(model))
     train(model, None, rank, world_size, [2] * world_size, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,12 @@ import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from training import build, loss_of, optimizer_of, shard, tokens
 
 import odc
@@ -200,4 +204,4 @@ def unfrozen_later(rank: int, world_size: int) -> None:
 
 def test_a_parameter_unfrozen_after_patching_is_named() -> None:
     results = start_ranks(2, unfrozen_later).join(30)
-    assert any("blocks.1.up.weight" in (r.error or "") and "UnsupportedError" == r.error_type for r in results), results
+    assert any("blocks.1.up.weight" in (r.error or "") and r.error_type == "UnsupportedError" for r in results), results

@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 
 def on_transport(
-    name: str, world_size: int, body: Callable[[Transport, ThreadExchange], T], signals: int = 8, locks: int = 2
+    name: str,
+    world_size: int,
+    body: Callable[[Transport, ThreadExchange], T],
+    signals: int = 8,
+    locks: int = 2,
 ) -> list[T]:
     def run(exchange: ThreadExchange) -> T:
         topology = Topology.discover(exchange)

@@ -39,7 +39,9 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, tokens: torch.Tensor, skip: Sequence[int] = (), order: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, skip: Sequence[int] = (), order: Sequence[int] | None = None
+    ) -> torch.Tensor:
         x = self.embed(tokens)
         for index in range(len(self.blocks)) if order is None else order:
             if index not in skip:
@@ -69,7 +71,11 @@ def tokens(step: int, rank: int, microbatch: int) -> torch.Tensor:
 def loss_of(model: nn.Module, data: torch.Tensor, **options: Any) -> torch.Tensor:
     """Sum of token losses (not the mean: the weight of a microbatch must not depend on the packing)."""
     logits = model(data[:, :-1], **options)
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), data[:, 1:].flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1),
+        data[:, 1:].flatten(),
+        reduction="sum",
+    )
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

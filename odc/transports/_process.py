@@ -20,7 +20,12 @@ _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
 _STAT_EXIT_CODE = 49  # field 52 of /proc/PID/stat, counted after the command name
 
-_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in uninterruptible I/O", "Z": "a zombie"}
+_STATES = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "in uninterruptible I/O",
+    "Z": "a zombie",
+}
 
 
 class WatchedProcess:

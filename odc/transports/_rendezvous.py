@@ -72,9 +72,7 @@ class Mesh:
         """Accept a connection that proves to be a rank of this job; drop any other silently."""
         connection.settimeout(2.0)
         try:
-            uid = _PEERCRED.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-            )[1]
+            uid = _PEERCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[1]
             magic, key, peer, _, _ = _FRAME.unpack(_receive_exactly(connection, _FRAME.size))
         except (OSError, SetupError):
             connection.close()

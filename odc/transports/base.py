@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from odc.exchange import Exchange
 from odc.topology import Topology
 
 
@@ -88,7 +89,9 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
-    topology: Topology
+    @abstractmethod
+    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float) -> None:
+        self.topology = topology
 
     @classmethod
     @abstractmethod

@@ -29,7 +29,8 @@ def load(name: str) -> type[Transport]:
     """The class of a registered transport."""
     module, _, attribute = _LOCATIONS[name].partition(":")
     cls = getattr(importlib.import_module(module), attribute)
-    assert issubclass(cls, Transport)
+    if not (isinstance(cls, type) and issubclass(cls, Transport)):
+        raise ConfigError(f"transport {name!r}: {_LOCATIONS[name]} is not a Transport")
     return cls
 
 

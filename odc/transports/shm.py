@@ -33,7 +33,7 @@ class ShmTransport(Transport):
     name: ClassVar[str] = "shm"
 
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float) -> None:
-        self.topology = topology
+        super().__init__(exchange, topology, timeout_s)
         self._exchange = exchange
         self._rank = topology.rank
         self._peers = [rank for rank in range(topology.world_size) if rank != self._rank]

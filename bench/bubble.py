@@ -1,0 +1,144 @@
+"""How ranks spent their time, and the bubble rate: idle time over total time, measured from timelines.
+
+What counts as idle is the same for both kinds of communication, waiting for another rank:
+
+- With ODC the runtime records its waits. Every "wait" span is idle time.
+- A collective does not say how long it waited. But the i-th collective of a minibatch is the same one on
+  every rank, and it cannot end before the last rank has joined it. So a rank idles from its own start to the
+  last rank's start; the rest is transfer. The all-reduce of the loss, which both kinds have, is looked at in
+  this way too.
+
+Not counted: the all-reduce inside ``clip_grad_norm_``. The ranks have just met when it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from odc.timeline import Span, Timeline
+
+# From the strongest to the weakest: where spans overlap, time belongs to the first of them. "other" is
+# publishing shards and taking gradients in.
+ACTIVITIES = ("wait", "gather", "scatter", "other", "compute")
+_ACTIVITY_OF_KIND = {
+    "wait": "wait",
+    "gather": "gather",
+    "scatter": "scatter",
+    "publish": "other",
+    "finish": "other",
+    "minibatch": "compute",
+}
+LOSS_LABEL = "loss"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of one rank's time that belongs to one activity."""
+
+    activity: str
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) * 1e-9
+
+
+def segments(timelines: Sequence[Timeline], minibatches: Collection[int], *, collectives: bool) -> list[list[Segment]]:
+    """The time of each rank within its "minibatch" spans, cut into activities; the rest is compute.
+
+    Args:
+        timelines: one for each rank, of one run on one host.
+        minibatches: numbers of the minibatches to look at.
+        collectives: whether gathers and scatters were collectives.
+
+    Raises:
+        ValueError: a rank has no such minibatch, or ranks have different collectives in one.
+    """
+    chosen = [[span for span in t.spans if span.minibatch in minibatches] for t in timelines]
+    for timeline, spans in zip(timelines, chosen, strict=True):
+        found = {span.minibatch for span in spans if span.kind == "minibatch"}
+        if missing := set(minibatches) - found:
+            raise ValueError(f"rank {timeline.rank} has no minibatch span for minibatches {sorted(missing)}")
+    idle = _idle_in_collectives(chosen, collectives)
+    return [list(_cut(spans + waits)) for spans, waits in zip(chosen, idle, strict=True)]
+
+
+def shares(ranks: Sequence[Sequence[Segment]]) -> dict[str, float]:
+    """The part of all ranks' time that went into each of :data:`ACTIVITIES`; "wait" is the bubble rate.
+
+    Raises:
+        ValueError: there is no time to share.
+    """
+    spent: Counter[str] = Counter()
+    for rank in ranks:
+        for segment in rank:
+            spent[segment.activity] += segment.end_ns - segment.start_ns
+    total = spent.total()
+    if total == 0:
+        raise ValueError("the timelines hold no time in these minibatches")
+    return {activity: spent[activity] / total for activity in ACTIVITIES}
+
+
+def bubble_rate(timelines: Sequence[Timeline], minibatches: Collection[int], *, collectives: bool) -> float:
+    """Idle time over total time of all ranks in these minibatches, from 0 to 1. See :func:`segments`."""
+    return shares(segments(timelines, minibatches, collectives=collectives))["wait"]
+
+
+def _idle_in_collectives(ranks: Sequence[Sequence[Span]], collectives: bool) -> list[list[Span]]:
+    """For each rank the "wait" spans from its own start of a collective to the last rank's start of it."""
+    joined = [sorted((s for s in spans if _is_collective(s, collectives)), key=_by_start) for spans in ranks]
+    names = [[(span.minibatch, span.kind, span.label) for span in spans] for spans in joined]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            raise ValueError(
+                f"ranks 0 and {rank} have different collectives ({len(names[0])} and {len(own)}): cannot match them"
+            )
+    idle: list[list[Span]] = [[] for _ in ranks]
+    for same in zip(*joined, strict=True):
+        last_start = max(span.start_ns for span in same)
+        for waits, span in zip(idle, same, strict=True):
+            end = min(last_start, span.end_ns)
+            waits.append(Span("wait", span.label, span.start_ns, end, span.minibatch))
+    return idle
+
+
+def _is_collective(span: Span, collectives: bool) -> bool:
+    if span.kind == "finish":
+        return span.label == LOSS_LABEL
+    return collectives and span.kind in ("gather", "scatter")
+
+
+def _by_start(span: Span) -> tuple[int, int]:
+    return span.minibatch, span.start_ns
+
+
+def _cut(spans: Sequence[Span]) -> Iterator[Segment]:
+    """Sweep over the borders of all spans; between two borders the strongest open activity has the time."""
+    borders = sorted(
+        border
+        for span in spans
+        for border in (
+            (span.start_ns, 1, _ACTIVITY_OF_KIND[span.kind]),
+            (span.end_ns, -1, _ACTIVITY_OF_KIND[span.kind]),
+        )
+    )
+    is_open: Counter[str] = Counter()
+    running: Segment | None = None
+    before = 0
+    for time_ns, change, activity in borders:
+        # Outside a minibatch span (loading data, or another minibatch's publishing) time counts for nothing.
+        current = next((a for a in ACTIVITIES if is_open[a]), None) if is_open["compute"] else None
+        if current is not None and time_ns > before:
+            if running and running.activity == current and running.end_ns == before:
+                running = Segment(current, running.start_ns, time_ns)
+            else:
+                if running:
+                    yield running
+                running = Segment(current, before, time_ns)
+        is_open[activity] += change
+        before = time_ns
+    if running:
+        yield running

@@ -1,0 +1,155 @@
+"""Launch the training script under torchrun, watch it, and read what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from odc.bench.bubble import Segment, segments, shares
+from odc.timeline import Timeline
+
+RUN_LIMIT_S = 900.0  # for one training run; a run of the demo takes less than half a minute
+_POLL_S = 0.2
+_GRACE_S = 40.0  # torchrun gives its ranks 30 seconds to end before it kills them
+_SHOWN_LINES = 60
+
+
+class ChildError(RuntimeError):
+    """A child process failed; the message ends with the last lines of its stderr."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train."""
+
+    comm: str
+    policy: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.comm}-{self.policy}"
+
+
+CONFIGURATIONS = (
+    Configuration("collective", "lb-micro"),
+    Configuration("odc", "lb-micro"),
+    Configuration("odc", "lb-mini"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run measured. Rates are of the timed minibatches and of all ranks together."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    seconds: float
+    minibatch_seconds: list[float]
+    losses: list[float]
+    shares: dict[str, float]
+    """Part of the ranks' time in each of :data:`odc.bench.bubble.ACTIVITIES`."""
+    folder: Path
+    num_untimed: int
+    collectives: bool
+
+    def segments(self, minibatches: Sequence[int] | None = None) -> list[list[Segment]]:
+        """Each rank's time cut into activities; by default of all timed minibatches."""
+        chosen = range(self.num_untimed, len(self.losses)) if minibatches is None else minibatches
+        return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
+
+
+def train(
+    script: Path,
+    configuration: Configuration,
+    folder: Path,
+    *,
+    num_ranks: int,
+    options: Sequence[str],
+    on_progress: Callable[[int], None],
+) -> Run:
+    """Train once; ``on_progress`` gets the number of minibatches done so far.
+
+    Raises:
+        ChildError: the run failed, or did not end in time.
+    """
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    # A port that the system chooses: several demos on one machine do not meet.
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    arguments = ["--comm", configuration.comm, "--policy", configuration.policy, "--timeline"]
+    command = [sys.executable, "-m", *launcher, str(script), *arguments, "--out", str(folder), *options]
+    run_child(command, folder, on_progress)
+    return read_run(folder, collectives=configuration.comm == "collective")
+
+
+def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int], None]) -> None:
+    """Run a command with its output in ``folder``, until it ends. It never outlives this call.
+
+    Raises:
+        ChildError: it failed, or did not end within ``RUN_LIMIT_S``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out_path, err_path = folder / "stdout.log", folder / "stderr.log"
+    # One thread per rank: two ranks on two cores would otherwise fight over them.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with out_path.open("wb") as out, err_path.open("wb") as err:
+        child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            deadline = time.monotonic() + RUN_LIMIT_S
+            while child.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                on_progress(_minibatches_done(out_path))
+            timed_out = child.poll() is None
+        finally:
+            _end(child)
+    if timed_out or child.returncode != 0:
+        why = f"did not end within {RUN_LIMIT_S:g} s" if timed_out else f"ended with {child.returncode}"
+        tail = "\n".join(err_path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        raise ChildError(f"{' '.join(command)}\n{why}. The end of its stderr ({err_path}):\n{tail}")
+    on_progress(_minibatches_done(out_path))
+
+
+def read_run(folder: Path, *, collectives: bool) -> Run:
+    """What a run wrote into its folder."""
+    result = json.loads((folder / "result.json").read_text())
+    timed = range(result["untimed"], len(result["losses"]))
+    spent = shares(segments(read_timelines(folder), timed, collectives=collectives))
+    return Run(
+        samples_per_s=result["samples"] / result["seconds"],
+        tokens_per_s=result["tokens"] / result["seconds"],
+        seconds=result["seconds"],
+        minibatch_seconds=result["minibatch_seconds"],
+        losses=result["losses"],
+        shares=spent,
+        folder=folder,
+        num_untimed=result["untimed"],
+        collectives=collectives,
+    )
+
+
+def read_timelines(folder: Path) -> list[Timeline]:
+    """The timelines of all ranks of a run, in the order of their ranks."""
+    timelines = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
+    return sorted(timelines, key=lambda timeline: timeline.rank)
+
+
+def _minibatches_done(out_path: Path) -> int:
+    lines = re.findall(rb"^minibatch (\d+)/", out_path.read_bytes(), flags=re.MULTILINE)
+    return int(lines[-1]) if lines else 0
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is not None:
+        return
+    child.terminate()  # torchrun passes it on to the ranks
+    try:
+        child.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,62 @@
+"""Pictures of a demo: loss curves, and who did what when. Needs matplotlib, which nothing else here does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from odc.bench.bubble import Segment
+
+_COLOURS = {
+    "compute": "#7a9cc6",
+    "gather": "#5aa469",
+    "scatter": "#c9a227",
+    "other": "#9a9a9a",
+    "wait": "#d1495b",
+}
+_NAMES = {"other": "publish and finish"}
+# Curves that lie on each other: each one thinner than the one before, so that all can be seen.
+_STYLES = (("#7a9cc6", 6.0, "-"), ("#1f3b5c", 2.5, "-"), ("#f2a65a", 1.5, "--"))
+
+
+def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
+    """Loss per minibatch of each configuration."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, losses) in enumerate(curves.items()):
+        colour, width, style = _STYLES[number % len(_STYLES)]
+        axes.plot(range(1, len(losses) + 1), losses, style, color=colour, linewidth=width, label=name)
+    axes.set_xlabel("minibatch")
+    axes.set_ylabel("loss per token")
+    axes.set_title("Training loss: same weights, same minibatches")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], minibatch: int) -> None:
+    """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
+    figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")
+    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, ranks) in zip(rows, runs.items(), strict=True):
+        start_ns = min(rank[0].start_ns for rank in ranks)
+        end_ns = max(rank[-1].end_ns for rank in ranks)
+        for number, rank in enumerate(ranks):
+            axes.broken_barh(
+                [((s.start_ns - start_ns) * 1e-9, s.seconds) for s in rank],
+                (number - 0.4, 0.8),
+                facecolors=[_COLOURS[s.activity] for s in rank],
+            )
+        axes.axvline((end_ns - start_ns) * 1e-9, color="black", linewidth=1)
+        axes.set_title(f"{name}: {(end_ns - start_ns) * 1e-9:.2f} s", loc="left", fontsize=10)
+        axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in range(len(ranks))])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+    rows[-1].set_xlabel("seconds")
+    handles = [Patch(color=colour, label=_NAMES.get(a, a)) for a, colour in _COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
