@@ -22,7 +22,7 @@ from odc.transports._process import WatchedProcess
 from odc.transports._rendezvous import Mesh
 from odc.transports.base import LockOutcome, PeerState, PeerStatus, SymmetricBuffer, Transport
 
-_FDS_PER_PEER = 4  # pidfd, two doorbells, one socket during set-up
+_FDS_PER_PEER = 10  # pidfd, two doorbells, a socket during set-up, and one per mapped buffer (mmap keeps its own)
 _FDS_SPARE = 32
 _PATTERN = 0x0DC
 
