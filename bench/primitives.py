@@ -7,8 +7,11 @@ primitives do not profit from their freedom. Each repetition runs every primitiv
 a drift of the machine's speed meets all of them. A repetition's time is the slowest rank's; the table shows the median
 over repetitions and the 20th and 80th percentile.
 
-``num_bytes`` is what one rank moves: its whole gathered output, or its whole gradient. "copy" is ``out.copy_(x)`` and
-"add" ``acc.add_(x)`` of as many bytes in private memory, by all ranks at the same time: what the memory allows.
+``num_bytes`` is the whole gathered output of a rank, or its whole gradient. Both all-gather forms are called as FSDP2
+calls them: the rank's own shard lies in its place of the output already, so ``(world_size - 1) / world_size`` of
+``num_bytes`` move (``--copy-own`` makes both copy their own shard too). "copy" is ``out.copy_(x)`` and "add"
+``acc.add_(x)`` of all ``num_bytes`` in private memory, by all ranks at the same time: what the memory allows. The GB/s
+column and the "x memory op" column count the bytes that move; the JSON has times only.
 
 Not covered: contention by compute (the ranks do nothing else), more than one unit, bf16, skewed arrival. The pushes of
 one repetition include the first one of a minibatch, which copies, and later ones, which add (``--pushes``, default 4,
@@ -35,7 +38,10 @@ from odc.bench.environment import describe_environment
 from odc.exchange import ProcessGroupExchange
 
 DEFAULT_SIZES = [1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
-GROWTH_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five
+SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five
+# torch 2.13 renamed them.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -51,25 +57,30 @@ class Row:
     p80_s: float
     num_samples: int
 
-    @property
-    def gb_per_s(self) -> float:
-        return self.num_bytes / self.median_s / 1e9
+    def seconds_per_gb(self, in_place: bool) -> float:
+        """Of the bytes that move."""
+        peers_only = in_place and self.primitive in ("gather", "all_gather")
+        moved = self.num_bytes * (self.world_size - 1) / self.world_size if peers_only else self.num_bytes
+        return self.median_s / moved * 1e9
 
 
 class Workload:
     """The buffers of one size and the primitives on them."""
 
-    def __init__(self, num_bytes: int, accumulate: str, pushes: int) -> None:
+    def __init__(self, num_bytes: int, options: argparse.Namespace) -> None:
         self.world_size = dist.get_world_size()
         numel = num_bytes // 4 // self.world_size
         unit = UnitSpec("bench", numel, torch.float32, (ParamSlice("weight", numel),))
-        config = RuntimeConfig.from_environment(accumulate=accumulate)
+        config = RuntimeConfig.from_environment(accumulate=options.accumulate)
         self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config)
         self.num_bytes = numel * 4 * self.world_size
-        self.pushes = pushes
+        self.pushes = options.pushes
+        self.in_place = not options.copy_own
         self.source = torch.randn(numel * self.world_size)
         self.gathered = torch.zeros_like(self.source)
         self.shard = torch.randn(numel)
+        start = dist.get_rank() * numel
+        self.gather_input = self.gathered[start : start + numel] if self.in_place else self.shard
         self.accumulator = torch.zeros_like(self.source)
 
     def repetition(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
@@ -78,31 +89,31 @@ class Workload:
         runtime.publish(0, lambda out: out.copy_(self.shard))
         runtime.begin()
         for index in range(self.pushes):
-            yield "gather", name, lambda: runtime.gather(0, self.gathered)
+            yield "gather", name, lambda: runtime.gather(0, self.gathered, own_in_place=self.in_place)
             yield "copy", "torch", lambda: self.gathered.copy_(self.source)
             yield "scatter_accumulate", name, lambda: runtime.scatter_accumulate(0, self.source)
             yield "add", "torch", lambda: self.accumulator.add_(self.source)
             if index == 0:  # gloo is slow: once per repetition is enough
-                yield "all_gather", "gloo", lambda: dist.all_gather_into_tensor(self.gathered, self.shard)
-                yield "reduce_scatter", "gloo", lambda: dist.reduce_scatter_tensor(self.shard, self.source)
+                yield "all_gather", "gloo", lambda: ALL_GATHER(self.gathered, self.gather_input)
+                yield "reduce_scatter", "gloo", lambda: REDUCE_SCATTER(self.shard, self.source)
         runtime.finish()
 
     def close(self) -> None:
         self.runtime.close()
 
 
-def measure(num_bytes: int, repetitions: int, accumulate: str, pushes: int) -> list[Row]:
+def measure(num_bytes: int, options: argparse.Namespace) -> list[Row]:
     """All primitives at one size. Collective; every rank returns the same rows."""
-    workload = Workload(num_bytes, accumulate, pushes)
+    workload = Workload(num_bytes, options)
     samples: dict[tuple[str, str], list[float]] = {}
     started = time.monotonic()
     try:
-        for index in range(repetitions + 1):
+        for index in range(options.repetitions + 1):
             for primitive, backend, call in workload.repetition():
                 seconds = _slowest(_timed(call))
                 if index:  # the first repetition warms up
                     samples.setdefault((primitive, backend), []).append(seconds)
-            if index >= 5 and _slowest(time.monotonic() - started) > GROWTH_LIMIT_S:
+            if index >= 5 and _slowest(time.monotonic() - started) > SIZE_LIMIT_S:
                 break
     finally:
         workload.close()
@@ -128,7 +139,7 @@ def _row(key: tuple[str, str], workload: Workload, values: list[float]) -> Row:
     return Row(*key, workload.world_size, workload.num_bytes, median, p20, p80, len(values))
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], in_place: bool) -> Table:
     """Bandwidths with their spread, and each primitive's ratio to its collective and its memory bound."""
     by_key = {(r.primitive, r.num_bytes): r for r in rows}
     out = Table(title=f"one-sided primitives on {rows[0].world_size} ranks")
@@ -136,10 +147,10 @@ def table(rows: list[Row]) -> Table:
         out.add_column(column, justify="left" if column == "primitive" else "right")
     rivals = {"gather": ("all_gather", "copy"), "scatter_accumulate": ("reduce_scatter", "add")}
     for row in sorted(rows, key=lambda r: (r.primitive not in rivals, r.primitive, r.num_bytes)):
+        seconds = row.seconds_per_gb(in_place)
         ratios = [
-            f"{by_key[rival, row.num_bytes].median_s / row.median_s:.2f}"
+            f"{by_key[rival, row.num_bytes].seconds_per_gb(in_place) / seconds:.2f}"
             for rival in rivals.get(row.primitive, ())
-            if (rival, row.num_bytes) in by_key
         ]
         spread = f"{row.p20_s * 1e3:.2f}-{row.p80_s * 1e3:.2f}"
         out.add_row(
@@ -147,7 +158,7 @@ def table(rows: list[Row]) -> Table:
             _size(row.num_bytes),
             f"{row.median_s * 1e3:.2f} ms",
             spread,
-            f"{row.gb_per_s:.2f}",
+            f"{1 / seconds:.2f}",
             *(ratios or ["", ""]),
         )
     return out
@@ -165,6 +176,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=DEFAULT_SIZES, help="bytes per rank")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--pushes", type=int, default=4, help="gathers and pushes per minibatch")
+    parser.add_argument("--copy-own", action="store_true", help="gathers copy the rank's own shard too")
     parser.add_argument("--accumulate", choices=["auto", "direct", "daemon"], default="auto")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -174,10 +186,10 @@ def main() -> None:
         task = progress.add_task("sizes", total=len(args.sizes))
         for size in args.sizes:
             progress.update(task, description=_size(size))
-            rows += measure(size, args.repetitions, args.accumulate, args.pushes)
+            rows += measure(size, args)
             progress.advance(task)
     if dist.get_rank() == 0:
-        Console(width=100).print(table(rows))
+        Console(width=100).print(table(rows, not args.copy_own))
         if args.json:
             document = {"environment": describe_environment(), "rows": [vars(row) for row in rows]}
             args.json.write_text(json.dumps(document, indent=1) + "\n")
