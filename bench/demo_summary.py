@@ -66,9 +66,14 @@ def _transfer(run: Run) -> float:
     return run.shares["gather"] + run.shares["scatter"] + run.shares["other"]
 
 
-def middle_run(runs: Sequence[Run]) -> Run:
-    """The run whose speed is the median, the one to draw (of an even number, the faster middle one)."""
-    return sorted(runs, key=lambda run: run.samples_per_s)[len(runs) // 2]
+def quietest(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
+    """All configurations' runs of one repetition, to draw: the one that took the least time in all.
+
+    Runs of one repetition are neighbours in time, and this one was disturbed least.
+    """
+    repetitions = list(zip(*runs.values(), strict=True))
+    best = min(repetitions, key=lambda repetition: sum(run.seconds for run in repetition))
+    return dict(zip(runs, best, strict=True))
 
 
 def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -77,13 +82,13 @@ def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
     shown = Table(box=SIMPLE, caption=_caption(num_repetitions), caption_justify="left")
     shown.add_column("configuration", no_wrap=True)
     for heading in ("samples/s", "speedup", "tokens/s", "waiting", "transfer", "final\nloss", "loss\ndiff."):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     for name, entry in summary.items():
         is_baseline = name == next(iter(summary))
         shown.add_row(
             name,
-            f"{entry['samples_per_s']:.2f}\n{_spread(entry, 'samples_per_s', '.2f')}",
-            "1" if is_baseline else f"{entry['speedup']:.2f}x\n{_spread(entry, 'speedup', '.2f')}",
+            f"{_short(entry['samples_per_s'])}\n{_spread(entry, 'samples_per_s')}",
+            "1" if is_baseline else f"{_short(entry['speedup'])}x\n{_spread(entry, 'speedup')}",
             f"{entry['tokens_per_s']:.0f}",
             f"{entry['bubble_rate']:.1%}",
             f"{entry['transfer_rate']:.1%}",
@@ -93,9 +98,14 @@ def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
     return shown
 
 
-def _spread(entry: Mapping[str, Any], key: str, form: str) -> str:
+def _short(value: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def _spread(entry: Mapping[str, Any], key: str) -> str:
     values = [repetition[key] for repetition in entry["repetitions"]]
-    return f"[dim]{min(values):{form}}-{max(values):{form}}[/dim]" if len(values) > 1 else ""
+    return f"[dim]{_short(min(values))}-{_short(max(values))}[/dim]" if len(values) > 1 else ""
 
 
 def _caption(num_repetitions: int) -> str:

@@ -41,20 +41,22 @@ def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], 
     """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
     figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")
     rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    longest_s = 0.0
     for axes, (name, ranks) in zip(rows, runs.items(), strict=True):
         start_ns = min(rank[0].start_ns for rank in ranks)
-        end_ns = max(rank[-1].end_ns for rank in ranks)
+        duration_s = (max(rank[-1].end_ns for rank in ranks) - start_ns) * 1e-9
+        longest_s = max(longest_s, duration_s)
         for number, rank in enumerate(ranks):
             axes.broken_barh(
                 [((s.start_ns - start_ns) * 1e-9, s.seconds) for s in rank],
                 (number - 0.4, 0.8),
                 facecolors=[_COLOURS[s.activity] for s in rank],
             )
-        axes.axvline((end_ns - start_ns) * 1e-9, color="black", linewidth=1)
-        axes.set_title(f"{name}: {(end_ns - start_ns) * 1e-9:.2f} s", loc="left", fontsize=10)
+        axes.axvline(duration_s, color="black", linewidth=1)
+        axes.set_title(f"{name}: {duration_s:.2f} s", loc="left", fontsize=10)
         axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in range(len(ranks))])
         axes.invert_yaxis()
-        axes.set_xlim(left=0)
+    rows[-1].set_xlim(0, 1.02 * longest_s)
     rows[-1].set_xlabel("seconds")
     handles = [Patch(color=colour, label=_NAMES.get(a, a)) for a, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)

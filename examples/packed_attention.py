@@ -1,12 +1,13 @@
 """Attention over packed samples: each attends to itself only, and costs its own length squared.
 
-A packed microbatch is one sequence of T tokens that holds several samples one after the other. A mask would keep
-them apart too, but would compute all T x T scores. Here each sample goes through ``scaled_dot_product_attention`` by
-itself, so the cost is the sum of s_i^2, which is what the balancer counts on.
+A packed microbatch is one sequence of T tokens that holds several samples one after the other. A mask would
+keep them apart too, but would compute all T x T scores. Here each sample goes through
+``scaled_dot_product_attention`` by itself, so the cost is the sum of s_i^2, which the balancer counts on.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def packed_sdpa(
         key, value: (1, num_kv_heads, T, head_dim); num_heads is a multiple of num_kv_heads.
         attention_mask: must be None: ``cu_seqlens`` says it all.
         scaling: of the scores; default 1 / sqrt(head_dim).
-        cu_seqlens: (num_samples + 1,) integers, ascending from 0 to T; without it all T tokens are one sample. Keep
-            it on the CPU: its values decide what is launched.
+        cu_seqlens: (num_samples + 1,) integers, ascending from 0 to T; without it all T tokens are one
+            sample. Keep it on the CPU: its values decide what is launched.
 
     Returns:
         (1, T, num_heads, head_dim), and None for the attention weights, which are never formed.
@@ -53,7 +54,7 @@ def packed_sdpa(
     if attention_mask is not None:
         raise ValueError("packed_sdpa takes cu_seqlens, not an attention_mask")
     bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
         raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
     outputs = [
@@ -68,7 +69,7 @@ def packed_sdpa(
 def register() -> str:
     """Make it known to transformers; returns the name to pass as ``attn_implementation``.
 
-    transformers builds no attention mask for an implementation whose mask it does not know, which is what we want.
+    transformers builds no attention mask for an implementation it has no mask function for; we need none.
     """
     AttentionInterface.register(NAME, packed_sdpa)
     return NAME

@@ -1,4 +1,4 @@
-"""What a run leaves behind: losses, times and, if asked for, who did what when; and what it shows while it runs."""
+"""What a run leaves behind: losses, times, on request who did what when; and what it shows meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from odc.timeline import Timeline
 
 
 class RunRecord:
-    """Times every minibatch on this rank; the first ``num_untimed`` are warm-up and left out of the totals."""
+    """Times every minibatch on this rank; the first ``num_untimed`` are warm-up, left out of the totals."""
 
     def __init__(self, num_untimed: int, timeline: Timeline | None) -> None:
         self.losses: list[float] = []
@@ -76,7 +76,7 @@ class RunRecord:
 
 
 class Progress:
-    """On rank 0 a progress bar, or one line per minibatch where there is no terminal; silent on other ranks."""
+    """On rank 0 a progress bar, or one line per minibatch where there is no terminal; else silent."""
 
     def __init__(self, num_minibatches: int) -> None:
         self._total = num_minibatches

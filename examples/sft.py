@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 examples/sft.py --comm collective --policy lb-micro --out runs/collective
     torchrun --nproc-per-node 2 examples/sft.py --comm odc --policy lb-mini --out runs/odc
 
-It runs on CPU ranks. The weights are random and the text is the standard library of the running Python, so nothing
-is downloaded. For one seed every run starts from the same weights and sees the same minibatches, whatever --comm and
---policy are, so their losses can be compared.
+It runs on CPU ranks. The weights are random and the text is the standard library of the running Python, so
+nothing is downloaded. For one seed every run starts from the same weights and sees the same minibatches,
+whatever --comm and --policy are, so their losses can be compared.
 
-What ODC changes is in `main`: the line with `odc.patch_fsdp`, and the `with` around the microbatches of a minibatch.
+What ODC changes is in main(): the line with odc.patch_fsdp, and the `with session.minibatch()` around the
+microbatches of a minibatch.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
 
     session = odc.patch_fsdp(model) if args.comm == "odc" else None
     timeline = start_timeline(model, session) if args.timeline else None
+    warm_up(model, session, args.max_tokens)
     record = RunRecord(args.untimed, timeline)
 
     with Progress(args.minibatches) as progress:
@@ -82,6 +84,17 @@ def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> 
     return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=sft_data.IGNORED, reduction="sum")
 
 
+def warm_up(model: torch.nn.Module, session: odc.Session | None, num_tokens: int) -> None:
+    """Run the largest microbatch there can be, without a gradient: if memory is short, it shows now.
+
+    And the heap grows now: else the first large microbatch would be slow, whenever that happened to come.
+    """
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
+    with session.minibatch() if session else nullcontext():
+        (answer_loss(model, {"input_ids": tokens, "labels": tokens}) * 0).backward()
+    model.zero_grad()
+
+
 def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
     """A Qwen2 with random weights, each decoder layer and the root sharded over all ranks."""
     config = Qwen2Config(
@@ -105,11 +118,10 @@ def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
 
 def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoader[Any, Any]:
     """Minibatches, planned so that the ranks' costs are balanced as --policy says."""
-    folder = args.data or args.out / "data"
     if dist.get_rank() == 0:
-        sft_data.prepare(folder, sft_data.DataConfig(max_length=args.max_tokens))
+        sft_data.prepare(args.data, sft_data.DataConfig(max_length=args.max_tokens))
     dist.barrier()
-    dataset = sft_data.load(folder)
+    dataset = sft_data.load(args.data)
     return MinibatchLoader(
         dataset,
         dataset.lengths,
@@ -155,15 +167,17 @@ def parse_args() -> argparse.Namespace:
         "--policy",
         choices=["local-sort", "lb-micro", "lb-mini"],
         default="lb-micro",
-        help="local-sort: no packing, samples sorted by length on each rank. lb-micro: packed, with as many "
-        "microbatches on every rank. lb-mini: the cost of the whole minibatch is balanced and each rank packs for "
+        help="local-sort: no packing, samples sorted by length on each rank. lb-micro: packed, as many "
+        "microbatches on every rank. lb-mini: the whole minibatch's cost is balanced, each rank packs for "
         "itself, so numbers of microbatches differ; needs --comm odc",
     )
     data = parser.add_argument_group("data")
     data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run")
     data.add_argument("--minibatch-size", type=int, default=6, help="samples per rank and optimizer step")
     data.add_argument("--max-tokens", type=int, default=2048, help="most tokens in one sample or microbatch")
-    data.add_argument("--data", type=Path, help="folder of the tokenized data, made if it is not there (OUT/data)")
+    data.add_argument(
+        "--data", type=Path, default=Path("runs/data"), help="folder of the tokenized data, made if it is not there"
+    )
     model = parser.add_argument_group("model and optimizer")
     model.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")
     model.add_argument("--num-layers", type=int, default=4, help="decoder layers")
@@ -182,8 +196,8 @@ def parse_args() -> argparse.Namespace:
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.comm == "collective" and args.policy == "lb-mini":
         parser.error(
-            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective some would "
-            "wait forever in a collective: use --comm odc, or --policy lb-micro"
+            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective "
+            "some would wait forever in a collective: use --comm odc, or --policy lb-micro"
         )
     if args.hidden_size % 64 or args.hidden_size < 64:
         parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")

@@ -2,8 +2,9 @@
 
     python examples/sft_data.py --data runs/data      # optional: sft.py makes what it does not find
 
-The text is that of ``stdlib_text.py``. Of all pairs, samples are picked so that the lengths are long-tailed like
-those of real fine-tuning sets: each doubling of the length has ``TAIL`` times as many samples as the one before.
+The text is that of ``stdlib_text.py``. Of all pairs, samples are picked so that the lengths are long-tailed
+like those of real fine-tuning sets: each doubling of the length has ``TAIL`` times as many samples as the one
+before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 IGNORED = -100  # label of a token without loss
 END = "<|end|>"  # closes an answer
-TAIL = 0.75
+TAIL = 0.8
 SHORTEST = 32  # tokens
 
 IntArray = npt.NDArray[np.int64]
@@ -36,15 +37,15 @@ class DataConfig:
     num_samples: int = 600
     max_length: int = 2048
     """Longest sample in tokens; longer ones are left out."""
-    vocab_size: int = 2048
-    num_candidates: int = 8000
+    vocab_size: int = 8192
+    num_candidates: int = 10_000
     """Pairs to pick the samples from."""
     seed: int = 0
     python: str = platform.python_version()
 
 
 class SftDataset:
-    """Tokenized samples. ``dataset[i]`` has ``input_ids`` and ``labels``, of which only the answer's count."""
+    """Tokenized samples. ``dataset[i]`` has ``input_ids`` and ``labels``; prompts have no label."""
 
     def __init__(self, ids: IntArray, lengths: IntArray, prompt_lengths: IntArray) -> None:
         self._ids = ids
@@ -101,7 +102,7 @@ def tokenize(tokenizer: Tokenizer, pairs: Sequence[Pair]) -> SftDataset:
 
 
 def pick_long_tailed(lengths: IntArray, num_samples: int, max_length: int, seed: int) -> IntArray:
-    """Indices of ``num_samples`` samples of at most ``max_length`` tokens, ``TAIL`` times as many per doubling.
+    """Indices of ``num_samples`` samples of up to ``max_length`` tokens, ``TAIL`` times as many per doubling.
 
     Raises:
         ValueError: there are not enough samples of some length.

@@ -1,9 +1,9 @@
 """Real text that every machine has: functions and classes of the running Python's standard library.
 
-Nothing is downloaded and no module is imported: source files are read and parsed. A definition gives up to two
-pairs. The prompt is its module and signature; the answer is its docstring ("describe") or its body ("write").
-Docstrings are short, bodies of classes can be thousands of tokens: the lengths are long-tailed, as they are in
-real fine-tuning data.
+Nothing is downloaded and no module is imported: source files are read and parsed. A definition gives up to
+two pairs. The prompt is its module and signature; the answer is its docstring ("describe") or its body
+("write"). Docstrings are short, bodies of classes can be thousands of tokens: the lengths are long-tailed, as
+they are in real fine-tuning data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 import random
 import sysconfig
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,20 +69,34 @@ def pairs_of_source(module: str, source: str) -> Iterator[Pair]:
 
 
 def stdlib_pairs(num_pairs: int, seed: int = 0) -> list[Pair]:
-    """``num_pairs`` pairs drawn without replacement; the same for the same Python, number and seed.
+    """``num_pairs`` pairs in random order; the same for the same Python, number and seed.
+
+    Reads files in random order and no more of them than it needs.
 
     Raises:
         ValueError: the standard library does not have that many.
     """
+    generator = random.Random(seed)
+    files = stdlib_files()
+    generator.shuffle(files)
     pairs: list[Pair] = []
-    for module, path in stdlib_files():
-        try:
-            pairs.extend(pairs_of_source(module, path.read_text(encoding="utf-8")))
-        except (SyntaxError, UnicodeDecodeError):  # a few files are deliberately broken or in another encoding
-            continue
+    for module, path in files:
+        if len(pairs) >= num_pairs:
+            break
+        pairs.extend(_pairs_of_file(module, path))
     if len(pairs) < num_pairs:
         raise ValueError(f"num_pairs={num_pairs}: this Python's standard library has only {len(pairs)}")
-    return random.Random(seed).sample(pairs, num_pairs)
+    generator.shuffle(pairs)
+    return pairs[:num_pairs]
+
+
+def _pairs_of_file(module: str, path: Path) -> list[Pair]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # odd escapes in old files are not our concern
+            return list(pairs_of_source(module, path.read_text(encoding="utf-8")))
+    except (SyntaxError, UnicodeDecodeError):  # the library has such files, for its own tests
+        return []
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:

@@ -25,6 +25,7 @@ sys.path.append(str(EXAMPLES))  # the examples import each other as scripts do
 stdlib_text: Any = importlib.import_module("stdlib_text")
 sft_data: Any = importlib.import_module("sft_data")
 packed_attention: Any = importlib.import_module("packed_attention")
+sft: Any = importlib.import_module("sft")
 
 CONFIG = sft_data.DataConfig(num_samples=150, num_candidates=4000)
 
@@ -132,6 +133,7 @@ def test_packed_logits_and_gradients_are_those_of_the_samples_alone() -> None:
     batch = pack_collate(samples)
     batch.pop("labels")
     packed_model, plain_model = tiny_model(packed_attention.register()), tiny_model("eager")
+    assert packed_model.config._attn_implementation == packed_attention.NAME
     packed = packed_model(**batch, use_cache=False).logits
     alone = [plain_model(input_ids=s["input_ids"][None], use_cache=False).logits for s in samples]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)
@@ -139,6 +141,14 @@ def test_packed_logits_and_gradients_are_those_of_the_samples_alone() -> None:
     sum(logits.square().sum() for logits in alone).backward()
     for ours, theirs in zip(packed_model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dummy_microbatch_has_no_loss_and_no_gradient() -> None:
+    model = tiny_model(packed_attention.register())
+    loss = sft.answer_loss(model, pack_collate([]))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 3, 3, 4], [1, 4], [0, 5, 4]])
