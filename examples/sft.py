@@ -173,8 +173,8 @@ def parse_args() -> argparse.Namespace:
     )
     data = parser.add_argument_group("data")
     data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run")
-    data.add_argument("--minibatch-size", type=int, default=6, help="samples per rank and optimizer step")
-    data.add_argument("--max-tokens", type=int, default=2048, help="most tokens in one sample or microbatch")
+    data.add_argument("--minibatch-size", type=int, default=3, help="samples per rank and optimizer step")
+    data.add_argument("--max-tokens", type=int, default=512, help="most tokens in one sample or microbatch")
     data.add_argument(
         "--data", type=Path, default=Path("runs/data"), help="folder of the tokenized data, made if it is not there"
     )

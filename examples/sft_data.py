@@ -35,7 +35,7 @@ class DataConfig:
     """What the data depends on; equal configurations give equal data on one version of Python."""
 
     num_samples: int = 600
-    max_length: int = 2048
+    max_length: int = 512
     """Longest sample in tokens; longer ones are left out."""
     vocab_size: int = 8192
     num_candidates: int = 10_000

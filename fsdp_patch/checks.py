@@ -69,8 +69,12 @@ def _check_unit(unit: FsdpUnit) -> None:
         raise UnsupportedError(f"{where}: offload_policy=CPUOffloadPolicy is not supported yet")
     if group._all_reduce_hook is not None:
         raise UnsupportedError(f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end)")
-    if unit.grad_dtype == torch.float16:
-        raise UnsupportedError(f"{where}: reduce_dtype=torch.float16 is not supported; use bfloat16 or float32")
+    if unit.trainable and unit.grad_dtype not in (torch.float32, torch.bfloat16):
+        # FSDP divides such gradients in part before the reduction, for fear of overflow.
+        raise UnsupportedError(
+            f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of the mixed precision policy, or the "
+            "parameters' own dtype), which is not supported; use float32 or bfloat16"
+        )
     for param in all_params([unit]):
         _check_param(param.sharded, param.name, where)
 

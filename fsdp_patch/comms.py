@@ -55,8 +55,9 @@ class OdcReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._session.scatter_accumulate(self._unit, input_tensor)
-        # [Note: Zero until final] FSDP adds this output to .grad now, but the sum is known only at the end of the
-        # minibatch. Zeros leave .grad as it was; Session.finish adds the sum, divided as FSDP would have divided it.
-        # (The division FSDP may apply to this output or, for a forced sum, after it, divides zeros.)
+        # [Note: Nothing until final] FSDP adds this output to .grad now, but the sum is known only at the end of the
+        # minibatch. Zeros leave an existing .grad as it was, and FsdpUnit.watch_post_backward takes a .grad that FSDP
+        # makes of them away again. Session.finish adds the sum, divided as FSDP would have divided it. (For a forced
+        # sum FSDP divides this output afterwards: zeros again.)
         output_tensor.zero_()
         return None

@@ -155,13 +155,22 @@ class FsdpUnit:
 
     def fill_shard(self, out: torch.Tensor) -> None:
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
+        for part, data in self._parts(out):
+            part.copy_(data)
+
+    def matches_shard(self, published: torch.Tensor) -> bool:
+        """Whether ``published`` is, bit for bit, what :meth:`fill_shard` would write now."""
+        return all(torch.equal(_bits(part), _bits(data.to(part.dtype))) for part, data in self._parts(published))
+
+    def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter's place in a flat shard, and its data, of equal length."""
         offset = 0
         for param in self.params:
             dtype = param.compute_dtype(self.param_dtype)
             data = param.padded
-            if out.dtype != dtype:  # several compute dtypes in one unit travel as bytes
+            if flat.dtype != dtype:  # several compute dtypes in one unit travel as bytes
                 data = data.to(dtype).view(torch.uint8)
-            out[offset : offset + data.numel()].copy_(data)
+            yield flat[offset : offset + data.numel()], data
             offset += data.numel()
 
     def present(self) -> list[bool]:
@@ -170,12 +179,19 @@ class FsdpUnit:
         return [p.has_gradient or (include_unused and p.was_unsharded) for p in self.trainable]
 
     def watch_post_backward(self, before: Callable[[], None]) -> Callable[[], None]:
-        """Call ``before`` at the start of each post-backward of this unit; returns the undo."""
+        """Call ``before`` at the start of each post-backward of this unit; returns the undo.
+
+        Afterwards a ``.grad`` that was None is None again: what FSDP put there is not the gradient yet, and code that
+        looks too early (clipping inside the minibatch) should find nothing rather than zeros.
+        """
         original = self.group.post_backward
 
         def post_backward(*args: Any) -> None:
             before()
+            empty = [p.sharded for p in self.trainable if p.sharded.grad is None]
             original(*args)
+            for parameter in empty:
+                parameter.grad = None
 
         self.group.post_backward = post_backward
 
@@ -198,6 +214,11 @@ class FsdpUnit:
                 self.module.set_custom_reduce_scatter(before[1])
 
         return undo
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers of the same width: NaN equals itself and 0.0 is not -0.0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 def param_groups(module: nn.Module) -> list[Any]:

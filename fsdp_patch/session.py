@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -69,12 +69,12 @@ def patch_fsdp(
     warn_if_untested()
     units = find_units(model)
     if not units:
-        check_model(model, units)
+        check_model(model, units)  # raises: without units there is no group to tell
     exchange = ProcessGroupExchange(units[0].process_group, units[0].device)
     problem: Exception | None = None
     try:
         check_model(model, units)
-    except (UnsupportedError, ValueError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     raise_together(exchange, problem)
     # FSDP communicates nothing on a group of one, and neither do we: it leaves the gradients in .grad itself.
@@ -86,33 +86,39 @@ def patch_fsdp(
         device=units[0].device,
         agreement=_agreement(units),
     )
+    session = Session(communicated, runtime)
     try:
-        return Session(model, communicated, runtime)
+        session.start(model)
     except BaseException as error:
         runtime.abort(error)
-        runtime.close()
+        session.close()
         raise
+    return session
 
 
 class Session:
     """ODC at work in one model. Made by :func:`patch_fsdp`."""
 
-    def __init__(self, model: nn.Module, units: Sequence[FsdpUnit], runtime: Runtime) -> None:
+    def __init__(self, units: Sequence[FsdpUnit], runtime: Runtime) -> None:
         self._units = list(units)
         self._runtime = runtime
         self._undo: list[Callable[[], None]] = []
         self._present: list[list[bool]] = [[] for _ in units]
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated since finish
         self._published_versions: list[list[int]] = [[] for _ in units]
+        self._verified = [False] * len(units)  # published shard compared with the parameters, since publication
         self._reloaded = False
         self._closed = False
+
+    def start(self, model: nn.Module) -> None:
+        """Publish the parameters as they are and enter the model. Called once, by :func:`patch_fsdp`."""
         self._publish_all()
         self._patch(model)
         logger.info(
             "odc: patched %d units over %d ranks, transport %s",
-            len(units),
-            runtime.topology.world_size,
-            runtime.transport_name,
+            len(self._units),
+            self._runtime.topology.world_size,
+            self._runtime.transport_name,
         )
 
     def _patch(self, model: nn.Module) -> None:
@@ -132,8 +138,9 @@ class Session:
     def minibatch(self) -> Iterator[None]:
         """Around the microbatches of one optimizer step; on exit every ``.grad`` is final.
 
-        Ranks enter and leave at their own pace and may run different numbers of microbatches, none included.
-        An exception inside is reported to the other ranks before it goes on.
+        Ranks enter and leave at their own pace and may run different numbers of microbatches, none included. Inside,
+        ``.grad`` is what it was before the block: clip, unscale and step behind it. An exception inside is reported to
+        the other ranks before it goes on.
         """
         self._require_open()
         self._begin()
@@ -164,7 +171,8 @@ class Session:
         if self._reloaded:
             self.publish()
         self._publish_all()
-        self._check_unchanged()
+        for index in range(len(self._units)):
+            self._check_unchanged(index)
         self._runtime.begin()
 
     # Publishing
@@ -172,23 +180,22 @@ class Session:
     def publish(self) -> None:
         """Publish parameters that were changed outside ``optimizer.step``. Every rank must call it.
 
-        Needed only after changing parameters by hand between a publication and the next minibatch
-        (``load_state_dict`` of the model is noticed, and an ordinary ``optimizer.step`` publishes by itself).
+        Needed after changing parameters by hand between a publication and the next use of the model (an evaluation with
+        averaged weights, a checkpoint loaded after patching). ``optimizer.step`` publishes by itself, and a
+        ``load_state_dict`` of the patched model is published when the next minibatch begins.
 
         Raises:
             ProtocolError: inside a minibatch, or another rank is training on the old parameters already.
         """
         self._require_open()
-        self._reloaded = False
-        if self._runtime.state is State.PUBLISHED:
-            # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
-            self._runtime.begin()
-            self._runtime.finish()
-            if any(self._runtime.gradient(i) is not None for i in range(len(self._units))):
-                error = ProtocolError("publish() was not called on every rank: another rank has trained meanwhile")
-                self._runtime.abort(error)
-                raise error
         self._publish_all()
+        # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
+        self._runtime.begin()
+        self._runtime.finish()
+        if any(self._runtime.gradient(i) is not None for i in range(len(self._units))):
+            self._fail("publish() was not called on every rank: another rank has trained meanwhile")
+        self._publish_all()
+        self._reloaded = False
 
     def _publish_all(self) -> None:
         if self._runtime.state is not State.FINISHED:
@@ -201,17 +208,33 @@ class Session:
         unit = self._units[index]
         self._runtime.publish(index, unit.fill_shard)
         self._published_versions[index] = [p.version for p in unit.params]
+        self._verified[index] = False
 
-    def _check_unchanged(self) -> None:
-        for unit, versions in zip(self._units, self._published_versions, strict=True):
-            for param, version in zip(unit.params, versions, strict=True):
-                if param.version != version:
-                    error = ProtocolError(
-                        f"parameter {param.name!r} was changed after it was published to the other ranks. Change "
-                        "parameters between finish and optimizer.step, or call session.publish() on every rank after."
-                    )
-                    self._runtime.abort(error)
-                    raise error
+    def _check_unchanged(self, index: int) -> None:
+        """Refuse to compute with parameters that are not the ones the other ranks read.
+
+        By version counters every time; bit by bit once per publication, because counters miss changes through
+        ``param.data`` and checkpoints loaded in place.
+        """
+        unit = self._units[index]
+        for param, version in zip(unit.params, self._published_versions[index], strict=True):
+            if param.version != version:
+                self._fail_changed(f"parameter {param.name!r}")
+        if not self._verified[index]:
+            if not unit.matches_shard(self._runtime.published_shard(index)):
+                self._fail_changed(f"a parameter of unit {unit.name!r}")
+            self._verified[index] = True
+
+    def _fail_changed(self, what: str) -> NoReturn:
+        self._fail(
+            f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
+            "or call session.publish() on every rank after changing them."
+        )
+
+    def _fail(self, text: str) -> NoReturn:
+        error = ProtocolError(text)
+        self._runtime.abort(error)
+        raise error
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._runtime.state is State.OPEN and self._own_params(optimizer):
@@ -247,9 +270,18 @@ class Session:
 
     def gather(self, unit: int, out: torch.Tensor) -> None:
         """FSDP's all-gather of one unit; its own shard is in place already."""
-        if self._runtime.state is State.FINISHED and self._stepped:
-            self._publish_all()  # an evaluation after the step, with units that no optimizer owns completely
+        if self._runtime.state is State.FINISHED and (self._stepped or self._gradients_are_cleared()):
+            # An evaluation after the step, with units that no optimizer owns completely; or after a step that was
+            # skipped (GradScaler), whose gradients are gone: no later step can change the parameters.
+            self._publish_all()
+        if self._runtime.state is not State.FINISHED:
+            if self._reloaded:
+                self._fail_changed("the model's state (by load_state_dict)")
+            self._check_unchanged(unit)
         self._runtime.gather(unit, out, own_in_place=True)
+
+    def _gradients_are_cleared(self) -> bool:
+        return all(p.sharded.grad is None for unit in self._units for p in unit.trainable)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor) -> None:
         """FSDP's reduce-scatter of one unit."""
@@ -290,10 +322,11 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self._runtime.close()
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            self._runtime.close()
 
     def _require_open(self) -> None:
         if self._closed:

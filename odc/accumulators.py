@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ class AccumulatorStore(ABC):
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         """This rank's final sum of ``unit`` (flat, accumulator dtype) and which parameters received a gradient.
 
-        None if nobody pushed the unit. Valid until the next push; call only after every client is done.
+        None if nobody pushed the unit. Valid until the next call or push; only after every client is done.
         """
 
     @abstractmethod
@@ -170,26 +170,45 @@ class SharedStore(_StoreBase):
         daemon: bool = False,
     ) -> None:
         words, size_class = self._words(owner), self._class_of[unit]
-        self._acquire(owner, size_class, client, words, unit, daemon)
+        attempt = _LockAttempt(self._transport, owner, size_class, words.holder)
         try:
+            self._waiter.wait(
+                attempt.pending,
+                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {owner}",
+                block=attempt.block,
+                daemon=daemon,
+            )
+            words.holder[size_class] = client + 1
             self._check_open(owner, int(words.closed[0]), minibatch, unit, client)
-            first = int(words.unit_touched[unit]) != minibatch
-            in_place = first or owner == self._rank
-            target = int(words.slot_of[unit]) if in_place else self._spare(words, size_class)
-            self._fill(owner, unit, words, target, grads, present, first)
-            self._faults.hit("scatter.before_commit")
-            at = self._param_at[unit]
-            touched = words.param_touched[at : at + len(present)]
-            touched[np.asarray(present, dtype=bool)] = minibatch
-            # See [Note: A push commits by one word].
-            if first:
-                words.unit_touched[unit] = minibatch
-            else:
-                words.slot_of[unit] = target
-            self._faults.hit("scatter.after_commit")
+            self._push(owner, unit, words, grads, present, minibatch)
         finally:
-            words.holder[size_class] = 0
-            self._transport.unlock(owner, size_class)
+            if attempt.held:
+                words.holder[size_class] = 0
+                self._transport.unlock(owner, size_class)
+
+    def _push(
+        self,
+        owner: int,
+        unit: int,
+        words: _Words,
+        grads: torch.Tensor,
+        present: Sequence[bool],
+        minibatch: int,
+    ) -> None:
+        """The push itself, under the lock."""
+        first = int(words.unit_touched[unit]) != minibatch
+        in_place = first or owner == self._rank
+        target = int(words.slot_of[unit]) if in_place else self._spare(words, self._class_of[unit])
+        self._fill(owner, unit, words, target, grads, present, first)
+        self._faults.hit("scatter.before_commit")
+        # See [Note: A push commits by one word].
+        if first:
+            words.unit_touched[unit] = minibatch
+        else:
+            words.slot_of[unit] = target
+        at = self._param_at[unit]
+        words.param_touched[at : at + len(present)][np.asarray(present, dtype=bool)] = minibatch
+        self._faults.hit("scatter.after_commit")
 
     def _fill(
         self,
@@ -216,16 +235,6 @@ class SharedStore(_StoreBase):
                 copy_chunked(out[part], addend, self._waiter.after_scatter_chunk)
             else:
                 add_chunked(out[part], old[part], addend, self._waiter.after_scatter_chunk)
-
-    def _acquire(self, owner: int, size_class: int, client: int, words: _Words, unit: int, daemon: bool) -> None:
-        attempt = _LockAttempt(self._transport, owner, size_class, words.holder)
-        self._waiter.wait(
-            attempt.pending,
-            lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {owner}",
-            block=attempt.block,
-            daemon=daemon,
-        )
-        words.holder[size_class] = client + 1
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         words = self._words(self._rank)
@@ -345,16 +354,16 @@ class _LockAttempt:
     """Taking one lock, in the form the wait function wants."""
 
     def __init__(self, transport: Transport, owner: int, index: int, holder: npt.NDArray[np.int64]) -> None:
+        self._transport = transport
         self._owner = owner
-        self._try: Callable[[float], LockOutcome] = lambda s: transport.lock(owner, index, s)
         self._index = index
         self._holder = holder
-        self._held = False
+        self.held = False
 
     def pending(self) -> list[int]:
-        if not self._held:
+        if not self.held:
             self._attempt(0.0)
-        if self._held:
+        if self.held:
             return []
         # The holder (0: nobody has signed yet) is a hint for messages and liveness only: the kernel hands over the
         # lock of a dead holder before its pidfd fires.
@@ -362,11 +371,12 @@ class _LockAttempt:
         return [holder - 1 if holder else self._owner]
 
     def block(self, timeout_s: float, ranks: Sequence[int]) -> None:
-        if not self._held:
+        if not self.held:
             self._attempt(min(timeout_s, _LOCK_SLICE_S))
 
     def _attempt(self, timeout_s: float) -> None:
-        self._held = self._try(timeout_s) is not LockOutcome.TIMED_OUT
+        outcome = self._transport.lock(self._owner, self._index, timeout_s)
+        self.held = outcome is not LockOutcome.TIMED_OUT
 
 
 def _size_classes(units: Sequence[UnitSpec]) -> list[int]:

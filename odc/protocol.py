@@ -253,13 +253,16 @@ class MinibatchProtocol:
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.
 
-        None if no rank pushed the unit. The tensor lies in shared memory and is valid until this rank publishes.
+        None if no rank pushed the unit. The tensor belongs to the runtime: it is valid until the next call of this
+        method or until this rank publishes, whichever comes first.
         """
         if self.state is not State.FINISHED:
             raise ProtocolError(f"gradients of minibatch {self.minibatch} are not final: call finish() first")
         return self._store.collect(unit, self.minibatch)
 
     def _set_context(self) -> None:
+        if self.timeline is not None:
+            self.timeline.minibatch = self.minibatch
         microbatch = max(self._pushes, default=0)
         inner = f", microbatch {microbatch}" if self.state is State.OPEN and microbatch else ""
         self._waiter.context = f"minibatch {self.minibatch}{inner}"

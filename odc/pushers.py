@@ -94,7 +94,7 @@ class DaemonPusher(Pusher):
         self._slots = transport.allocate(self._world_size * self._slot_bytes, "slots")
         self._headers = transport.allocate(8 * self._world_size * self._header_words, "slot headers")
         self._sent = [0] * self._world_size
-        self.daemon = AccumulationDaemon(self, transport, waiter, faults, store, on_failure)
+        self.daemon = AccumulationDaemon(self, units, transport, waiter, faults, store, on_failure)
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +117,7 @@ class DaemonPusher(Pusher):
         header[_PRESENT : _PRESENT + len(present)] = torch.tensor(list(present), dtype=torch.int64)
         self._faults.hit("scatter.before_post")
         self._sent[owner] += 1
-        self._transport.post(owner, self._posted_at + self._rank)
+        self._transport.post(owner, self._posted_at + self._rank, daemon=True)
 
     def drain(self) -> None:
         self._await_acks(range(self._world_size), "acknowledgement of this rank's pushes")
@@ -147,6 +147,7 @@ class AccumulationDaemon:
     def __init__(
         self,
         pusher: DaemonPusher,
+        units: Sequence[UnitSpec],
         transport: Transport,
         waiter: Waiter,
         faults: FaultInjector,
@@ -154,6 +155,7 @@ class AccumulationDaemon:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._pusher = pusher
+        self._units = units
         self._transport = transport
         self._waiter = waiter
         self._faults = faults
@@ -189,7 +191,7 @@ class AccumulationDaemon:
         rank = self._transport.topology.rank
         words = self._pusher.header(rank, client).tolist()
         unit_index, minibatch, numel = words[:_PRESENT]
-        units = self._pusher._units
+        units = self._units
         if not 0 <= unit_index < len(units):
             raise ProtocolError(f"rank {client} pushed to unit {unit_index}: there are {len(units)}")
         unit = units[unit_index]

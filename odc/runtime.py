@@ -124,7 +124,7 @@ class Runtime:
             self.units,
             signals_at,
             signals_at + self.topology.world_size,
-            self.abort,
+            _weak_abort(self),
         )
 
     # Operations. Each reports its own failure to the other ranks before raising it here.
@@ -141,6 +141,10 @@ class Runtime:
     def is_published(self, unit: int) -> bool:
         """Whether this rank's shard of ``unit`` for the coming or running minibatch is out."""
         return self._protocol.is_published(unit)
+
+    def published_shard(self, unit: int) -> torch.Tensor:
+        """This rank's own shard of ``unit`` as the others read it; not to be written."""
+        return self._protocol.shard(unit, self.topology.rank)
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
@@ -173,6 +177,8 @@ class Runtime:
         if present is not None and len(present) != len(spec.params):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters")
         numel = sum(p.numel for i, p in enumerate(spec.params) if present is None or present[i])
+        if not numel:
+            raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
         _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, f"push of {spec.name!r}, grads")
         with self._reporting():
             self._protocol.scatter_accumulate(unit, grads, present)
@@ -241,6 +247,18 @@ class Runtime:
         if error is not None:
             self.abort(error)
         self.close()
+
+
+def _weak_abort(runtime: Runtime) -> Callable[[BaseException], None]:
+    """For the daemon thread, which must not keep a runtime alive that its user has dropped."""
+    reference = weakref.ref(runtime)
+
+    def abort(error: BaseException) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.abort(error)
+
+    return abort
 
 
 def _shut_down(pusher: Pusher, transport: Transport) -> None:

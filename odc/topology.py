@@ -45,10 +45,6 @@ class Topology:
     def num_hosts(self) -> int:
         return len(set(self.host_ids))
 
-    def is_local(self, rank: int) -> bool:
-        """Whether ``rank`` runs on this rank's host."""
-        return self.host_ids[rank] == self.host_ids[self.rank]
-
     def describe(self, rank: int) -> str:
         return f"rank {rank} (host {self.host_names[rank]}, pid {self.pids[rank]})"
 

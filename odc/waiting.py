@@ -22,6 +22,7 @@ logger = logging.getLogger("odc")
 
 _SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
 _FIRST_WARNING_S = 10.0
+_ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
 
 
 @dataclass
@@ -90,8 +91,8 @@ class Waiter:
                 ranks = pending()
         finally:
             if not daemon:
+                self._transport.tick()  # before the next line: nobody may see "not waiting, long silent"
                 self._transport.set_waiting_on(None)
-                self._transport.tick()
                 self._account(what, started_ns)
 
     def after_scatter_chunk(self) -> None:
@@ -129,25 +130,24 @@ class Waiter:
         patience: _Patience,
     ) -> None:
         for rank in ranks:
-            status = self._transport.peer_status(rank)
-            if status.state is PeerState.ALIVE:
+            state = self._transport.peer_state(rank)
+            if state is PeerState.ALIVE:
                 continue
             if rank not in pending():  # it delivered, and ended afterwards
                 continue
             self.check()  # its own account of what happened is better than ours
-            error = PeerDiedError if status.state is PeerState.DEAD else PeerClosedError
-            text = self._describe(rank, what, patience.waited_s)
-            state = "is dead" if status.state is PeerState.DEAD else "is gone"
-            raise error(f"{text}. Cause: rank {rank} {state}: {status.detail}")
+            text, detail = self._describe(rank, what, patience.waited_s), self._transport.describe_peer(rank)
+            if state is PeerState.DEAD:
+                raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}")
+            raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}")
         silent = patience.silent_rank(ranks)
         if silent is not None:
             rank, blamed, silence_s = silent
-            status = self._transport.peer_status(blamed)
             via = "" if blamed == rank else f" (rank {rank} itself waits for rank {blamed})"
             raise PeerSilentError(
                 f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} is alive but silent for "
-                f"{silence_s:.1f} s ({status.detail}). If it is only slow, raise timeout_s or ODC_TIMEOUT "
-                f"(now {self._timeout_s:g} s)."
+                f"{silence_s:.1f} s ({self._transport.describe_peer(blamed)}). If it is only slow, raise timeout_s "
+                f"or ODC_TIMEOUT (now {self._timeout_s:g} s)."
             )
 
     def _describe(self, rank: int, what: Callable[[], str], waited_s: float) -> str:
@@ -165,7 +165,7 @@ class _Patience:
     def __init__(self, transport: Transport, timeout_s: float) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
-        self._started = time.monotonic()
+        self._started = self._last_look = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}
 
     @property
@@ -174,12 +174,21 @@ class _Patience:
 
     def silent_rank(self, ranks: Sequence[int]) -> tuple[int, int, float] | None:
         """(awaited rank, rank to blame, seconds) of the first awaited rank that has been silent for too long."""
+        self._forgive_own_absence()
         for rank in ranks:
             blamed = self._follow(rank)
             silence_s = self._silence_s(blamed)
             if silence_s > self._timeout_s:
                 return rank, blamed, silence_s
         return None
+
+    def _forgive_own_absence(self) -> None:
+        """If this process itself was suspended (Ctrl-Z, a paused container), the others may have been too."""
+        now = time.monotonic()
+        absence_s = now - self._last_look
+        self._last_look = now
+        if absence_s > _ABSENCE_S:
+            self._seen = {rank: (progress, since + absence_s) for rank, (progress, since) in self._seen.items()}
 
     def _follow(self, rank: int) -> int:
         """Who ``rank`` is really held up by: follow waits to a rank that is not waiting (or to a cycle)."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,22 +42,25 @@ class RankGroup:
 
     processes: list[Any]
     pipes: list[Connection]
+    folder: str
     started: float = field(default_factory=time.monotonic)
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def join(self, timeout_s: float) -> list[RankResult]:
-        """Wait for all ranks; kill what is left after ``timeout_s``."""
+    def join(self, timeout_s: float, expendable: Sequence[int] = ()) -> list[RankResult]:
+        """Wait for all ranks but the ``expendable`` ones; kill what is left then, or after ``timeout_s``."""
         deadline = self.started + timeout_s
         results = [RankResult() for _ in self.processes]
-        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in expendable}
         while open_pipes and (left := deadline - time.monotonic()) > 0:
             for pipe in wait(list(open_pipes), timeout=left):
                 rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
                 results[rank] = self._receive(pipe)  # type: ignore[arg-type]
                 results[rank].seconds = time.monotonic() - self.started
+        for rank in expendable:
+            self.processes[rank].kill()
         for rank, process in enumerate(self.processes):
             process.join(max(deadline - time.monotonic(), 0.5))
             if process.is_alive():
@@ -64,6 +68,7 @@ class RankGroup:
                 process.join()
                 results[rank].error = results[rank].error or f"killed by the test after {timeout_s} s"
             results[rank].exitcode = process.exitcode
+        shutil.rmtree(self.folder, ignore_errors=True)
         return results
 
     @staticmethod
@@ -109,7 +114,8 @@ def start_ranks(
     world_size: int, body: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
 ) -> RankGroup:
     """Start ``body(rank, world_size, *args)`` on every rank, inside a gloo process group."""
-    store = os.path.join(tempfile.mkdtemp(prefix="odc-test-"), "store")
+    folder = tempfile.mkdtemp(prefix="odc-test-")
+    store = os.path.join(folder, "store")
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
@@ -120,7 +126,7 @@ def start_ranks(
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    return RankGroup(processes, pipes)
+    return RankGroup(processes, pipes, folder)
 
 
 def run_ranks(

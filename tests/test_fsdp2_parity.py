@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from process_ranks import run_ranks
-from training import STEPS, build, full_parameters, largest_difference, reference, shard, train
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import (
+    STEPS,
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    reference,
+    shard,
+    tokens,
+    train,
+)
 
 import odc
 
@@ -91,3 +103,27 @@ def test_different_modules_per_rank_and_microbatch_match_one_float64_process() -
     counts = [2, 1, 3]
     expected = reference(counts, microbatch_options=mixed_modules)
     assert largest_difference(run_ranks(3, patched_mixed, counts)[0], expected) < TOLERANCE
+
+
+def gradients(rank: int, world_size: int, use_odc: bool, dtype: torch.dtype, factor: float | None) -> dict[str, Any]:
+    """.grad of every parameter after one minibatch: Adam and clipping would hide a wrong factor."""
+    model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    if factor:
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    session = odc.patch_fsdp(model) if use_odc else None
+    with session.minibatch() if session else nullcontext():
+        for m in range(2):
+            loss_of(model, tokens(0, rank, m)).backward()
+            if session:
+                assert all(p.grad is None for p in model.parameters()), "nothing may be seen before it is final"
+    return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_fsdp2(dtype: torch.dtype, factor: float | None) -> None:
+    ours = run_ranks(2, gradients, True, dtype, factor)[0]
+    theirs = run_ranks(2, gradients, False, dtype, factor)[0]
+    assert largest_difference(ours, theirs) < 2e-6

@@ -40,6 +40,10 @@ def half_reduce(model: nn.Module, world_size: int) -> None:
     shard(model, world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16))
 
 
+def double(model: nn.Module, world_size: int) -> None:
+    shard(model.double(), world_size)
+
+
 def all_reduce_hook(model: nn.Module, world_size: int) -> None:
     shard(model, world_size)
     model.set_all_reduce_hook(lambda grad: None)
@@ -73,7 +77,8 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid, "HSDP"),
     (int_reshard, "reshard_after_forward=<int>"),
     (offload, "CPUOffloadPolicy"),
-    (half_reduce, "reduce_dtype=torch.float16"),
+    (half_reduce, "gradients are reduced in torch.float16"),
+    (double, "gradients are reduced in torch.float64"),
     (all_reduce_hook, "set_all_reduce_hook"),
     (custom_comm, "set_custom_all_gather (Mine)"),
     (optimizer_in_backward, "register_post_accumulate_grad_hook"),
@@ -175,6 +180,72 @@ def misuse(rank: int, world_size: int) -> None:
 
 def test_misuse_is_refused_and_says_what_to_do() -> None:
     run_ranks(2, misuse)
+
+
+def changed_behind(rank: int, world_size: int, change: str) -> float:
+    """Change parameters after publication in ways that version counters or hooks may miss, then evaluate."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    with torch.no_grad():
+        if change == "data":
+            model.head.weight.data.mul_(2.0)
+        elif change == "load":
+            model.load_state_dict({k: v * 2.0 for k, v in model.state_dict().items()})
+        elif change == "submodule":
+            model.blocks[0].load_state_dict({k: v * 2.0 for k, v in model.blocks[0].state_dict().items()})
+        with pytest.raises(odc.ProtocolError, match="changed after it was published.*session.publish"):
+            loss_of(model, tokens(0, rank, 0))
+    session.close()
+    return 0.0
+
+
+@pytest.mark.parametrize("change", ["data", "load", "submodule"])
+def test_stale_parameters_are_never_computed_with(change: str) -> None:
+    results = start_ranks(2, changed_behind, change).join(30)
+    assert any(r.error is None for r in results), results
+    assert all(r.error is None or "AbortedError" in r.error for r in results), results
+
+
+def reloaded_then_evaluated(rank: int, world_size: int) -> list[float]:
+    losses = []
+    for use_odc in (False, True):
+        model = shard(build(), world_size)
+        session = odc.patch_fsdp(model) if use_odc else None
+        optimizer = torch.optim.SGD([model.head.weight], lr=0.1)  # the other parameters are in no optimizer
+        with session.minibatch() if session else torch.enable_grad():
+            loss_of(model, tokens(0, rank, 0)).backward()
+        optimizer.step()
+        model.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+            if session:
+                session.publish()  # some units were published by the step, some not
+            losses.append(loss_of(model, tokens(9, 0, 0)).item())
+    return losses
+
+
+def test_publish_makes_parameters_changed_by_hand_visible() -> None:
+    for plain, ours in run_ranks(2, reloaded_then_evaluated):
+        assert ours == pytest.approx(plain, rel=1e-6)
+
+
+def skipped_step(rank: int, world_size: int) -> None:
+    """A GradScaler that found infinities does not call step; the script zeroes the gradients and goes on."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        with session.minibatch():
+            loss_of(model, tokens(step, rank, 0)).backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, tokens(step, 0, 0))
+    session.close()
+
+
+def test_an_evaluation_after_a_skipped_step() -> None:
+    run_ranks(2, skipped_step)
 
 
 def evaluation_too_early(rank: int, world_size: int) -> None:

@@ -5,6 +5,9 @@ Layout: status words | abort text | locks | signals. Every rank has one block of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
 
 from odc.transports._robust_mutex import MUTEX_BYTES, RobustMutex
@@ -14,13 +17,33 @@ from odc.transports.base import LockOutcome
 _STATUS_BYTES = 64
 _TEXT_BYTES = 8192
 _PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH = range(4)
-_ABORT_LOCK = 0  # lock 0 guards the abort text; the caller's locks follow
+_ABORT_LOCK = 0  # lock 0 guards the abort text
 _ABORT_SIGNAL = 0
+_FIRST = 1  # the caller's own locks and signals follow
+
+T = TypeVar("T")
 
 
 def control_bytes(num_signals: int, num_locks: int) -> int:
     """Size of a block with room for the caller's signals and locks and our own one of each."""
     return _STATUS_BYTES + _TEXT_BYTES + (num_locks + 1) * MUTEX_BYTES + (num_signals + 1) * SEMAPHORE_BYTES
+
+
+class _Lazy(Generic[T]):
+    """``length`` objects at equal distances in memory, made when first asked for."""
+
+    def __init__(self, make: Callable[[int], T], start: int, stride: int, length: int) -> None:
+        self._make, self._start, self._stride = make, start, stride
+        self.length = length
+        self._made: dict[int, T] = {}
+
+    def __getitem__(self, index: int) -> T:
+        found = self._made.get(index)
+        if found is None:
+            if not _ABORT_LOCK <= index < self.length:
+                raise IndexError(f"index {index - _FIRST} of {self.length - _FIRST}")
+            found = self._made[index] = self._make(self._start + index * self._stride)
+        return found
 
 
 class ControlBlock:
@@ -32,26 +55,27 @@ class ControlBlock:
         self._text = memory[_STATUS_BYTES : _STATUS_BYTES + _TEXT_BYTES].numpy()
         locks_at = memory.data_ptr() + _STATUS_BYTES + _TEXT_BYTES
         signals_at = locks_at + (num_locks + 1) * MUTEX_BYTES
-        self._locks = [RobustMutex(locks_at + i * MUTEX_BYTES) for i in range(num_locks + 1)]
-        self._signals = [SignalCounter(signals_at + i * SEMAPHORE_BYTES) for i in range(num_signals + 1)]
+        # Made on first use: with many ranks and units most of a peer's are never touched from here.
+        self._locks = _Lazy(RobustMutex, locks_at, MUTEX_BYTES, num_locks + 1)
+        self._signals = _Lazy(SignalCounter, signals_at, SEMAPHORE_BYTES, num_signals + 1)
 
     def initialise(self) -> None:
-        for lock in self._locks:
-            lock.initialise()
-        for signal in self._signals:
-            signal.initialise()
+        for index in range(self._locks.length):
+            self._locks[index].initialise()
+        for index in range(self._signals.length):
+            self._signals[index].initialise()
 
     def post(self, index: int) -> None:
-        self._signals[index + 1].post()
+        self._signals[_FIRST + index].post()
 
     def count(self, index: int) -> int:
-        return self._signals[index + 1].count()
+        return self._signals[_FIRST + index].count()
 
     def lock(self, index: int, timeout_s: float) -> LockOutcome:
-        return self._locks[index + 1].acquire(timeout_s)
+        return self._locks[_FIRST + index].acquire(timeout_s)
 
     def unlock(self, index: int) -> None:
-        self._locks[index + 1].release()
+        self._locks[_FIRST + index].release()
 
     # Status words have one writer each and are hints: nothing is handed over through them.
 

@@ -7,9 +7,12 @@ with its last mapping, and ``posix_fallocate`` turns "no memory" into a clean er
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -21,10 +24,12 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW: nobody can cut the memory away under a reader
 _MADV_DONTFORK = 10
-# (limit, usage) of this process's control group as a container sees it, version 2 and version 1.
+_MAP_POPULATE = 0x8000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+# (limit, usage) files of this process's control group as a container sees it, version 2 and version 1.
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
 
 
@@ -58,11 +63,20 @@ def _meminfo_available() -> int | None:
     return None
 
 
-def _cgroup_headroom(limit_file: str, usage_file: str) -> int | None:
-    limit, usage = _lines(Path(limit_file)), _lines(Path(usage_file))
+def _cgroup_headroom(limit_file: Path, usage_file: Path) -> int | None:
+    limit, usage = _lines(limit_file), _lines(usage_file)
     if not limit or not usage or not limit[0].isdigit():
         return None  # no control group here, or "max"
-    return max(int(limit[0]) - int(usage[0]), 0)
+    return max(int(limit[0]) - int(usage[0]) + _reclaimable(limit_file.with_name("memory.stat")), 0)
+
+
+def _reclaimable(stat_file: Path) -> int:
+    """File cache that counts as usage but goes when memory is wanted (a checkpoint just read, say)."""
+    for line in _lines(stat_file):
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
 
 
 def _lines(path: Path) -> list[str]:
@@ -78,13 +92,15 @@ def create(num_bytes: int, label: str) -> int:
     Raises:
         SetupError: the machine has not that much memory.
     """
-    fd = os.memfd_create(f"odc-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        fd = os.memfd_create(f"odc-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         raise SetupError(
             f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label!r}: {error.strerror}. "
             "Free memory, raise the container's memory limit, or use more ranks."
@@ -100,14 +116,32 @@ def check(fd: int, num_bytes: int) -> None:
 
 
 def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
-    """Map a memfd, page tables filled, as a uint8 tensor that keeps the mapping alive.
+    """Map a memfd, page tables filled, as a uint8 tensor; unmapped when the last tensor on it is gone.
 
-    The mapping is not inherited by forked children: a DataLoader worker has no business in it and must not keep
-    gigabytes alive after its parent died.
+    Not by Python's ``mmap``, which keeps a descriptor of its own: forked children inherit that, and a DataLoader worker
+    would keep gigabytes alive after its parent died. The mapping itself is not inherited (``MADV_DONTFORK``).
+
+    Raises:
+        SetupError: the address space or the memory does not suffice.
     """
-    try:
-        mapping = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except OSError as error:
-        raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {error.strerror}") from None
-    mapping.madvise(getattr(mmap, "MADV_DONTFORK", _MADV_DONTFORK))
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    libc = _libc()
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE
+    address = libc.mmap(None, num_bytes, protection, flags, fd, 0)
+    if address in (None, _MAP_FAILED):
+        reason = os.strerror(ctypes.get_errno())
+        raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {reason}")
+    libc.madvise(address, num_bytes, _MADV_DONTFORK)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    # The tensor holds the array, the array's end unmaps. At interpreter exit the kernel does it.
+    weakref.finalize(memory, libc.munmap, address, num_bytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

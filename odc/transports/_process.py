@@ -28,6 +28,13 @@ _STATES = {
 }
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name of their own
+        return "real-time"
+
+
 class WatchedProcess:
     """Another process, held by pidfd. Raises ``ProcessLookupError`` if it is gone already."""
 
@@ -50,7 +57,7 @@ class WatchedProcess:
             return "its process is gone"
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            return f"killed by signal {number} ({signal.Signals(number).name})"
+            return f"killed by signal {number} ({_signal_name(number)})"
         return f"it exited with status {os.WEXITSTATUS(status)} without closing its session"
 
     def describe_alive(self) -> str:

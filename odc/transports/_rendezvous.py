@@ -13,72 +13,83 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 _FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
 _MAGIC = b"odc-shm1"
 _PEERCRED = struct.Struct("3i")
+_MIN_BACKLOG = 128
 
 
 class Mesh:
-    """One connected socket per pair of ranks. Construction is collective."""
+    """One connected socket per pair of ranks, once :meth:`connect` has returned."""
 
-    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float) -> None:
+    def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._sequence = 0
-        self._timeout_s = timeout_s
+        self._timeout_s = 0.0
+        self._key = secrets.token_bytes(16)
         self._peers: dict[int, socket.socket] = {}
-        address, self._key = secrets.token_hex(16), secrets.token_bytes(16)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+
+    def connect(self, exchange: Exchange, timeout_s: float) -> None:
+        """Connect to every rank. Collective.
+
+        Raises:
+            SetupError, OSError: a rank did not come within ``timeout_s``.
+        """
+        self._timeout_s = timeout_s
+        address = secrets.token_hex(16)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(f"\0odc-{address}")
-            listener.listen(topology.world_size)
+            listener.listen(max(_MIN_BACKLOG, self._topology.world_size))
             rows = gather_json(exchange, [address, self._key.hex()])
             # All ranks use the key of rank 0: one key per job, known to its members only.
             self._key = bytes.fromhex(rows[0][1])
-            self._connect([str(row[0]) for row in rows], listener)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            listener.close()
+            deadline = time.monotonic() + timeout_s
+            for peer in range(self._topology.rank):
+                self._call(peer, str(rows[peer][0]), deadline)
+            while len(self._peers) < self._topology.world_size - 1:
+                self._answer(listener, deadline)
 
-    def _connect(self, addresses: Sequence[str], listener: socket.socket) -> None:
-        rank = self._topology.rank
-        deadline = time.monotonic() + self._timeout_s
-        for peer in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(self._timeout_s)
-            connection.connect(f"\0odc-{addresses[peer]}")
-            self._peers[peer] = connection
-            self._send(connection, 0, [])
-        while len(self._peers) < self._topology.world_size - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
+    def _call(self, peer: int, address: str, deadline: float) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(self._timeout_s)
+        self._peers[peer] = connection
+        while True:
             try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = [r for r in range(rank + 1, len(addresses)) if r not in self._peers]
-                raise SetupError(f"ranks {missing} did not connect within {self._timeout_s:g} s") from None
-            self._admit(connection)
+                connection.connect(f"\0odc-{address}")
+                break
+            except BlockingIOError:  # its queue is full: somebody knocks at it in vain
+                if time.monotonic() > deadline:
+                    raise SetupError(f"{self._topology.describe(peer)} did not answer during set-up") from None
+                time.sleep(0.01)
+        self._send(peer, 0, [])
+
+    def _answer(self, listener: socket.socket, deadline: float) -> None:
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            missing = [r for r in range(self._topology.rank + 1, self._topology.world_size) if r not in self._peers]
+            raise SetupError(f"ranks {missing} did not connect within {self._timeout_s:g} s") from None
+        if _credentials(connection)[1] != os.getuid():
+            connection.close()  # another user: not even listened to
+            return
+        self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Accept a connection that proves to be a rank of this job; drop any other silently."""
+        """Keep a connection that proves to be a rank of this job; drop any other silently."""
         connection.settimeout(2.0)
         try:
-            uid = _PEERCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[1]
             magic, key, peer, _, _ = _FRAME.unpack(_receive_exactly(connection, _FRAME.size))
         except (OSError, SetupError):
             connection.close()
             return
         wanted = self._topology.rank < peer < self._topology.world_size and peer not in self._peers
-        if magic != _MAGIC or not secrets.compare_digest(key, self._key) or uid != os.getuid() or not wanted:
+        if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
             connection.close()
             return
         connection.settimeout(self._timeout_s)
@@ -86,22 +97,35 @@ class Mesh:
 
     def pid_of(self, rank: int) -> int:
         """The process at the other end as the kernel sees it from this pid namespace (0: not visible)."""
-        raw = self._peers[rank].getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        return int(_PEERCRED.unpack(raw)[0])
+        return _credentials(self._peers[rank])[0]
 
     def swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
-        """Send ``value`` and descriptors to every peer; return what each peer sent. Collective."""
-        self._sequence += 1
-        for peer in self._peers.values():
-            self._send(peer, value, fds)
-        return {rank: self._receive(rank, len(fds)) for rank in self._peers}
+        """Send ``value`` and descriptors to every peer; return what each peer sent. Collective.
 
-    def _send(self, connection: socket.socket, value: int, fds: Sequence[int]) -> None:
+        In rounds, sending to one rank and receiving from another: Linux limits the descriptors of a user that are
+        under way, and all-to-all at once exceeds a limit of 1024 with 24 ranks.
+        """
+        self._sequence += 1
+        world_size, rank = self._topology.world_size, self._topology.rank
+        received: dict[int, tuple[int, list[int]]] = {}
+        try:
+            for step in range(1, world_size):
+                self._send((rank + step) % world_size, value, fds)
+                source = (rank - step) % world_size
+                received[source] = self._receive(source, len(fds))
+        except BaseException:
+            for _, passed in received.values():
+                for fd in passed:
+                    os.close(fd)
+            raise
+        return received
+
+    def _send(self, rank: int, value: int, fds: Sequence[int]) -> None:
         frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence, value)
         try:
-            socket.send_fds(connection, [frame], list(fds))
+            socket.send_fds(self._peers[rank], [frame], list(fds))
         except OSError as error:
-            raise SetupError(f"a rank of this host went away during set-up: {error}") from None
+            raise SetupError(f"cannot pass memory to {self._topology.describe(rank)}: {error}") from None
 
     def _receive(self, rank: int, num_fds: int) -> tuple[int, list[int]]:
         connection = self._peers[rank]
@@ -128,13 +152,12 @@ class Mesh:
             connection.close()
         self._peers = {}
 
-    def __enter__(self) -> Mesh:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the other end, from the kernel."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    pid, uid, gid = _PEERCRED.unpack(raw)
+    return pid, uid, gid
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -64,14 +63,6 @@ class PeerState(enum.Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True)
-class PeerStatus:
-    """State of a peer and, for people, how we know (for example ``"killed by signal 9"``)."""
-
-    state: PeerState
-    detail: str
-
-
 class LockOutcome(enum.Enum):
     """Result of trying to take a lock for a while."""
 
@@ -118,8 +109,8 @@ class Transport(ABC):
     # wrote before its n-th post is visible to the reader that counts n.
 
     @abstractmethod
-    def post(self, rank: int, index: int) -> None:
-        """Add one to signal ``index`` of ``rank`` and wake ``rank``."""
+    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
+        """Add one to signal ``index`` of ``rank`` and wake its training loop, or its daemon thread."""
 
     @abstractmethod
     def count(self, index: int) -> int:
@@ -166,8 +157,12 @@ class Transport(ABC):
         """Which rank ``rank`` is waiting for, if it is waiting."""
 
     @abstractmethod
-    def peer_status(self, rank: int) -> PeerStatus:
-        """Whether ``rank`` is alive, has closed its session, or is dead."""
+    def peer_state(self, rank: int) -> PeerState:
+        """Whether ``rank`` is alive, has closed its session, or is dead. Cheap."""
+
+    @abstractmethod
+    def describe_peer(self, rank: int) -> str:
+        """What is known of ``rank``'s process, for people: "killed by signal 9", "stopped by a signal"."""
 
     @abstractmethod
     def abort_peers(self, text: str) -> None:

@@ -5,10 +5,11 @@ The embedded default: needs nothing but Linux, lets CI prove the protocol, and i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,9 +21,9 @@ from odc.transports import _memfd
 from odc.transports._control import ControlBlock, control_bytes
 from odc.transports._process import WatchedProcess
 from odc.transports._rendezvous import Mesh
-from odc.transports.base import LockOutcome, PeerState, PeerStatus, SymmetricBuffer, Transport
+from odc.transports.base import LockOutcome, PeerState, SymmetricBuffer, Transport
 
-_FDS_PER_PEER = 10  # pidfd, two doorbells, a socket during set-up, and one per mapped buffer (mmap keeps its own)
+_FDS_PER_PEER = 5  # pidfd, two doorbells, a socket and a passed descriptor during set-up
 _FDS_SPARE = 32
 _PATTERN = 0x0DC
 
@@ -49,9 +50,14 @@ class ShmTransport(Transport):
         except SetupError as problem:
             error = problem
         raise_together(exchange, error)
-        self._mesh = Mesh(exchange, topology, timeout_s)
+        self._mesh = Mesh(topology)
         try:
+            self._mesh.connect(exchange, timeout_s)
             self._watch_peers()
+        except (SetupError, OSError) as problem:
+            error = problem
+        try:
+            raise_together(exchange, error)
         except BaseException:
             self.close()
             raise
@@ -95,39 +101,38 @@ class ShmTransport(Transport):
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         num_bytes = max(num_bytes, 1)
-        fd, error = -1, None
+        self._together(lambda: _memfd.require_available(num_bytes * self.topology.world_size, label))
+        fds: dict[int, int] = {}
         try:
-            _memfd.require_available(num_bytes * self.topology.world_size, label)
-        except SetupError as problem:
-            error = problem
-        raise_together(self._exchange, error)
-        try:
-            fd = _memfd.create(num_bytes, label)
-        except SetupError as problem:
-            error = problem
-        raise_together(self._exchange, error)
-        views: list[torch.Tensor | None] = [None] * self.topology.world_size
-        try:
-            received = self._mesh.swap(num_bytes, [fd])
-            views[self._rank] = _memfd.map_bytes(fd, num_bytes)
-            for rank, (size, fds) in received.items():
-                views[rank] = self._map_received(rank, size, fds[0], num_bytes, label)
+            self._together(lambda: fds.update({self._rank: _memfd.create(num_bytes, label)}))
+            for rank, (size, received) in self._mesh.swap(num_bytes, [fds[self._rank]]).items():
+                fds[rank] = received[0]
+                if size != num_bytes:
+                    raise SetupError(
+                        f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
+                    )
+            views: dict[int, torch.Tensor] = {}
+            self._together(lambda: views.update({r: self._map(fd, num_bytes) for r, fd in fds.items()}))
         finally:
-            os.close(fd)
-        buffer = SymmetricBuffer(self._rank, views, label)
+            for fd in fds.values():
+                os.close(fd)
+        buffer = SymmetricBuffer(self._rank, [views[rank] for rank in range(self.topology.world_size)], label)
         self._buffers.append(buffer)
         return buffer
 
-    def _map_received(self, rank: int, size: int, fd: int, num_bytes: int, label: str) -> torch.Tensor:
+    def _together(self, action: Callable[[], object]) -> None:
+        """Do it here; if it fails on any rank, fail on all."""
+        error: Exception | None = None
         try:
-            if size != num_bytes:
-                raise SetupError(
-                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
-                )
-            _memfd.check(fd, num_bytes)
-            return _memfd.map_bytes(fd, num_bytes)
-        finally:
-            os.close(fd)
+            action()
+        except (SetupError, OSError) as problem:
+            error = problem
+        raise_together(self._exchange, error)
+
+    @staticmethod
+    def _map(fd: int, num_bytes: int) -> torch.Tensor:
+        _memfd.check(fd, num_bytes)
+        return _memfd.map_bytes(fd, num_bytes)
 
     def seal(self) -> None:
         probe = self.allocate(8 * self.topology.world_size, "probe")
@@ -144,22 +149,22 @@ class ShmTransport(Transport):
 
     # Signals
 
-    def post(self, rank: int, index: int) -> None:
+    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
         self._blocks[rank].post(index)
-        self._ring(rank)
+        self._ring(self._bells[rank][1 if daemon else 0])
 
     def count(self, index: int) -> int:
         return self._blocks[self._rank].count(index)
 
     def wake_self(self) -> None:
-        self._ring(self._rank)
+        self._ring(*self._bells[self._rank])
 
-    def _ring(self, rank: int) -> None:
-        for bell in self._bells[rank]:
-            try:
+    @staticmethod
+    def _ring(*bells: int) -> None:
+        for bell in bells:
+            # A counter at its maximum means that the bell is ringing already.
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(bell, 1)
-            except BlockingIOError:
-                continue  # the counter is at its maximum: the bell is ringing already
 
     def block(self, timeout_s: float, ranks: Sequence[int], *, daemon: bool = False) -> None:
         bell = self._bells[self._rank][1 if daemon else 0]
@@ -194,22 +199,28 @@ class ShmTransport(Transport):
     def waiting_on(self, rank: int) -> int | None:
         return self._blocks[rank].waiting_on
 
-    def peer_status(self, rank: int) -> PeerStatus:
-        if self._blocks and self._blocks[rank].closed:
-            return PeerStatus(PeerState.CLOSED, "it closed its session")
-        process = self._processes.get(rank)
-        if process is None:
-            return PeerStatus(PeerState.ALIVE, "this process")
-        if process.is_dead():
-            return PeerStatus(PeerState.DEAD, process.cause_of_death())
-        return PeerStatus(PeerState.ALIVE, process.describe_alive())
+    def peer_state(self, rank: int) -> PeerState:
+        if self._blocks[rank].closed:
+            return PeerState.CLOSED
+        if rank in self._processes and self._processes[rank].is_dead():
+            return PeerState.DEAD
+        return PeerState.ALIVE
+
+    def describe_peer(self, rank: int) -> str:
+        state = self.peer_state(rank)
+        if state is PeerState.CLOSED:
+            return "it closed its session"
+        if rank not in self._processes:
+            return "this process"
+        process = self._processes[rank]
+        return process.cause_of_death() if state is PeerState.DEAD else process.describe_alive()
 
     def abort_peers(self, text: str) -> None:
         if self._closed or not self._bells:
             return
         for rank in self._peers:
             self._blocks[rank].leave_abort(text)
-            self._ring(rank)
+            self._ring(*self._bells[rank])
 
     def abort_notice(self) -> str | None:
         return self._blocks[self._rank].abort_notice() if self._blocks else None
@@ -223,7 +234,7 @@ class ShmTransport(Transport):
             self._blocks[self._rank].set_closed()
         for rank in self._peers:
             if rank in self._bells:
-                self._ring(rank)
+                self._ring(*self._bells[rank])
         for bells in self._bells.values():
             for fd in bells:
                 os.close(fd)
