@@ -74,6 +74,9 @@ def main() -> None:
     record.save(args.out)
     if session:
         session.close()
+    # Gloo's threads drop the last results a moment after they are used, and abort the process if Python has begun to
+    # end by then ("terminate called without an active exception"). One barrier gives them that moment.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 IGNORED = -100  # label of a token without loss
 END = "<|end|>"  # closes an answer
-TAIL = 0.8
+TAIL = 0.5
 SHORTEST = 32  # tokens
 
 IntArray = npt.NDArray[np.int64]

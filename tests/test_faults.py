@@ -437,6 +437,7 @@ with session.minibatch():
 assert all(p.grad is not None for p in model.parameters())
 print("MEMORY", sum(session.memory().values()) >> 20, os.listdir("/dev/shm"), flush=True)
 session.close()
+dist.barrier()  # gloo's threads must have dropped the last results before Python begins to end
 dist.destroy_process_group()
 """
 
