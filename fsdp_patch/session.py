@@ -310,7 +310,7 @@ class Session:
         return self._runtime.memory()
 
     def start_timeline(self) -> Timeline:
-        """Record what this rank does from now on."""
+        """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
         return self._runtime.start_timeline()
 
     @property

@@ -261,8 +261,6 @@ class MinibatchProtocol:
         return self._store.collect(unit, self.minibatch)
 
     def _set_context(self) -> None:
-        if self.timeline is not None:
-            self.timeline.minibatch = self.minibatch
         microbatch = max(self._pushes, default=0)
         inner = f", microbatch {microbatch}" if self.state is State.OPEN and microbatch else ""
         self._waiter.context = f"minibatch {self.minibatch}{inner}"

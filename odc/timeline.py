@@ -35,7 +35,10 @@ class Span:
 
 
 class Timeline:
-    """Spans of one rank, in the order in which they ended."""
+    """Spans of one rank, in the order in which they ended.
+
+    ``minibatch`` numbers the spans that end from now on; the training loop sets it.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
