@@ -22,12 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
-from odc.faults import FaultInjector
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.transports.base import LockOutcome, Transport
 from odc.units import UnitSpec, segments
-from odc.waiting import Waiter
 
 _ALIGN_BYTES = 64
 _LOCK_SLICE_S = 0.05
@@ -76,21 +75,11 @@ class AccumulatorStore(ABC):
 
 
 class _StoreBase(AccumulatorStore):
-    def __init__(
-        self,
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
-        units: Sequence[UnitSpec],
-        dtype: torch.dtype,
-    ) -> None:
-        self._transport = transport
-        self._waiter = waiter
-        self._faults = faults
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype) -> None:
+        self._end = end
         self._units = units
         self._dtype = dtype
-        self._rank = transport.topology.rank
-        self._world_size = transport.topology.world_size
+        self._rank = end.rank
         self._param_at = list(itertools.accumulate((len(u.params) for u in units), initial=0))
 
     def _aligned(self, numel: int) -> int:
@@ -108,15 +97,8 @@ class _StoreBase(AccumulatorStore):
 class SharedStore(_StoreBase):
     """One slot per unit and one spare slot per distinct unit size; clients add under the size's lock."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
-        units: Sequence[UnitSpec],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(transport, waiter, faults, units, dtype)
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype) -> None:
+        super().__init__(end, units, dtype)
         sizes = _size_classes(units)
         self._class_of = [sizes.index(u.grad_numel) if u.grad_numel else -1 for u in units]
         first_slots = {c: [u for u, k in enumerate(self._class_of) if k == c] for c in range(len(sizes))}
@@ -129,8 +111,8 @@ class SharedStore(_StoreBase):
                 self._slots.append((offset, numel))
                 offset += self._aligned(numel)
             self._class_slots.append(range(start, len(self._slots)))
-        self._buffer = transport.allocate(offset * dtype.itemsize, "accumulators")
-        self._state = transport.allocate(8 * self._num_words(), "accumulator state")
+        self._buffer = end.transport.allocate(offset * dtype.itemsize, "accumulators")
+        self._state = end.transport.allocate(8 * self._num_words(), "accumulator state")
         words = self._words(self._rank)
         for c, members in first_slots.items():
             for i, unit in enumerate(members):
@@ -170,9 +152,9 @@ class SharedStore(_StoreBase):
         daemon: bool = False,
     ) -> None:
         words, size_class = self._words(owner), self._class_of[unit]
-        attempt = _LockAttempt(self._transport, owner, size_class, words.holder)
+        attempt = _LockAttempt(self._end.transport, owner, size_class, words.holder)
         try:
-            self._waiter.wait(
+            self._end.waiter.wait(
                 attempt.pending,
                 lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {owner}",
                 block=attempt.block,
@@ -184,7 +166,7 @@ class SharedStore(_StoreBase):
         finally:
             if attempt.held:
                 words.holder[size_class] = 0
-                self._transport.unlock(owner, size_class)
+                self._end.transport.unlock(owner, size_class)
 
     def _push(
         self,
@@ -200,7 +182,7 @@ class SharedStore(_StoreBase):
         in_place = first or owner == self._rank
         target = int(words.slot_of[unit]) if in_place else self._spare(words, self._class_of[unit])
         self._fill(owner, unit, words, target, grads, present, first)
-        self._faults.hit("scatter.before_commit")
+        self._end.faults.hit("scatter.before_commit")
         # See [Note: A push commits by one word].
         if first:
             words.unit_touched[unit] = minibatch
@@ -208,7 +190,7 @@ class SharedStore(_StoreBase):
             words.slot_of[unit] = target
         at = self._param_at[unit]
         words.param_touched[at : at + len(present)][np.asarray(present, dtype=bool)] = minibatch
-        self._faults.hit("scatter.after_commit")
+        self._end.faults.hit("scatter.after_commit")
 
     def _fill(
         self,
@@ -226,15 +208,15 @@ class SharedStore(_StoreBase):
             part = slice(segment.offset, segment.offset + segment.numel)
             if segment.source is None:
                 if first:
-                    zero_chunked(out[part], self._waiter.after_scatter_chunk)
+                    zero_chunked(out[part], self._end.waiter.after_scatter_chunk)
                 elif out is not old:
-                    copy_chunked(out[part], old[part], self._waiter.after_scatter_chunk)
+                    copy_chunked(out[part], old[part], self._end.waiter.after_scatter_chunk)
                 continue
             addend = grads[segment.source : segment.source + segment.numel]
             if first:
-                copy_chunked(out[part], addend, self._waiter.after_scatter_chunk)
+                copy_chunked(out[part], addend, self._end.waiter.after_scatter_chunk)
             else:
-                add_chunked(out[part], old[part], addend, self._waiter.after_scatter_chunk)
+                add_chunked(out[part], old[part], addend, self._end.waiter.after_scatter_chunk)
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         words = self._words(self._rank)
@@ -255,19 +237,12 @@ class PerClientStore(_StoreBase):
     of memory per rank. The sum over clients goes through one chunk at a time.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
-        units: Sequence[UnitSpec],
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(transport, waiter, faults, units, dtype)
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype) -> None:
+        super().__init__(end, units, dtype)
         self._offsets = list(itertools.accumulate((self._aligned(u.grad_numel) for u in units), initial=0))
-        self._buffer = transport.allocate(self._world_size * self._offsets[-1] * dtype.itemsize, "accumulators")
-        self._num_words = 1 + self._world_size * (len(units) + self._param_at[-1])
-        self._state = transport.allocate(8 * self._num_words, "accumulator state")
+        self._buffer = end.transport.allocate(self._end.world_size * self._offsets[-1] * dtype.itemsize, "accumulators")
+        self._num_words = 1 + self._end.world_size * (len(units) + self._param_at[-1])
+        self._state = end.transport.allocate(8 * self._num_words, "accumulator state")
         self._sum = torch.empty(max((u.grad_numel for u in units), default=0), dtype=dtype)
 
     @staticmethod
@@ -310,21 +285,21 @@ class PerClientStore(_StoreBase):
             if segment.source is not None:
                 addend = grads[segment.source : segment.source + segment.numel]
                 if first:
-                    copy_chunked(part, addend, self._waiter.after_scatter_chunk)
+                    copy_chunked(part, addend, self._end.waiter.after_scatter_chunk)
                 else:
-                    add_chunked(part, part, addend, self._waiter.after_scatter_chunk)
+                    add_chunked(part, part, addend, self._end.waiter.after_scatter_chunk)
             elif first:
-                zero_chunked(part, self._waiter.after_scatter_chunk)
-        self._faults.hit("scatter.before_commit")
+                zero_chunked(part, self._end.waiter.after_scatter_chunk)
+        self._end.faults.hit("scatter.before_commit")
         at = self._param_at[unit]
         params[at : at + len(present)][np.asarray(present, dtype=bool)] = minibatch
         units[unit] = minibatch
-        self._faults.hit("scatter.after_commit")
+        self._end.faults.hit("scatter.after_commit")
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         total = self._sum[: self._units[unit].grad_numel]
         touched = np.zeros(len(self._units[unit].params), dtype=bool)
-        clients = [c for c in range(self._world_size) if int(self._touched(self._rank, c)[0][unit]) == minibatch]
+        clients = [c for c in range(self._end.world_size) if int(self._touched(self._rank, c)[0][unit]) == minibatch]
         for client in clients:
             params = self._touched(self._rank, client)[1]
             touched |= params[self._param_at[unit] : self._param_at[unit + 1]] == minibatch

@@ -13,15 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from odc.accumulators import AccumulatorStore
+from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
-from odc.faults import FaultInjector
 from odc.kernels import copy_chunked
 from odc.pushers import Pusher
-from odc.stats import Stats
 from odc.timeline import Timeline
-from odc.transports.base import SymmetricBuffer, Transport
+from odc.transports.base import SymmetricBuffer
 from odc.units import UnitSpec
-from odc.waiting import Waiter
 
 
 class State(enum.Enum):
@@ -42,28 +40,22 @@ class MinibatchProtocol:
 
     def __init__(
         self,
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
-        stats: Stats,
+        end: Endpoint,
         units: Sequence[UnitSpec],
         published: SymmetricBuffer,
         offsets: Sequence[int],
         store: AccumulatorStore,
         pusher: Pusher,
     ) -> None:
-        self._transport = transport
-        self._waiter = waiter
-        self._faults = faults
-        self._stats = stats
+        self._end = end
         self._units = units
         self._buffer = published
         self._offsets = offsets
         self._store = store
         self._pusher = pusher
-        self._rank = transport.topology.rank
-        self._world_size = transport.topology.world_size
-        self._rotation = transport.topology.rotation()
+        self._rank = end.rank
+        self._world_size = end.world_size
+        self._rotation = end.transport.topology.rotation()
         self._versions = [0] * len(units)  # of this rank's own published shards
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
         self._pushes = [0] * len(units)  # of this minibatch
@@ -97,24 +89,24 @@ class MinibatchProtocol:
         Raises:
             ProtocolError: not between finish and the next minibatch, or already published for it.
         """
-        self._waiter.check()
+        self._end.waiter.check()
         if self.state is not State.FINISHED or self.is_published(unit):
             raise ProtocolError(
                 f"unit {self._units[unit].name!r} cannot be published now (minibatch {self.minibatch} is "
                 f"{self.state.value}): a shard is published once, after finish() and before the next minibatch"
             )
         started_ns = time.monotonic_ns()
-        self._faults.hit("publish.before")
+        self._end.faults.hit("publish.before")
         # Every client is done with the old version: finish() has seen all their done signals.
         fill(self.shard(unit, self._rank))
         self._versions[unit] = self._coming
         for rank in self._rotation:
-            self._transport.post(rank, unit * self._world_size + self._rank)
-        self._transport.tick()
-        self._faults.hit("publish.after")
+            self._end.transport.post(rank, unit * self._world_size + self._rank)
+        self._end.transport.tick()
+        self._end.faults.hit("publish.after")
         self._advance_if_published()
-        self._stats.publish_bytes += self._units[unit].shard_bytes
-        self._stats.publish_s += self._record("publish", unit, started_ns)
+        self._end.stats.publish_bytes += self._units[unit].shard_bytes
+        self._end.stats.publish_s += self._record("publish", unit, started_ns)
 
     def _advance_if_published(self) -> None:
         if self.state is State.FINISHED and all(version == self._coming for version in self._versions):
@@ -129,7 +121,7 @@ class MinibatchProtocol:
         Raises:
             ProtocolError: a minibatch is open, or shards are unpublished.
         """
-        self._waiter.check()
+        self._end.waiter.check()
         self._advance_if_published()  # a runtime without units has nothing to publish
         if self.state is not State.PUBLISHED:
             raise ProtocolError(
@@ -150,7 +142,7 @@ class MinibatchProtocol:
         Raises:
             ProtocolError: between finish and publish, when other owners may already hold the next version.
         """
-        self._waiter.check()
+        self._end.waiter.check()
         if self.state is State.FINISHED:
             raise ProtocolError(
                 f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
@@ -158,7 +150,7 @@ class MinibatchProtocol:
                 "Evaluate inside the minibatch, or after optimizer.step()."
             )
         started_ns = time.monotonic_ns()
-        self._faults.hit("gather.before")
+        self._end.faults.hit("gather.before")
         numel = self._units[unit].shard_numel
         for owner in self._rotation:
             if owner == self._rank and own_in_place:
@@ -166,20 +158,20 @@ class MinibatchProtocol:
             self._await_published(unit, owner, "gather of")
             self._copy_shard(unit, owner, out[owner * numel : (owner + 1) * numel])
         self._ready[unit] = self.minibatch
-        self._transport.tick()
-        self._stats.gathers += 1
-        self._stats.gather_bytes += out.nbytes
-        self._stats.gather_s += self._record("gather", unit, started_ns)
+        self._end.transport.tick()
+        self._end.stats.gathers += 1
+        self._end.stats.gather_bytes += out.nbytes
+        self._end.stats.gather_s += self._record("gather", unit, started_ns)
 
     def _copy_shard(self, unit: int, owner: int, out: torch.Tensor) -> None:
-        copy_chunked(out, self.shard(unit, owner), self._waiter.after_gather_chunk)
+        copy_chunked(out, self.shard(unit, owner), self._end.waiter.after_gather_chunk)
 
     def _await_published(self, unit: int, owner: int, operation: str) -> None:
         if self._ready[unit] == self.minibatch:
             return
         signal = unit * self._world_size + owner
-        self._waiter.wait(
-            lambda: [owner] if self._transport.count(signal) < self.minibatch else [],
+        self._end.waiter.wait(
+            lambda: [owner] if self._end.transport.count(signal) < self.minibatch else [],
             lambda: f"{operation} unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)",
         )
 
@@ -194,14 +186,14 @@ class MinibatchProtocol:
         Raises:
             ProtocolError: outside a minibatch.
         """
-        self._waiter.check()
+        self._end.waiter.check()
         if self.state is not State.OPEN:
             raise ProtocolError(
                 f"push of unit {self._units[unit].name!r} outside a minibatch (minibatch {self.minibatch} is "
                 f"{self.state.value}): run backward inside session.minibatch()"
             )
         started_ns = time.monotonic_ns()
-        self._faults.hit("scatter.before")
+        self._end.faults.hit("scatter.before")
         flags = [True] * len(self._units[unit].params) if present is None else list(present)
         self._pushes[unit] += 1
         self._set_context()
@@ -211,9 +203,9 @@ class MinibatchProtocol:
             # of the wrong minibatch. After a gather of the unit it is known already and costs nothing.
             self._await_published(unit, owner, "push to")
             self._pusher.push(owner, unit, rows[owner], flags, self.minibatch)
-        self._stats.pushes += 1
-        self._stats.push_bytes += grads.nbytes
-        self._stats.push_s += self._record("scatter", unit, started_ns)
+        self._end.stats.pushes += 1
+        self._end.stats.push_bytes += grads.nbytes
+        self._end.stats.push_s += self._record("scatter", unit, started_ns)
 
     # The end of a minibatch
 
@@ -223,30 +215,30 @@ class MinibatchProtocol:
         Raises:
             ProtocolError: no minibatch is open.
         """
-        self._waiter.check()
+        self._end.waiter.check()
         if self.state is not State.OPEN:
             raise ProtocolError(
                 f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})"
             )
         started_ns = time.monotonic_ns()
-        self._faults.hit("finish.before")
+        self._end.faults.hit("finish.before")
         self._pusher.drain()
-        self._faults.hit("finish.before_done")
+        self._end.faults.hit("finish.before_done")
         done_at = len(self._units) * self._world_size
         for rank in self._rotation:
-            self._transport.post(rank, done_at + self._rank)
+            self._end.transport.post(rank, done_at + self._rank)
         self._await_done(done_at)
-        self._faults.hit("finish.after_done")
+        self._end.faults.hit("finish.after_done")
         self._store.close_minibatch(self.minibatch)
         self.state = State.FINISHED
         self._set_context()
-        self._transport.tick()
-        self._stats.minibatches += 1
-        self._stats.finish_s += self._record("finish", None, started_ns)
+        self._end.transport.tick()
+        self._end.stats.minibatches += 1
+        self._end.stats.finish_s += self._record("finish", None, started_ns)
 
     def _await_done(self, done_at: int) -> None:
-        self._waiter.wait(
-            lambda: [r for r in range(self._world_size) if self._transport.count(done_at + r) < self.minibatch],
+        self._end.waiter.wait(
+            lambda: [r for r in range(self._world_size) if self._end.transport.count(done_at + r) < self.minibatch],
             lambda: "end of the minibatch",
         )
 
@@ -263,7 +255,7 @@ class MinibatchProtocol:
     def _set_context(self) -> None:
         microbatch = max(self._pushes, default=0)
         inner = f", microbatch {microbatch}" if self.state is State.OPEN and microbatch else ""
-        self._waiter.context = f"minibatch {self.minibatch}{inner}"
+        self._end.waiter.context = f"minibatch {self.minibatch}{inner}"
 
     def _record(self, kind: str, unit: int | None, started_ns: int) -> float:
         ended_ns = time.monotonic_ns()

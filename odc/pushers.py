@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from odc.accumulators import AccumulatorStore
+from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
-from odc.faults import FaultInjector
 from odc.kernels import copy_chunked
-from odc.transports.base import Transport
 from odc.units import UnitSpec
-from odc.waiting import Waiter
 
 
 class Pusher(ABC):
@@ -73,28 +71,23 @@ class DaemonPusher(Pusher):
 
     def __init__(
         self,
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
+        end: Endpoint,
         store: AccumulatorStore,
         units: Sequence[UnitSpec],
         posted_at: int,
         acked_at: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._transport = transport
-        self._waiter = waiter
-        self._faults = faults
+        self._end = end
         self._units = units
-        self._rank = transport.topology.rank
-        self._world_size = transport.topology.world_size
+        self._rank = end.rank
         self._posted_at, self._acked_at = posted_at, acked_at
         self._slot_bytes = _aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
         self._header_words = _PRESENT + max((len(u.params) for u in units), default=0)
-        self._slots = transport.allocate(self._world_size * self._slot_bytes, "slots")
-        self._headers = transport.allocate(8 * self._world_size * self._header_words, "slot headers")
-        self._sent = [0] * self._world_size
-        self.daemon = AccumulationDaemon(self, units, transport, waiter, faults, store, on_failure)
+        self._slots = end.transport.allocate(end.world_size * self._slot_bytes, "slots")
+        self._headers = end.transport.allocate(8 * end.world_size * self._header_words, "slot headers")
+        self._sent = [0] * end.world_size
+        self.daemon = AccumulationDaemon(self, units, end, store, on_failure)
 
     @property
     def num_bytes(self) -> int:
@@ -111,28 +104,28 @@ class DaemonPusher(Pusher):
     def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
         self._await_acks([owner], f"slot at rank {owner} for {self._units[unit].name!r}")
         slot = self.slot(owner, self._rank, grads.dtype, grads.numel())
-        copy_chunked(slot, grads, self._waiter.after_scatter_chunk)
+        copy_chunked(slot, grads, self._end.waiter.after_scatter_chunk)
         header = self.header(owner, self._rank)
         header[:_PRESENT] = torch.tensor([unit, minibatch, grads.numel()])
         header[_PRESENT : _PRESENT + len(present)] = torch.tensor(list(present), dtype=torch.int64)
-        self._faults.hit("scatter.before_post")
+        self._end.faults.hit("scatter.before_post")
         self._sent[owner] += 1
-        self._transport.post(owner, self._posted_at + self._rank, daemon=True)
+        self._end.transport.post(owner, self._posted_at + self._rank, daemon=True)
 
     def drain(self) -> None:
-        self._await_acks(range(self._world_size), "acknowledgement of this rank's pushes")
+        self._await_acks(range(self._end.world_size), "acknowledgement of this rank's pushes")
 
     def _await_acks(self, owners: Sequence[int], what: str) -> None:
-        self._waiter.wait(
-            lambda: [r for r in owners if self._transport.count(self._acked_at + r) < self._sent[r]],
+        self._end.waiter.wait(
+            lambda: [r for r in owners if self._end.transport.count(self._acked_at + r) < self._sent[r]],
             lambda: what,
         )
 
     def posted(self, client: int) -> int:
-        return self._transport.count(self._posted_at + client)
+        return self._end.transport.count(self._posted_at + client)
 
     def acknowledge(self, client: int) -> None:
-        self._transport.post(client, self._acked_at + self._rank)
+        self._end.transport.post(client, self._acked_at + self._rank)
 
     def close(self) -> None:
         self.daemon.stop()
@@ -148,20 +141,16 @@ class AccumulationDaemon:
         self,
         pusher: DaemonPusher,
         units: Sequence[UnitSpec],
-        transport: Transport,
-        waiter: Waiter,
-        faults: FaultInjector,
+        end: Endpoint,
         store: AccumulatorStore,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._pusher = pusher
         self._units = units
-        self._transport = transport
-        self._waiter = waiter
-        self._faults = faults
+        self._end = end
         self._store = store
         self._on_failure = on_failure
-        self._handled = [0] * transport.topology.world_size
+        self._handled = [0] * end.world_size
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="odc-accumulation", daemon=True)
 
@@ -172,7 +161,7 @@ class AccumulationDaemon:
         try:
             while not self._stopping.is_set():
                 if not self._serve_round():
-                    self._transport.block(1.0, [], daemon=True)
+                    self._end.transport.block(1.0, [], daemon=True)
         except BaseException as error:  # whatever it is must reach the training loop
             self._on_failure(error)
 
@@ -180,15 +169,15 @@ class AccumulationDaemon:
         """Handle at most one push per client; whether there was any."""
         clients = [c for c in range(len(self._handled)) if self._pusher.posted(c) > self._handled[c]]
         for client in clients:
-            self._faults.hit("daemon.before_add")
+            self._end.faults.hit("daemon.before_add")
             self._add(client)
-            self._faults.hit("daemon.after_add")
+            self._end.faults.hit("daemon.after_add")
             self._handled[client] += 1
             self._pusher.acknowledge(client)
         return bool(clients)
 
     def _add(self, client: int) -> None:
-        rank = self._transport.topology.rank
+        rank = self._end.rank
         words = self._pusher.header(rank, client).tolist()
         unit_index, minibatch, numel = words[:_PRESENT]
         units = self._units
@@ -206,7 +195,7 @@ class AccumulationDaemon:
         """Let the thread finish its current push and join it."""
         self._stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._transport.wake_self()
+            self._end.transport.wake_self()
             self._thread.join()
 
 

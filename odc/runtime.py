@@ -18,6 +18,7 @@ import torch
 from odc._version import __version__
 from odc.accumulators import AccumulatorStore, PerClientStore, SharedStore
 from odc.config import RuntimeConfig
+from odc.endpoint import Endpoint
 from odc.errors import OdcError
 from odc.exchange import Exchange, require_agreement
 from odc.faults import FaultInjector
@@ -49,26 +50,15 @@ class Runtime:
         self._closed = False
         self.faults = FaultInjector(config.fault, topology.rank)
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
+        end = Endpoint(transport, self._waiter, self.faults, self.stats)
         store_class: type[SharedStore] | type[PerClientStore] = PerClientStore if config.deterministic else SharedStore
         world_size, protocol_signals = topology.world_size, self._num_protocol_signals()
         transport.open(num_signals=protocol_signals + 2 * world_size, num_locks=store_class.num_locks(self.units))
         offsets = list(itertools.accumulate((_aligned(u.shard_bytes) for u in units), initial=0))
         self._published = transport.allocate(offsets[-1], "published shards")
-        self._store: AccumulatorStore = store_class(
-            transport, self._waiter, self.faults, self.units, config.accumulate_dtype
-        )
-        self._pusher = self._make_pusher(protocol_signals)
-        self._protocol = MinibatchProtocol(
-            transport,
-            self._waiter,
-            self.faults,
-            self.stats,
-            self.units,
-            self._published,
-            offsets,
-            self._store,
-            self._pusher,
-        )
+        self._store: AccumulatorStore = store_class(end, self.units, config.accumulate_dtype)
+        self._pusher = self._make_pusher(end, protocol_signals)
+        self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._pusher)
 
     @classmethod
     def create(
@@ -113,19 +103,11 @@ class Runtime:
     def _num_protocol_signals(self) -> int:
         return MinibatchProtocol.num_signals(len(self.units), self.topology.world_size)
 
-    def _make_pusher(self, signals_at: int) -> Pusher:
+    def _make_pusher(self, end: Endpoint, signals_at: int) -> Pusher:
         if self.config.accumulate != "daemon":  # on host memory "auto" is direct: one pass less over the gradient
-            return DirectPusher(self.topology.rank, self._store)
-        return DaemonPusher(
-            self._transport,
-            self._waiter,
-            self.faults,
-            self._store,
-            self.units,
-            signals_at,
-            signals_at + self.topology.world_size,
-            _weak_abort(self),
-        )
+            return DirectPusher(end.rank, self._store)
+        posted_at, acked_at = signals_at, signals_at + end.world_size
+        return DaemonPusher(end, self._store, self.units, posted_at, acked_at, _weak_abort(self))
 
     # Operations. Each reports its own failure to the other ranks before raising it here.
 
