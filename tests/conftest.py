@@ -26,6 +26,13 @@ def _odc_descriptors() -> set[str]:
     return {target for target in found if "memfd:odc-" in target}
 
 
+def pytest_sessionfinish() -> None:
+    """Wait for the fork server to end: no process may outlive the tests, not even for a moment."""
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what CPython's own tests use
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No file in /dev/shm, no rank process, no daemon thread, no descriptor of ours after a test."""

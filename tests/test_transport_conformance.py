@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -214,6 +215,33 @@ def test_nothing_stays_open_after_close(name: str) -> None:
     for _ in range(5):
         on_transport(name, 3, lambda transport, exchange: transport.seal())
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def open_files() -> list[str]:
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return targets
+
+
+def test_a_forked_child_neither_keeps_nor_unmaps_nor_closes(name: str) -> None:
+    """A DataLoader worker forked after set-up: it may drop the objects, its parent must not notice."""
+
+    def body(transport: Transport, exchange: ThreadExchange) -> bool:
+        buffer = transport.allocate(1 << 20, "forked")
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            child = os.fork()
+            if child == 0:
+                transport.close()
+                buffer.release()  # drops the mapping's last reference
+                os._exit(3 if any("memfd:odc-forked" in target for target in open_files()) else 0)
+            assert os.waitpid(child, 0)[1] == 0
+        exchange.all_gather(b"")
+        return bool(buffer.local.eq(0).all())
+
+    assert on_transport(name, 2, body) == [True, True]
 
 
 def test_an_unknown_transport_is_named_with_the_known_ones() -> None:

@@ -133,8 +133,13 @@ def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
     libc.madvise(address, num_bytes, _MADV_DONTFORK)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     # The tensor holds the array, the array's end unmaps. At interpreter exit the kernel does it.
-    weakref.finalize(memory, libc.munmap, address, num_bytes).atexit = False
+    weakref.finalize(memory, _unmap, address, num_bytes, os.getpid()).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _unmap(address: int, num_bytes: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child has no such mapping: something of its own may lie there
+        _libc().munmap(address, num_bytes)
 
 
 @functools.cache
