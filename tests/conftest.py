@@ -27,10 +27,12 @@ def _odc_descriptors() -> set[str]:
 
 
 def pytest_sessionfinish() -> None:
-    """Wait for the fork server to end: no process may outlive the tests, not even for a moment."""
-    from multiprocessing import forkserver
+    """Wait for multiprocessing's own helpers to end: no process may outlive the tests, not even for a moment."""
+    from multiprocessing import forkserver, resource_tracker
 
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what CPython's own tests use
+    # What CPython's own tests use; the fork server first, because it holds the tracker's pipe.
+    for helper in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
+        helper._stop()
 
 
 @pytest.fixture(autouse=True)
