@@ -23,7 +23,7 @@ _SHOWN_LINES = 60
 CHILD_ENVIRONMENT = {
     # One thread per rank: two ranks on two cores would otherwise fight over them.
     "OMP_NUM_THREADS": "1",
-    # glibc keeps memory once it has it: giving it back and touching it anew cost up to half of a minibatch.
+    # glibc keeps memory once it has it: giving it back and touching it anew would be timed as compute.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
 }

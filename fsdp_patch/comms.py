@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from odc.fsdp_patch.session import Session
 
 
-class _Allocates:
-    """FSDP asks its communication objects for their buffers; plain memory serves here."""
+class _UnitComm:
+    """What both directions of one unit share. FSDP asks them for their buffers; plain memory serves."""
+
+    def __init__(self, session: Session, unit: int) -> None:
+        self._session = session
+        self._unit = unit
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class OdcAllGather(_Allocates, AllGather):
+class OdcAllGather(_UnitComm, AllGather):
     """FSDP's all-gather of one unit, as a gather on demand."""
-
-    def __init__(self, session: Session, unit: int) -> None:
-        self._session = session
-        self._unit = unit
 
     def __call__(
         self,
@@ -39,12 +39,8 @@ class OdcAllGather(_Allocates, AllGather):
         return None
 
 
-class OdcReduceScatter(_Allocates, ReduceScatter):
+class OdcReduceScatter(_UnitComm, ReduceScatter):
     """FSDP's reduce-scatter of one unit, as a push to the owners."""
-
-    def __init__(self, session: Session, unit: int) -> None:
-        self._session = session
-        self._unit = unit
 
     def __call__(
         self,

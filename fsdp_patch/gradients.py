@@ -27,13 +27,12 @@ def install(unit: FsdpUnit, total: torch.Tensor, touched: list[bool]) -> None:
 def _add_to_grad(param: FsdpParam, flat: torch.Tensor) -> None:
     # FSDP lays a shard out contiguously in its own shape, whichever dimension is sharded.
     local = flat.view(param.local.shape).to(param.dtype)
-    grad = param.sharded.grad
-    if isinstance(grad, DTensor):
-        grad.to_local().add_(local)
-        return
     sharded = param.sharded
     assert isinstance(sharded, DTensor)
-    param.sharded.grad = DTensor.from_local(
+    if isinstance(sharded.grad, DTensor):
+        sharded.grad.to_local().add_(local)
+        return
+    sharded.grad = DTensor.from_local(
         local,
         sharded.device_mesh,
         sharded.placements,

@@ -21,15 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc.units import ParamSlice, UnitSpec
 
-TESTED_TORCH = ((2, 9), (2, 13))
+WRITTEN_FOR_TORCH = ((2, 9), (2, 13))
 
 
 def warn_if_untested() -> None:
     """Warn about a torch whose FSDP2 internals nobody has compared with this file."""
     match = re.match(r"(\d+)\.(\d+)", torch.__version__)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not TESTED_TORCH[0] <= version <= TESTED_TORCH[1]:
-        low, high = (".".join(map(str, v)) for v in TESTED_TORCH)
+    if not WRITTEN_FOR_TORCH[0] <= version <= WRITTEN_FOR_TORCH[1]:
+        low, high = (".".join(map(str, v)) for v in WRITTEN_FOR_TORCH)
         warnings.warn(f"odc was written for torch {low} to {high}, this is {torch.__version__}", stacklevel=3)
 
 

@@ -264,7 +264,8 @@ class Session:
         return ours & {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._reloaded = True
+        # What is not published yet will be published as it is now.
+        self._reloaded |= any(self._runtime.is_published(index) for index in range(len(self._units)))
 
     # What FSDP calls
 
@@ -275,8 +276,6 @@ class Session:
             # skipped (GradScaler), whose gradients are gone: no later step can change the parameters.
             self._publish_all()
         if self._runtime.state is not State.FINISHED:
-            if self._reloaded:
-                self._fail_changed("the model's state (by load_state_dict)")
             self._check_unchanged(unit)
         self._runtime.gather(unit, out, own_in_place=True)
 

@@ -6,10 +6,10 @@ that was interrupted, leaves no trace in the sum.
 [Note: A push commits by one word] In :class:`SharedStore` the first push of a minibatch writes into the unit's
 slot and commits by setting ``unit_touched``; a later push writes ``slot + gradient`` into the spare slot of its size
 class and commits by changing ``slot_of``. Both are aligned 8-byte stores, so a client killed at any instruction has
-either pushed or not. Nothing has to be undone: the next locker simply finds the old word. (An undo log would write the
-old sum once more: measured 0.43x of a plain add on 32 MiB slices, against 0.53x for the spare slot.) An owner that adds
-to its own sum (its own gradient, or as a daemon) does so in place: its death takes the sum with it, and its failure
-ends the minibatch.
+either pushed or not. Nothing has to be undone: the next locker simply finds the old word. (An undo log would copy the
+old sum and then add in place, two more passes over memory than an add; writing to the spare slot is one more.) An owner
+that adds to its own sum (its own gradient, or as a daemon) does so in place: its death takes the sum with it, and its
+failure ends the minibatch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import torch
 from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
-from odc.transports.base import LockOutcome, Transport
+from odc.transports.base import LockOutcome, Transport, aligned
 from odc.units import UnitSpec, segments
 
-_ALIGN_BYTES = 64
 _LOCK_SLICE_S = 0.05
 
 
@@ -83,8 +82,32 @@ class _StoreBase(AccumulatorStore):
         self._param_at = list(itertools.accumulate((len(u.params) for u in units), initial=0))
 
     def _aligned(self, numel: int) -> int:
-        unit = _ALIGN_BYTES // self._dtype.itemsize
-        return -(-numel // unit) * unit
+        return aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
+
+    def _fill(
+        self,
+        out: torch.Tensor,
+        old: torch.Tensor,
+        unit: int,
+        grads: torch.Tensor,
+        present: Sequence[bool],
+        first: bool,
+    ) -> None:
+        """``out = old + grads``, or ``out = grads`` for the first push; ``out`` may be ``old``."""
+        after_chunk = self._end.waiter.after_scatter_chunk
+        for segment in segments(self._units[unit], present):
+            part = slice(segment.offset, segment.offset + segment.numel)
+            if segment.source is None:
+                if first:
+                    zero_chunked(out[part], after_chunk)
+                elif out is not old:
+                    copy_chunked(out[part], old[part], after_chunk)
+                continue
+            addend = grads[segment.source : segment.source + segment.numel]
+            if first:
+                copy_chunked(out[part], addend, after_chunk)
+            else:
+                add_chunked(out[part], old[part], addend, after_chunk)
 
     def _check_open(self, owner: int, closed: int, minibatch: int, unit: int, client: int) -> None:
         if closed != minibatch - 1:
@@ -179,9 +202,12 @@ class SharedStore(_StoreBase):
     ) -> None:
         """The push itself, under the lock."""
         first = int(words.unit_touched[unit]) != minibatch
+        current = int(words.slot_of[unit])
         in_place = first or owner == self._rank
-        target = int(words.slot_of[unit]) if in_place else self._spare(words, self._class_of[unit])
-        self._fill(owner, unit, words, target, grads, present, first)
+        target = current if in_place else self._spare(words, self._class_of[unit])
+        old = self._slot(owner, current)
+        out = old if in_place else self._slot(owner, target)
+        self._fill(out, old, unit, grads, present, first)
         self._end.faults.hit("scatter.before_commit")
         # See [Note: A push commits by one word].
         if first:
@@ -191,32 +217,6 @@ class SharedStore(_StoreBase):
         at = self._param_at[unit]
         words.param_touched[at : at + len(present)][np.asarray(present, dtype=bool)] = minibatch
         self._end.faults.hit("scatter.after_commit")
-
-    def _fill(
-        self,
-        owner: int,
-        unit: int,
-        words: _Words,
-        target: int,
-        grads: torch.Tensor,
-        present: Sequence[bool],
-        first: bool,
-    ) -> None:
-        old = self._slot(owner, int(words.slot_of[unit]))
-        out = old if target == int(words.slot_of[unit]) else self._slot(owner, target)
-        for segment in segments(self._units[unit], present):
-            part = slice(segment.offset, segment.offset + segment.numel)
-            if segment.source is None:
-                if first:
-                    zero_chunked(out[part], self._end.waiter.after_scatter_chunk)
-                elif out is not old:
-                    copy_chunked(out[part], old[part], self._end.waiter.after_scatter_chunk)
-                continue
-            addend = grads[segment.source : segment.source + segment.numel]
-            if first:
-                copy_chunked(out[part], addend, self._end.waiter.after_scatter_chunk)
-            else:
-                add_chunked(out[part], old[part], addend, self._end.waiter.after_scatter_chunk)
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         words = self._words(self._rank)
@@ -280,16 +280,7 @@ class PerClientStore(_StoreBase):
         self._check_open(owner, int(self._closed(owner)[0]), minibatch, unit, client)
         units, params = self._touched(owner, client)
         out, first = self._region(owner, client, unit), int(units[unit]) != minibatch
-        for segment in segments(self._units[unit], present):
-            part = out[segment.offset : segment.offset + segment.numel]
-            if segment.source is not None:
-                addend = grads[segment.source : segment.source + segment.numel]
-                if first:
-                    copy_chunked(part, addend, self._end.waiter.after_scatter_chunk)
-                else:
-                    add_chunked(part, part, addend, self._end.waiter.after_scatter_chunk)
-            elif first:
-                zero_chunked(part, self._end.waiter.after_scatter_chunk)
+        self._fill(out, out, unit, grads, present, first)
         self._end.faults.hit("scatter.before_commit")
         at = self._param_at[unit]
         params[at : at + len(present)][np.asarray(present, dtype=bool)] = minibatch

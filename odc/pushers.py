@@ -12,16 +12,26 @@ from odc.accumulators import AccumulatorStore
 from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
 from odc.kernels import copy_chunked
+from odc.transports.base import aligned
 from odc.units import UnitSpec
 
 
 class Pusher(ABC):
     """Client side of scatter_accumulate for one owner at a time."""
 
+    @staticmethod
+    def num_signals(world_size: int) -> int:
+        """How many transport signals of each rank are set aside: posted and acknowledged, per rank."""
+        return 2 * world_size
+
     @property
     @abstractmethod
     def num_bytes(self) -> int:
         """Memory this rank spends on pushes."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin what runs in the background, once set-up is over."""
 
     @abstractmethod
     def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
@@ -47,6 +57,9 @@ class DirectPusher(Pusher):
     @property
     def num_bytes(self) -> int:
         return 0
+
+    def start(self) -> None:
+        """Nothing runs in the background."""
 
     def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
         self._store.add(owner, self._rank, unit, grads, present, minibatch)
@@ -74,24 +87,26 @@ class DaemonPusher(Pusher):
         end: Endpoint,
         store: AccumulatorStore,
         units: Sequence[UnitSpec],
-        posted_at: int,
-        acked_at: int,
+        signals_at: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._end = end
         self._units = units
         self._rank = end.rank
-        self._posted_at, self._acked_at = posted_at, acked_at
-        self._slot_bytes = _aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
+        self._posted_at, self._acked_at = signals_at, signals_at + end.world_size
+        self._slot_bytes = aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
         self._header_words = _PRESENT + max((len(u.params) for u in units), default=0)
         self._slots = end.transport.allocate(end.world_size * self._slot_bytes, "slots")
         self._headers = end.transport.allocate(8 * end.world_size * self._header_words, "slot headers")
         self._sent = [0] * end.world_size
-        self.daemon = AccumulationDaemon(self, units, end, store, on_failure)
+        self._daemon = AccumulationDaemon(self, units, end, store, on_failure)
 
     @property
     def num_bytes(self) -> int:
         return self._slots.num_bytes + self._headers.num_bytes
+
+    def start(self) -> None:
+        self._daemon.start()
 
     def slot(self, owner: int, client: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         start = client * self._slot_bytes
@@ -128,7 +143,7 @@ class DaemonPusher(Pusher):
         self._end.transport.post(client, self._acked_at + self._rank)
 
     def close(self) -> None:
-        self.daemon.stop()
+        self._daemon.stop()
 
 
 class AccumulationDaemon:
@@ -197,7 +212,3 @@ class AccumulationDaemon:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._end.transport.wake_self()
             self._thread.join()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64

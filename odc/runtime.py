@@ -28,11 +28,9 @@ from odc.stats import Stats
 from odc.timeline import Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import Transport
+from odc.transports.base import Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Failure, Waiter
-
-_ALIGN_BYTES = 64
 
 
 class Runtime:
@@ -48,13 +46,15 @@ class Runtime:
         self._failure = Failure()
         self._failure_lock = threading.Lock()
         self._closed = False
+        self._finalizer: weakref.finalize[[Pusher, Transport], Runtime] | None = None
         self.faults = FaultInjector(config.fault, topology.rank)
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         store_class: type[SharedStore] | type[PerClientStore] = PerClientStore if config.deterministic else SharedStore
-        world_size, protocol_signals = topology.world_size, self._num_protocol_signals()
-        transport.open(num_signals=protocol_signals + 2 * world_size, num_locks=store_class.num_locks(self.units))
-        offsets = list(itertools.accumulate((_aligned(u.shard_bytes) for u in units), initial=0))
+        protocol_signals = MinibatchProtocol.num_signals(len(self.units), topology.world_size)
+        num_signals = protocol_signals + Pusher.num_signals(topology.world_size)
+        transport.open(num_signals=num_signals, num_locks=store_class.num_locks(self.units))
+        offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         self._published = transport.allocate(offsets[-1], "published shards")
         self._store: AccumulatorStore = store_class(end, self.units, config.accumulate_dtype)
         self._pusher = self._make_pusher(end, protocol_signals)
@@ -92,22 +92,15 @@ class Runtime:
         except BaseException:
             transport.close()
             raise
-        if isinstance(runtime._pusher, DaemonPusher):
-            runtime._pusher.daemon.start()
+        runtime._pusher.start()
         # An interpreter that ends without close() must still tell its peers so.
         runtime._finalizer = weakref.finalize(runtime, _shut_down, runtime._pusher, transport)
         return runtime
 
-    _finalizer: weakref.finalize[[Pusher, Transport], Runtime] | None = None
-
-    def _num_protocol_signals(self) -> int:
-        return MinibatchProtocol.num_signals(len(self.units), self.topology.world_size)
-
     def _make_pusher(self, end: Endpoint, signals_at: int) -> Pusher:
         if self.config.accumulate != "daemon":  # on host memory "auto" is direct: one pass less over the gradient
             return DirectPusher(end.rank, self._store)
-        posted_at, acked_at = signals_at, signals_at + end.world_size
-        return DaemonPusher(end, self._store, self.units, posted_at, acked_at, _weak_abort(self))
+        return DaemonPusher(end, self._store, self.units, signals_at, _weak_abort(self))
 
     # Operations. Each reports its own failure to the other ranks before raising it here.
 
@@ -262,7 +255,3 @@ def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str)
             f"{what}: expected a contiguous 1-D tensor of {numel} x {dtype}, got shape {tuple(tensor.shape)} of "
             f"{tensor.dtype}"
         )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

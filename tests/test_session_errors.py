@@ -230,8 +230,9 @@ def test_publish_makes_parameters_changed_by_hand_visible() -> None:
         assert ours == pytest.approx(plain, rel=1e-6)
 
 
-def skipped_step(rank: int, world_size: int) -> None:
-    """A GradScaler that found infinities does not call step; the script zeroes the gradients and goes on."""
+def skipped_step(rank: int, world_size: int, rollback: bool) -> None:
+    """A GradScaler that found infinities does not call step; the script zeroes the gradients, perhaps goes back to
+    older parameters, and goes on."""
     model = shard(build(), world_size)
     session = odc.patch_fsdp(model)
     optimizer = optimizer_of(model)
@@ -239,13 +240,16 @@ def skipped_step(rank: int, world_size: int) -> None:
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
         optimizer.zero_grad()
+        if rollback:
+            model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
         with torch.no_grad():
             loss_of(model, tokens(step, 0, 0))
     session.close()
 
 
-def test_an_evaluation_after_a_skipped_step() -> None:
-    run_ranks(2, skipped_step)
+@pytest.mark.parametrize("rollback", [False, True])
+def test_an_evaluation_after_a_skipped_step(rollback: bool) -> None:
+    run_ranks(2, skipped_step, rollback)
 
 
 def evaluation_too_early(rank: int, world_size: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import mmap
 import os
 import weakref
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from odc.errors import SetupError
+from odc.transports._libc import libc
 
 # From linux/fcntl.h; the names exist in the fcntl module only since Python 3.11 or on some builds.
 _F_ADD_SEALS = 1033
@@ -124,13 +124,12 @@ def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
     Raises:
         SetupError: the address space or the memory does not suffice.
     """
-    libc = _libc()
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE
-    address = libc.mmap(None, num_bytes, protection, flags, fd, 0)
+    address = libc().mmap(None, num_bytes, protection, flags, fd, 0)
     if address in (None, _MAP_FAILED):
         reason = os.strerror(ctypes.get_errno())
         raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {reason}")
-    libc.madvise(address, num_bytes, _MADV_DONTFORK)
+    libc().madvise(address, num_bytes, _MADV_DONTFORK)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     # The tensor holds the array, the array's end unmaps. At interpreter exit the kernel does it.
     weakref.finalize(memory, _unmap, address, num_bytes, os.getpid()).atexit = False
@@ -139,14 +138,4 @@ def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
 
 def _unmap(address: int, num_bytes: int, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # a forked child has no such mapping: something of its own may lie there
-        _libc().munmap(address, num_bytes)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
+        libc().munmap(address, num_bytes)

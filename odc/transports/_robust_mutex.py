@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 import time
 
+from odc.transports._libc import libc
 from odc.transports.base import LockOutcome
 
 MUTEX_BYTES = 64  # sizeof(pthread_mutex_t) is 40 on x86-64, 48 on aarch64; one cache line each
@@ -26,11 +26,6 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 def _check(code: int, call: str) -> None:
     if code:
         raise OSError(code, f"{call}: {os.strerror(code)}")
@@ -41,21 +36,21 @@ class RobustMutex:
 
     def __init__(self, address: int) -> None:
         self._at = ctypes.c_void_p(address)
-        libc = _libc()
-        self._lock = libc.pthread_mutex_lock
-        self._unlock = libc.pthread_mutex_unlock
-        self._try = libc.pthread_mutex_trylock
-        self._clocklock = getattr(libc, "pthread_mutex_clocklock", None)  # glibc >= 2.30
+        c = libc()
+        self._lock = c.pthread_mutex_lock
+        self._unlock = c.pthread_mutex_unlock
+        self._try = c.pthread_mutex_trylock
+        self._clocklock = getattr(c, "pthread_mutex_clocklock", None)  # glibc >= 2.30
 
     def initialise(self) -> None:
         """Make the mutex. Called once, by the owner of the memory, before anybody else can see it."""
-        libc = _libc()
+        c = libc()
         attr = ctypes.create_string_buffer(_ATTR_BYTES)
-        _check(libc.pthread_mutexattr_init(attr), "pthread_mutexattr_init")
-        _check(libc.pthread_mutexattr_setpshared(attr, _PTHREAD_PROCESS_SHARED), "pthread_mutexattr_setpshared")
-        _check(libc.pthread_mutexattr_setrobust(attr, _PTHREAD_MUTEX_ROBUST), "pthread_mutexattr_setrobust")
-        _check(libc.pthread_mutex_init(self._at, attr), "pthread_mutex_init")
-        libc.pthread_mutexattr_destroy(attr)
+        _check(c.pthread_mutexattr_init(attr), "pthread_mutexattr_init")
+        _check(c.pthread_mutexattr_setpshared(attr, _PTHREAD_PROCESS_SHARED), "pthread_mutexattr_setpshared")
+        _check(c.pthread_mutexattr_setrobust(attr, _PTHREAD_MUTEX_ROBUST), "pthread_mutexattr_setrobust")
+        _check(c.pthread_mutex_init(self._at, attr), "pthread_mutex_init")
+        c.pthread_mutexattr_destroy(attr)
 
     def acquire(self, timeout_s: float) -> LockOutcome:
         """Take the mutex, waiting for up to ``timeout_s`` seconds."""
@@ -65,7 +60,7 @@ class RobustMutex:
         if code in (errno.EBUSY, errno.ETIMEDOUT):
             return LockOutcome.TIMED_OUT
         if code == errno.EOWNERDEAD:
-            _check(_libc().pthread_mutex_consistent(self._at), "pthread_mutex_consistent")
+            _check(libc().pthread_mutex_consistent(self._at), "pthread_mutex_consistent")
             return LockOutcome.RECOVERED
         _check(code, "pthread_mutex_lock")
         return LockOutcome.ACQUIRED

@@ -7,14 +7,10 @@ neither can be blocked by a process that was stopped or killed in the middle.
 from __future__ import annotations
 
 import ctypes
-import functools
+
+from odc.transports._libc import libc
 
 SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux, glibc and musl
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 class SignalCounter:
@@ -24,13 +20,13 @@ class SignalCounter:
 
     def __init__(self, address: int) -> None:
         self._at = ctypes.c_void_p(address)
-        self._post = _libc().sem_post
-        self._try = _libc().sem_trywait
+        self._post = libc().sem_post
+        self._try = libc().sem_trywait
         self._seen = 0
 
     def initialise(self) -> None:
         """Set to 0. Called once, by the owner of the memory, before anybody else can see it."""
-        if _libc().sem_init(self._at, 1, 0):
+        if libc().sem_init(self._at, 1, 0):
             raise OSError("sem_init failed")
 
     def post(self) -> None:

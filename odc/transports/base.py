@@ -18,6 +18,13 @@ import torch
 from odc.exchange import Exchange
 from odc.topology import Topology
 
+_ALIGN_BYTES = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to whole cache lines: where the next part of a buffer may begin."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
 
 class SymmetricBuffer:
     """One allocation of equal size on every rank of the group.
