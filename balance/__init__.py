@@ -10,14 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from odc.balance.costs import CostModel, LinearCost, QuadraticCost, TransformerCost
+from odc.balance.data.sampler import MinibatchSampler, PlannedMinibatch
 from odc.balance.partition import karmarkar_karp
 from odc.balance.plan import Plan, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
-from odc.balance.sampler import MinibatchSampler, PlannedMinibatch
 
 if TYPE_CHECKING:
-    from odc.balance.collate import count_loss_tokens, pack_collate
-    from odc.balance.loader import Minibatch, MinibatchLoader, loss_scale
+    from odc.balance.data.collate import count_loss_tokens, pack_collate
+    from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
 
 __all__ = [
     "CostModel",
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "Minibatch": "odc.balance.loader",
-    "MinibatchLoader": "odc.balance.loader",
-    "count_loss_tokens": "odc.balance.collate",
-    "loss_scale": "odc.balance.loader",
-    "pack_collate": "odc.balance.collate",
+    "Minibatch": "odc.balance.data.loader",
+    "MinibatchLoader": "odc.balance.data.loader",
+    "count_loss_tokens": "odc.balance.data.collate",
+    "loss_scale": "odc.balance.data.loader",
+    "pack_collate": "odc.balance.data.collate",
 }
 
 

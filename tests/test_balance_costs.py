@@ -107,7 +107,7 @@ def imports_of(path: Path) -> set[str]:
 
 def test_imports_stay_in_the_room() -> None:
     """Numpy only, torch where batches are made, and nothing of the runtime."""
-    files = sorted(Path(odc.balance.__file__).parent.glob("*.py"))
+    files = sorted(Path(odc.balance.__file__).parent.rglob("*.py"))
     assert len(files) > 5
     for path in files:
         for name in imports_of(path):

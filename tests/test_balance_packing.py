@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.packing import first_fit_decreasing, min_microbatches, pack, pack_together
+from odc.balance.policies.packing import first_fit_decreasing, min_microbatches, pack, pack_together
 
 
 def fewest(lengths: list[int], limit: int) -> int:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.differencing import largest_differencing, longest_first
-from odc.balance.partition import fill_empty
-from odc.balance.refine import Limit, refine
+from odc.balance.partition.differencing import largest_differencing, longest_first
+from odc.balance.partition.kway import fill_empty
+from odc.balance.partition.refine import Limit, refine
 
 
 def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:

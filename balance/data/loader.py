@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import IntArray, as_count, as_lengths
-from odc.balance.collate import count_loss_tokens
 from odc.balance.costs import CostModel
+from odc.balance.data.collate import count_loss_tokens
+from odc.balance.data.sampler import MinibatchSampler, PlannedMinibatch
 from odc.balance.plan import Plan
 from odc.balance.policies import Policy
-from odc.balance.sampler import MinibatchSampler, PlannedMinibatch
 
 SampleT = TypeVar("SampleT")
 SampleT_co = TypeVar("SampleT_co", covariant=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.differencing import Parts
+from odc.balance.partition.differencing import Parts
 
 # An exchange must gain this fraction of the load: no cost model is that exact, and gains as small as rounding
 # errors could repeat forever.

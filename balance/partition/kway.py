@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, as_costs, as_count
-from odc.balance.differencing import Parts, largest_differencing, longest_first
-from odc.balance.refine import refine
+from odc.balance.partition.differencing import Parts, largest_differencing, longest_first
+from odc.balance.partition.refine import refine
 
 # A makespan this close (relative) to its lower bound ends the search for a better one.
 _CLOSE_ENOUGH = 1e-6

@@ -1,54 +1,14 @@
-"""Balancing policies by name: from the lengths of one minibatch to a plan."""
+"""The policies of the ODC paper."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar
-
 import numpy as np
-import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, check_fit
-from odc.balance.costs import CostModel, evaluate
-from odc.balance.differencing import Parts
-from odc.balance.packing import Packer, min_microbatches, pack, pack_together
-from odc.balance.partition import balance
-from odc.balance.plan import Plan
-
-
-class Policy(ABC):
-    """Decides which rank trains on which samples, and packs them. Stateless and deterministic.
-
-    Within a rank, microbatches are in the order of their cost, the costliest first (:class:`LocalSort`: of
-    their length). Where all ranks have the same number, no other order has a smaller makespan under
-    collectives.
-    """
-
-    name: ClassVar[str]
-    """What :func:`get_policy` knows it by."""
-
-    def plan(self, lengths: npt.ArrayLike, *, world_size: int, max_tokens: int, cost: CostModel) -> Plan:
-        """Plan one minibatch.
-
-        Args:
-            lengths: tokens of each sample of the global minibatch, integers of at least 1; may be empty.
-            world_size: number of ranks.
-            max_tokens: most tokens in one microbatch, what memory allows.
-            cost: what a sample costs, see :mod:`odc.balance.costs`.
-
-        Raises:
-            ValueError: a sample is longer than ``max_tokens``, or an argument is out of range.
-        """
-        tokens = as_lengths(lengths)
-        world_size, max_tokens = as_count(world_size, "world_size"), as_count(max_tokens, "max_tokens")
-        check_fit(tokens, max_tokens)
-        costs = evaluate(cost, tokens)
-        microbatches = self.assign(tokens, costs, world_size, max_tokens)
-        return Plan(microbatches, tokens, costs, max_tokens, self.name)
-
-    @abstractmethod
-    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
-        """``microbatches[rank][m]`` as lists of sample indices. The arguments are checked already."""
+from odc.balance.checks import FloatArray, IntArray
+from odc.balance.partition.differencing import Parts
+from odc.balance.partition.kway import balance
+from odc.balance.policies.base import Policy
+from odc.balance.policies.packing import Packer, min_microbatches, pack, pack_together
 
 
 class LocalSort(Policy):
@@ -125,25 +85,6 @@ class LBMini(Policy):
             parts = pack(lengths[mine], costs[mine], max_tokens)
             microbatches.append(_costliest_first(_renumber(parts, mine), costs))
         return microbatches
-
-
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LocalSort, LBMicro, LBMicroGlobal, LBMini)}
-
-
-def policy_names() -> list[str]:
-    """The names that :func:`get_policy` knows."""
-    return list(_POLICIES)
-
-
-def get_policy(name: str) -> Policy:
-    """The policy called ``name``.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if name not in _POLICIES:
-        raise ValueError(f"policy {name!r} is not known: expected one of {', '.join(policy_names())}")
-    return _POLICIES[name]()
 
 
 def _renumber(parts: Parts, samples: IntArray) -> Parts:

@@ -1,61 +1,15 @@
-"""Cost models: what a sample of a given length costs to train on.
-
-A cost model is a callable from lengths (tokens) to costs. The unit is its own (seconds, FLOPs): balancing and
-bubble rates only need ratios. Samples packed into one microbatch do not attend to each other, so the cost of
-a microbatch is the sum of the costs of its samples.
-"""
+"""FLOPs of a transformer, read from its configuration."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_costs
-
-
-class CostModel(Protocol):
-    """Any callable of this shape is a cost model."""
-
-    def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
-        """Costs (float64, not negative, same shape) of samples with these ``lengths`` (tokens)."""
-        ...
-
-
-@dataclass(frozen=True)
-class LinearCost:
-    """``b * s`` for a sample of ``s`` tokens: a model in which attention costs nothing."""
-
-    b: float = 1.0
-    """Cost per token, greater than 0."""
-
-    def __post_init__(self) -> None:
-        _check_coefficients(b=self.b)
-
-    def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
-        return self.b * np.asarray(lengths, dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class QuadraticCost:
-    """``a * s**2 + b * s`` for a sample of ``s`` tokens (paper section 4: attention is O(s^2))."""
-
-    a: float
-    """Cost per squared token, at least 0."""
-
-    b: float
-    """Cost per token, at least 0; not both 0."""
-
-    def __post_init__(self) -> None:
-        _check_coefficients(a=self.a, b=self.b)
-
-    def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return (self.a * tokens + self.b) * tokens
+from odc.balance.checks import FloatArray
+from odc.balance.costs.models import check_coefficients
 
 
 @dataclass(frozen=True)
@@ -70,7 +24,7 @@ class TransformerCost:
     flops_per_squared_token: float
 
     def __post_init__(self) -> None:
-        _check_coefficients(flops_per_token=self.flops_per_token, flops_per_squared_token=self.flops_per_squared_token)
+        check_coefficients(flops_per_token=self.flops_per_token, flops_per_squared_token=self.flops_per_squared_token)
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
         tokens = np.asarray(lengths, dtype=np.float64)
@@ -106,31 +60,6 @@ class TransformerCost:
         )
 
 
-def evaluate(cost: CostModel, lengths: IntArray) -> FloatArray:
-    """``cost(lengths)``, checked.
-
-    Raises:
-        ValueError: the model returned another shape, or costs that are negative, infinite or NaN.
-    """
-    costs = as_costs(cost(lengths), name=f"{cost!r}(lengths)")
-    if costs.shape != lengths.shape:
-        raise ValueError(f"{cost!r} returned {costs.size} costs for {lengths.size} lengths: expected one per sample")
-    return costs
-
-
-def _check_coefficients(**coefficients: float) -> None:
-    for name, value in coefficients.items():
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
-    if not any(coefficients.values()):
-        names = " and ".join(coefficients)
-        raise ValueError(f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced")
-
-
-def _read(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
 def _size(config: object, name: str, default: int | None = None) -> int:
     value = _read(config, name)
     if value is None:
@@ -148,3 +77,7 @@ def _default_head_dim(config: object, hidden: int, num_heads: int) -> int:
             f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}: put head_dim into the config"
         )
     return max(1, hidden // num_heads)
+
+
+def _read(config: object, name: str) -> object:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

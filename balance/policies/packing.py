@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.differencing import Parts
-from odc.balance.partition import balance, canonical, fill_empty
-from odc.balance.refine import Limit, refine
+from odc.balance.partition.differencing import Parts
+from odc.balance.partition.kway import balance, canonical, fill_empty
+from odc.balance.partition.refine import Limit, refine
 
 
 def pack(lengths: IntArray, costs: FloatArray, max_tokens: int) -> Parts:

@@ -1,0 +1,1 @@
+"""From a dataset to the microbatches of one rank."""

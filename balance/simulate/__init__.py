@@ -1,0 +1,1 @@
+"""What a policy would gain on a dataset, without training on it."""
