@@ -48,6 +48,20 @@ def as_costs(costs: npt.ArrayLike, name: str = "costs") -> FloatArray:
     return array
 
 
+def as_speeds(speeds: npt.ArrayLike, num_devices: int) -> FloatArray:
+    """``speeds`` as a float64 array, (num_devices,).
+
+    Raises:
+        ValueError: not one number per device, or one that is not finite and above 0.
+    """
+    array = as_costs(speeds, "speeds")
+    if array.size != num_devices:
+        raise ValueError(f"speeds has {array.size} entries: expected one for each of the {num_devices} devices")
+    if not array.all():
+        raise ValueError(f"speeds[{int(np.argmin(array))}] is 0: expected more than 0")
+    return array
+
+
 def as_count(value: int, name: str, minimum: int = 1) -> int:
     """``value`` as an int of at least ``minimum``.
 

@@ -83,19 +83,21 @@ def test_even_tokens_where_even_costs_break_the_limit() -> None:
 
 
 def test_costs_are_balanced_as_far_as_the_limit_allows() -> None:
-    """Even tokens (18 and 16) would cost 170 and 106; one swap that keeps the limit brings 146 and 130."""
-    lengths = np.array([11, 3, 9, 4, 7])
-    assert karmarkar_karp(lengths, 2) == [[0, 4], [1, 2, 3]]
-    assert any(lengths[part].sum() > 18 for part in karmarkar_karp(squares(lengths), 2))
-    assert pack(lengths, squares(lengths), 18) == [[0, 1, 3], [2, 4]]
+    """Even tokens (35 and 37) would cost 421 and 797; one swap that keeps the limit brings 757 and 461."""
+    lengths = np.array([9, 12, 26, 14, 11])
+    assert karmarkar_karp(lengths, 2) == [[0, 1, 3], [2, 4]]
+    assert any(lengths[part].sum() > 37 for part in karmarkar_karp(squares(lengths), 2))
+    assert pack(lengths, squares(lengths), 37) == [[0, 2], [1, 3, 4]]
 
 
 def test_first_fit_where_even_tokens_break_the_limit() -> None:
-    """Full microbatches (52 tokens each) that neither kind of even split finds."""
-    lengths = np.array([25, 26, 26, 15, 2, 10])
+    """Nearly full microbatches that neither kind of even split finds."""
+    lengths = np.array([51, 9, 9, 40, 46, 51, 27, 49, 24, 7, 48])
     for costs in (squares(lengths), lengths.astype(float)):
-        assert any(lengths[part].sum() > 52 for part in karmarkar_karp(costs, 2))
-    assert pack(lengths, squares(lengths), 52) == [[0, 3, 4, 5], [1, 2]]
+        assert any(lengths[part].sum() > 121 for part in karmarkar_karp(costs, 3))
+    parts = pack(lengths, squares(lengths), 121)
+    check_packing(lengths, parts, 121)
+    assert len(parts) == 3
 
 
 @settings(deadline=None, max_examples=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.partition.differencing import largest_differencing, longest_first
+from odc.balance.partition.bounds import lower_bound
+from odc.balance.partition.differencing import largest_differencing
+from odc.balance.partition.greedy import longest_first
 from odc.balance.partition.kway import fill_empty
 from odc.balance.partition.refine import Limit, refine
 
@@ -19,30 +22,67 @@ def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
     return max(float(costs[part].sum()) for part in parts)
 
 
-def optimum(costs: np.ndarray, k: int, *, equal_size: bool) -> float:
+def optimum(costs: np.ndarray, k: int, *, equal_size: bool, speeds: np.ndarray | None = None) -> float:
     """The smallest makespan of all partitions."""
-    owners = np.array(list(itertools.product(range(k), repeat=costs.size - 1)))
-    owners = np.hstack([np.zeros((len(owners), 1), dtype=int), owners])  # the parts have no names
+    if speeds is None:  # the parts have no names
+        owners = np.array(list(itertools.product(range(k), repeat=costs.size - 1)))
+        owners = np.hstack([np.zeros((len(owners), 1), dtype=int), owners])
+    else:
+        owners = np.array(list(itertools.product(range(k), repeat=costs.size)))
     if equal_size:
         sizes = np.stack([(owners == part).sum(axis=1) for part in range(k)])
         owners = owners[(sizes == costs.size // k).all(axis=0)]
     loads = np.stack([(owners == part) @ costs for part in range(k)])
-    return float(loads.max(axis=0).min())
+    times = loads if speeds is None else loads / speeds[:, None]
+    return float(times.max(axis=0).min())
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "equal_size", "mean_allowed"),
-    [(9, 2, False, 0.002), (8, 3, False, 0.01), (8, 2, True, 0.01), (9, 3, True, 0.01)],
+    ("n", "k", "equal_size"), [(9, 2, False), (10, 2, True), (8, 3, False), (9, 3, True), (9, 4, False), (8, 4, True)]
 )
-def test_close_to_exhaustive_search(n: int, k: int, equal_size: bool, mean_allowed: float) -> None:
+def test_close_to_exhaustive_search(n: int, k: int, equal_size: bool) -> None:
     rng = np.random.default_rng(n * k)
     excess = []
     for _ in range(40):
         costs = rng.lognormal(0.0, 0.8, n)
         best = optimum(costs, k, equal_size=equal_size)
+        bound = lower_bound(costs, k, equal_size=equal_size)
+        assert bound <= best * (1 + 1e-12)
         excess.append(makespan(costs, karmarkar_karp(costs, k, equal_size=equal_size)) / best - 1)
     assert min(excess) > -1e-12  # else the exhaustive search is wrong
-    assert np.mean(excess) < mean_allowed
+    assert np.mean(excess) < 0.001
+
+
+@pytest.mark.parametrize(("n", "k", "equal_size"), [(8, 2, False), (8, 2, True), (8, 3, False), (6, 3, True)])
+def test_speeds_close_to_exhaustive_search(n: int, k: int, equal_size: bool) -> None:
+    rng = np.random.default_rng(n * k + equal_size)
+    excess = []
+    for _ in range(40):
+        costs, speeds = rng.lognormal(0.0, 0.8, n), rng.uniform(0.3, 2.0, k)
+        best = optimum(costs, k, equal_size=equal_size, speeds=speeds)
+        assert lower_bound(costs, k, equal_size=equal_size, speeds=speeds) <= best * (1 + 1e-12)
+        parts = karmarkar_karp(costs, k, equal_size=equal_size, speeds=speeds)
+        excess.append(max(float(costs[p].sum()) / v for p, v in zip(parts, speeds, strict=True)) / best - 1)
+    assert min(excess) > -1e-12
+    assert np.mean(excess) < 0.005
+
+
+def textbook_loads(costs: np.ndarray, k: int) -> list[float]:
+    """Loads of the largest differencing method, every tuple with all its k loads."""
+    tuples = [np.sort(np.append(np.zeros(k - 1), cost)) for cost in costs]
+    while len(tuples) > 1:
+        tuples.sort(key=lambda loads: loads[-1] - loads[0])
+        a, b = tuples.pop(), tuples.pop()
+        tuples.append(np.sort(a + b[::-1]))
+    return [float(load) for load in tuples[0]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.integers(1, 12))
+def test_differencing_method_is_that_of_the_textbook(seed: int, n: int, k: int) -> None:
+    costs = np.random.default_rng(seed).lognormal(0.0, 1.0, n)  # without ties
+    loads = sorted(float(costs[part].sum()) for part in largest_differencing(costs, k, equal_size=False))
+    np.testing.assert_allclose(loads, textbook_loads(costs, k), rtol=1e-9)
 
 
 def test_differencing_method_on_the_textbook_example() -> None:
@@ -67,17 +107,22 @@ def test_refinement_repairs_the_equal_size_method() -> None:
     assert makespan(costs, karmarkar_karp(costs, 8, equal_size=True)) / ideal < 1.002
 
 
-def test_longest_first_replaces_the_differencing_method_where_it_is_better() -> None:
-    costs = np.array([6.0, 20.0, 12.0, 32.0, 7.0, 8.0])
-    start = largest_differencing(costs, 2, equal_size=False)
-    assert makespan(costs, refine(costs, start, equal_size=False)) == 45.0
-    assert makespan(costs, karmarkar_karp(costs, 2)) == 44.0 == optimum(costs, 2, equal_size=False)
+def test_the_start_that_ends_up_better_wins() -> None:
+    """Here the differencing method starts better (by its plain makespan) and refines worse."""
+    costs = np.array([8.0, 15.0, 10.0, 11.0, 17.0, 27.0, 19.0])
+    plain = [method(costs, 3, equal_size=False) for method in (largest_differencing, longest_first)]
+    assert makespan(costs, plain[0]) < makespan(costs, plain[1])
+    refined = [makespan(costs, refine(costs, parts, equal_size=False)) for parts in plain]
+    assert refined == [37.0, 36.0]
+    assert makespan(costs, karmarkar_karp(costs, 3)) == 36.0
 
 
 def test_refinement_moves_items() -> None:
     costs = np.ones(4)
     assert [len(part) for part in refine(costs, [[0, 1, 2, 3], []], equal_size=False)] == [2, 2]
-    assert [len(part) for part in refine(costs, [[0, 1, 2], [3]], equal_size=True)] == [3, 1]
+    giant = np.array([5.0, 1.0, 1.0, 1.0])
+    assert [len(part) for part in refine(giant, [[0, 1], [2, 3]], equal_size=False)] == [1, 3]
+    assert [len(part) for part in refine(giant, [[0, 1], [2, 3]], equal_size=True)] == [2, 2]
 
 
 def test_refinement_goes_on_below_the_makespan() -> None:
@@ -153,6 +198,51 @@ def test_equal_sizes(data: st.DataObject, k: int, size: int) -> None:
         array = np.array(costs)
         plain = makespan(array, largest_differencing(array, k, equal_size=True))
         assert makespan(array, parts) <= plain * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(COSTS, st.integers(1, 9))
+def test_one_more_device_never_raises_the_bound(costs: list[float], k: int) -> None:
+    array = np.array(costs)
+    assert lower_bound(array, k + 1) <= lower_bound(array, k)
+    if costs:
+        assert lower_bound(array, k) <= makespan(array, karmarkar_karp(costs, k)) * (1 + 1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(COSTS.filter(bool), st.lists(st.sampled_from([0.5, 1.0, 1.7, 2.0]), min_size=1, max_size=6), st.randoms())
+def test_relabelling_devices_changes_nothing(costs: list[float], speeds: list[float], random: Random) -> None:
+    array = np.array(costs)
+    parts = karmarkar_karp(costs, len(speeds), speeds=speeds)
+    order = random.sample(range(len(speeds)), len(speeds))
+    relabelled = karmarkar_karp(costs, len(speeds), speeds=[speeds[device] for device in order])
+
+    def jobs(parts: list[list[int]], speeds: list[float]) -> list[tuple[float, list[int]]]:
+        return sorted(zip(speeds, parts, strict=True))
+
+    assert jobs(relabelled, [speeds[device] for device in order]) == jobs(parts, speeds)
+    assert sorted(itertools.chain(*parts)) == list(range(len(costs)))
+    times = [float(array[part].sum()) / speed for part, speed in zip(parts, speeds, strict=True)]
+    assert lower_bound(array, len(speeds), speeds=np.array(speeds)) <= max(times) * (1 + 1e-12)
+
+
+def test_equal_speeds_are_no_speeds() -> None:
+    costs = np.random.default_rng(0).lognormal(size=20)
+    assert karmarkar_karp(costs, 4, speeds=[3.0] * 4) == karmarkar_karp(costs, 4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ([1.0], "speeds has 1 entries: expected one for each of the 2 devices"),
+        ([1.0, 0.0], r"speeds\[1\] is 0: expected more than 0"),
+        ([1.0, -1.0], r"speeds\[1\] is -1.0"),
+        ([1.0, float("nan")], r"speeds\[1\] is nan"),
+    ],
+)
+def test_bad_speeds(speeds: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        karmarkar_karp([1.0, 2.0], 2, speeds=speeds)
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,31 +1,24 @@
-"""Starting partitions: the largest differencing method, and longest-processing-time-first.
+"""The largest differencing method of Karmarkar and Karp for k parts.
 
-Both take checked inputs and know nothing about token limits. ``odc.balance.partition`` is the public door.
+Takes checked inputs and knows nothing about limits. ``odc.balance.partition.kway`` is the public door.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from bisect import insort
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray
+from odc.balance.checks import FloatArray
 
 Parts = list[list[int]]
 
+# The parts of a tuple that hold items, lightest first: (load, items). Parts without items are not stored.
+_Tuple = list[tuple[float, list[int]]]
 
-@dataclass
-class _Tuple:
-    """``k`` parts in the order of their loads, heaviest first. A part is a chain of items, -1 where empty."""
-
-    loads: FloatArray
-    heads: IntArray
-    tails: IntArray
-
-    @property
-    def spread(self) -> float:
-        return float(self.loads[0] - self.loads[-1])
+# Up to this many parts, inserting each into a sorted list is cheaper than sorting the list again.
+_FEW = 8
 
 
 def largest_differencing(costs: FloatArray, k: int, *, equal_size: bool) -> Parts:
@@ -39,71 +32,96 @@ def largest_differencing(costs: FloatArray, k: int, *, equal_size: bool) -> Part
     With ``equal_size`` the items start in sorted groups of ``k``, one in each part, so sizes stay equal
     (``len(costs)`` must be a multiple of ``k``).
 
-    Ties: the lower index counts as the larger cost; of equal spreads the tuple made first goes first.
+    Ties: the lower index counts as the larger cost; of equal spreads the tuple made first goes first; of
+    equal loads the part whose first item has the lower index counts as the lighter one.
+
+    Most merges are of a full tuple with one that has few items, so parts without items are not stored: n
+    items take O(n (log n + log k)) steps and O(n) memory, not O(n k).
     """
-    order = np.argsort(-costs, kind="stable")
-    group = k if equal_size else 1
-    next_item = np.full(costs.size, -1, dtype=np.int64)
-    # An entry is (-spread, serial, tuple or None); a single group is only built when its turn comes.
-    heap: list[tuple[float, int, _Tuple | None]] = []
-    for serial in range(costs.size // group):
-        first, last = order[serial * group], order[(serial + 1) * group - 1]
-        spread = costs[first] - (costs[last] if equal_size else 0.0)
-        heap.append((-float(spread), serial, None))
-    heapq.heapify(heap)
-    serial = len(heap)
-    while len(heap) > 1:
-        first_two = [heapq.heappop(heap), heapq.heappop(heap)]
-        a, b = (made or _start(costs, order[i * group : (i + 1) * group], k) for _, i, made in first_two)
-        merged = _merge(a, b, next_item)
-        heapq.heappush(heap, (-merged.spread, serial, merged))
-        serial += 1
-    _, i, made = heap[0]
-    made = made or _start(costs, order[i * group : (i + 1) * group], k)
-    return [_chain(int(head), next_item) for head in made.heads]
+    queue = _Queue(costs, k, equal_size=equal_size)
+    a = queue.pop()
+    while not queue.is_empty():
+        queue.push(_collect(a, queue, k) or _merge(a, queue.pop(), k))
+        a = queue.pop()
+    parts = [items for _, items in a]
+    return parts + [[] for _ in range(k - len(parts))]
 
 
-def _start(costs: FloatArray, items: IntArray, k: int) -> _Tuple:
-    loads = np.zeros(k)
-    chain = np.full(k, -1, dtype=np.int64)
-    loads[: items.size] = costs[items]
-    chain[: items.size] = items
-    return _Tuple(loads, chain, chain)
+class _Queue:
+    """Tuples by their spread, the largest first, of equal ones the oldest.
 
-
-def _merge(a: _Tuple, b: _Tuple, next_item: IntArray) -> _Tuple:
-    b_heads, b_tails = b.heads[::-1], b.tails[::-1]
-    loads = a.loads + b.loads[::-1]
-    joined = (a.tails >= 0) & (b_heads >= 0)
-    next_item[a.tails[joined]] = b_heads[joined]
-    heads = np.where(a.heads >= 0, a.heads, b_heads)
-    tails = np.where(b_tails >= 0, b_tails, a.tails)
-    order = np.argsort(-loads, kind="stable")
-    return _Tuple(loads[order], heads[order], tails[order])
-
-
-def _chain(head: int, next_item: IntArray) -> list[int]:
-    items = []
-    while head >= 0:
-        items.append(head)
-        head = int(next_item[head])
-    return items
-
-
-def longest_first(costs: FloatArray, k: int, *, equal_size: bool) -> Parts:
-    """Longest processing time first: each item, the costliest first, goes to the lightest part.
-
-    With ``equal_size`` a part that holds ``len(costs) / k`` items takes no more. Ties: the lower index counts
-    as the larger cost, the part with the lower number as the lighter one.
+    Those that nothing was merged into are made when their turn comes: they are sorted already.
     """
-    limit = costs.size // k if equal_size else costs.size
-    parts: Parts = [[] for _ in range(k)]
-    heap = [(0.0, part) for part in range(k)]
-    for item in np.argsort(-costs, kind="stable"):
-        load, part = heap[0]
-        parts[part].append(int(item))
-        if len(parts[part]) == limit:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (load + float(costs[item]), part))
-    return parts
+
+    def __init__(self, costs: FloatArray, k: int, *, equal_size: bool) -> None:
+        self._order = np.argsort(-costs, kind="stable").tolist()
+        self._values = costs[self._order].tolist()
+        self._k = k
+        self._group = k if equal_size else 1
+        self._merged: list[tuple[float, int, _Tuple]] = []
+        self._num_pushed = 0
+        ends = [0.0] * len(self._values) if self._group == 1 else self._values[self._group - 1 :: self._group]
+        spreads = [first - last for first, last in zip(self._values[:: self._group], ends, strict=True)]
+        self._serials = sorted(range(len(spreads)), key=lambda serial: (-spreads[serial], serial), reverse=True)
+        self._spreads = spreads
+
+    def is_empty(self) -> bool:
+        return not (self._serials or self._merged)
+
+    def push(self, merged: _Tuple) -> None:
+        spread = merged[-1][0] - (merged[0][0] if len(merged) == self._k else 0.0)
+        heapq.heappush(self._merged, (-spread, self._num_pushed, merged))
+        self._num_pushed += 1
+
+    def pop(self) -> _Tuple:
+        if not self._start_is_next():
+            return heapq.heappop(self._merged)[2]
+        start = self._serials.pop() * self._group
+        return [(self._values[i], [self._order[i]]) for i in range(start + self._group - 1, start - 1, -1)]
+
+    def pop_item(self) -> tuple[float, list[int]] | None:
+        """The next tuple if it is a single item."""
+        if self._group > 1 or not self._start_is_next():
+            return None
+        i = self._serials.pop()
+        return self._values[i], [self._order[i]]
+
+    def _start_is_next(self) -> bool:
+        if not self._serials:
+            return False
+        return not self._merged or self._spreads[self._serials[-1]] >= -self._merged[0][0]
+
+
+def _collect(a: _Tuple, queue: _Queue, k: int) -> _Tuple | None:
+    """Give single items to the parts of ``a`` that hold nothing, as long as single items are next.
+
+    The same as merging them one by one: ``a`` came first, and what it collects leaves its spread as it is.
+    """
+    num_before = len(a)
+    while len(a) < k and (item := queue.pop_item()):
+        a.append(item)
+    if len(a) == num_before:
+        return None
+    a.sort()
+    return a
+
+
+def _merge(a: _Tuple, b: _Tuple, k: int) -> _Tuple:
+    """The heaviest part of ``b`` joins the lightest of ``a``, and so on. Reuses the longer list."""
+    if len(a) < len(b):
+        a, b = b, a
+    # The heaviest parts of b get the parts of a that hold nothing; the others, the lightest, meet items.
+    num_meeting = max(0, len(a) + len(b) - k)
+    merged = [
+        (load + other_load, items + other_items)
+        for (load, items), (other_load, other_items) in zip(a[:num_meeting], reversed(b[:num_meeting]), strict=True)
+    ]
+    merged += b[num_meeting:]
+    if len(merged) <= _FEW:
+        del a[:num_meeting]
+        for part in merged:
+            insort(a, part)
+    else:
+        a[:num_meeting] = merged
+        a.sort()
+    return a

@@ -1,4 +1,4 @@
-"""Local search on a partition: move an item, or swap two, while the heavier of two parts gets lighter."""
+"""Local search on a partition: move an item, or swap two, in many disjoint pairs of parts at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import numpy.typing as npt
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.partition.differencing import Parts
 
-# An exchange must gain this fraction of the load: no cost model is that exact, and gains as small as rounding
-# errors could repeat forever.
-_MIN_GAIN = 1e-6
+# An exchange must gain this fraction of the makespan: gains as small as rounding errors could repeat forever.
+MIN_GAIN = 1e-6
 
-# At most this many exchanges per item. The most that any of 1500 random instances needed was 1.4.
-_EXCHANGES_PER_ITEM = 8
+# A makespan this close (relative) to its lower bound is good enough: no cost model is exact to one part in
+# ten thousand.
+CLOSE_ENOUGH = 1e-4
 
-
-# Only this many parts, the lightest, are looked at as partners. With all of them, 4096 items in 256 parts
-# took half as long again, and the makespan fell by 0.0005%.
+_MAX_ROUNDS = 200
+# Ways to pair parts that are tried before the heaviest one looks at all others.
+_NUM_PAIRINGS = 4
+# The heaviest part looks at this many others, the lightest.
 _MAX_PARTNERS = 128
+# Up to this many items a part, all pairs of items are compared; above, each with its nearest counterparts.
+_DENSE_WIDTH = 48
 
 
 @dataclass(frozen=True)
@@ -31,117 +34,162 @@ class Limit:
     capacity: int
 
 
-def refine(costs: FloatArray, parts: Parts, *, equal_size: bool, limit: Limit | None = None) -> Parts:
-    """Improve ``parts`` by moves and swaps until none helps.
+def refine(
+    costs: FloatArray,
+    parts: Parts,
+    *,
+    equal_size: bool,
+    speeds: FloatArray | None = None,
+    limit: Limit | None = None,
+) -> Parts:
+    """Improve ``parts`` by moves and swaps until they are even or none helps.
 
-    The heaviest part that can still improve gives an item away, or swaps one for a cheaper one, such that the
-    heavier of the two parts involved becomes lighter. So the makespan never rises, and parts below it are
-    balanced as well. A move is a swap with nothing; with ``equal_size`` there are only swaps. With ``limit``,
-    which the given parts must meet, an exchange that breaks it is not made.
+    In each round parts are paired, slow with fast, and each pair makes the exchange after which the later one
+    of the two finishes earliest, if that is earlier than before. A move is a swap with nothing; with
+    ``equal_size``, for parts of equal sizes, there are only swaps. With ``limit``, which the given parts must
+    meet, an exchange that breaks it is not made. Part p finishes at its cost over ``speeds[p]``. A part that
+    finishes last and finds no partner is set aside, and the search goes on among the others: where one large
+    item fixes the makespan, the rest must still come out even.
 
-    No part becomes empty. The result is deterministic; parts keep their order, items within a part ascend.
+    The makespan never rises, and without ``speeds`` no part becomes empty. The result is deterministic; items
+    within a part have no particular order.
     """
-    search = _Search(costs, parts, equal_size=equal_size, limit=limit)
-    num_exchanges_left = _EXCHANGES_PER_ITEM * costs.size
-    active = np.ones(len(parts), dtype=bool)
-    changed = False
-    while num_exchanges_left > 0:
-        if not active.any():
-            if not changed:
-                break
-            # Parts that found no partner may find one now.
-            active[:] = True
-            changed = False
-        heaviest = int(np.argmax(np.where(active, search.loads, -1.0)))
-        if search.improve(heaviest):
-            changed = True
-            num_exchanges_left -= 1
+    table = _Table(costs, parts, equal_size=equal_size, speeds=speeds, limit=limit)
+    active = np.arange(len(parts))
+    shift = 0
+    for _ in range(_MAX_ROUNDS):
+        if active.size < 2 or table.is_even(active):
+            break
+        order = active[np.argsort(-table.times[active], kind="stable")]
+        if shift < _NUM_PAIRINGS:
+            half = order.size // 2
+            improved = table.exchange(order[:half], np.roll(order[::-1][:half], shift))
+            shift = 0 if improved[0] else shift + 1
         else:
-            active[heaviest] = False
-    return search.parts()
+            if not table.improve(order[0], order[:0:-1][:_MAX_PARTNERS]):
+                active = active[active != order[0]]
+            shift = 0
+    return table.parts()
 
 
-class _Search:
-    """The partition under change, and an index that finds the best exchange of one part with others.
+class _Table:
+    """The partition as a table: a row per part, its items by cost. -1 is no item, of cost 0."""
 
-    For an item x of part a (load A) and part b (load B) the best counterpart y of b is the one nearest to
-    x - (A - B) / 2. The index holds the items of all parts in one sorted array, part p shifted by 2 * p and
-    costs scaled to at most 1, so one binary search serves all parts.
-    """
+    def __init__(
+        self, costs: FloatArray, parts: Parts, *, equal_size: bool, speeds: FloatArray | None, limit: Limit | None
+    ) -> None:
+        self._item_costs = np.append(costs, 0.0)
+        self._item_weights = None if limit is None else np.append(limit.weights, 0)
+        self._capacity = 0 if limit is None else limit.capacity
+        self._speeds = speeds
+        self._room_needed = not equal_size
+        width = max(map(len, parts)) + (2 if self._room_needed else 0)
+        self._items = np.full((len(parts), width), -1, dtype=np.int64)
+        for row, items in enumerate(parts):
+            self._items[row, : len(items)] = items
+        self._costs = np.zeros(self._items.shape)
+        self._loads = np.zeros(len(parts))
+        self._sort(np.arange(len(parts)))
 
-    def __init__(self, costs: FloatArray, parts: Parts, *, equal_size: bool, limit: Limit | None) -> None:
-        k = len(parts)
-        self.num_items = costs.size
-        # One item "nothing" per part turns a move into a swap.
-        num_nothings = 0 if equal_size else k
-        self.costs = np.concatenate([costs, np.zeros(num_nothings)])
-        self.owner = np.concatenate([np.zeros(costs.size, dtype=np.int64), np.arange(num_nothings)])
-        for part, items in enumerate(parts):
-            self.owner[items] = part
-        self.loads = np.bincount(self.owner, weights=self.costs, minlength=k)
-        self.scale = float(self.costs.max(initial=0.0)) or 1.0
-        self.limit = limit
-        if limit is not None:
-            self.weights = np.concatenate([limit.weights, np.zeros(num_nothings, dtype=np.int64)])
-        self.sorted_items = np.arange(self.costs.size)
-        self._rebuild()
+    @property
+    def times(self) -> FloatArray:
+        """When each part finishes."""
+        return self._loads if self._speeds is None else self._loads / self._speeds
+
+    def is_even(self, rows: IntArray) -> bool:
+        """Whether these parts finish together, as closely as costs are known."""
+        speeds = np.ones(rows.size) if self._speeds is None else self._speeds[rows]
+        ideal = float(self._loads[rows].sum() / speeds.sum())
+        return bool(self.times[rows].max() <= ideal * (1 + CLOSE_ENOUGH))
 
     def parts(self) -> Parts:
-        parts: Parts = [[] for _ in range(self.loads.size)]
-        for item, part in enumerate(self.owner[: self.num_items].tolist()):
-            parts[part].append(item)
-        return parts
+        return [[item for item in row if item >= 0] for row in self._items.tolist()]
 
-    def improve(self, a: int) -> bool:
-        """Make the exchange that leaves the heavier of ``a`` and its partner lightest, if one helps."""
-        others = np.argsort(self.loads, kind="stable")[:_MAX_PARTNERS]
-        others = others[self.loads[others] < self.loads[a]]
-        mine = np.flatnonzero(self.owner[: self.num_items] == a)
-        if others.size == 0 or mine.size == 0:
+    def exchange(self, slow: IntArray, fast: IntArray) -> npt.NDArray[np.bool_]:
+        """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
+        given, taken, times = self._best(slow, fast)
+        helps = times < self.times[slow] - MIN_GAIN * float(self.times.max(initial=0.0))
+        self._swap(slow[helps], given[helps], fast[helps], taken[helps])
+        return helps
+
+    def improve(self, row: np.int64, others: IntArray) -> bool:
+        """Make the best exchange of ``row`` with one of ``others``, if it helps."""
+        given, taken, times = self._best(np.full_like(others, row), others)
+        best = int(np.argmin(times))
+        if not times[best] < self.times[row] * (1 - MIN_GAIN):
             return False
-        theirs = self._nearest(a, mine, others)
-        given = self.costs[mine][:, None, None] - self.costs[theirs]
-        heavier = np.maximum(self.loads[a] - given, self.loads[others][None, :, None] + given)
-        if self.limit is not None:
-            heavier[~self._within_limit(a, mine, others, theirs, self.limit.capacity)] = np.inf
-        best = int(np.argmin(heavier))
-        if heavier.flat[best] >= self.loads[a] * (1 - _MIN_GAIN):
-            return False
-        i, j, _ = np.unravel_index(best, heavier.shape)
-        self._exchange(a, int(mine[i]), int(others[j]), int(theirs.flat[best]))
+        self._swap(np.array([row]), given[[best]], others[[best]], taken[[best]])
         return True
 
-    def _nearest(self, a: int, mine: IntArray, others: IntArray) -> IntArray:
-        """The two items of every other part nearest to the ideal counterpart: (mine, others, 2)."""
-        ideal = self.costs[mine][:, None] - (self.loads[a] - self.loads[others])[None, :] / 2
-        query = 2 * others[None, :] + np.clip(ideal / self.scale, -0.25, 1.25)
-        above = np.searchsorted(self.keys, query)
-        first, last = self.starts[others], self.starts[others + 1] - 1
-        below = np.clip(above - 1, first, last)
-        above = np.clip(above, first, last)
-        nearest: IntArray = self.sorted_items[np.stack([below, above], axis=-1)]
+    def _best(self, slow: IntArray, fast: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
+        """For each pair: columns of what to give and take, and when the later one would then finish."""
+        num_pairs, width = slow.size, self._items.shape[1]
+        if width <= _DENSE_WIDTH:
+            # Every item of the one with every item of the other.
+            given = np.repeat(np.arange(width), width)
+            taken = np.broadcast_to(np.tile(np.arange(width), width), (num_pairs, width * width))
+            costs = (self._costs[slow][:, :, None] - self._costs[fast][:, None, :]).reshape(num_pairs, -1)
+        else:
+            given = np.tile(np.arange(width), 2)
+            taken = self._nearest(slow, fast)
+            costs = self._costs[slow][:, given] - np.take_along_axis(self._costs[fast], taken, axis=1)
+        times = self._times_after(slow, fast, costs)
+        if self._item_weights is not None:
+            weights = self._item_weights[self._items]
+            moved = weights[slow][:, given] - np.take_along_axis(weights[fast], taken, axis=1)
+            totals = weights.sum(axis=1)[:, None]
+            times[np.maximum(totals[slow] - moved, totals[fast] + moved) > self._capacity] = np.inf
+        if times.size == 0:
+            return slow, fast, np.full(num_pairs, np.inf)
+        best, pairs = np.argmin(times, axis=1), np.arange(num_pairs)
+        return given[best], taken[pairs, best], times[pairs, best]
+
+    def _times_after(self, slow: IntArray, fast: IntArray, given: FloatArray) -> FloatArray:
+        """When the later part of each pair finishes if the slow one gives this cost to the fast one."""
+        slow_times = self._loads[slow][:, None] - given
+        fast_times = self._loads[fast][:, None] + given
+        if self._speeds is not None:
+            slow_times /= self._speeds[slow][:, None]
+            fast_times /= self._speeds[fast][:, None]
+        return np.maximum(slow_times, fast_times, out=slow_times)
+
+    def _nearest(self, slow: IntArray, fast: IntArray) -> IntArray:
+        """For each item of the slow part the two of the fast one nearest to its ideal counterpart.
+
+        Both finish together if the slow part gives ``(L_s v_f - L_f v_s) / (v_s + v_f)`` (loads L, speeds v).
+        One binary search serves all pairs: those of pair p are shifted by 2 p, costs scaled to at most 1.
+        """
+        width = self._items.shape[1]
+        share = np.full(slow.size, 0.5) if self._speeds is None else _share(self._speeds[slow], self._speeds[fast])
+        ideal = (self._loads[slow] + self._loads[fast]) * share - self._loads[fast]
+        scale = float(self._item_costs.max()) or 1.0
+        first = 2.0 * np.arange(slow.size)[:, None]
+        wanted = (self._costs[slow] - ideal[:, None]) / scale
+        keys = first + self._costs[fast] / scale
+        above = np.searchsorted(keys.ravel(), (first + np.clip(wanted, -0.25, 1.25)).ravel()).reshape(-1, width)
+        above -= np.arange(slow.size)[:, None] * width
+        nearest: IntArray = np.concatenate([np.clip(above - 1, 0, width - 1), np.clip(above, 0, width - 1)], axis=1)
         return nearest
 
-    def _within_limit(
-        self, a: int, mine: IntArray, others: IntArray, theirs: IntArray, capacity: int
-    ) -> npt.NDArray[np.bool_]:
-        totals = np.bincount(self.owner, weights=self.weights, minlength=self.loads.size)
-        given = self.weights[mine][:, None, None] - self.weights[theirs]
-        most = np.maximum(totals[a] - given, totals[others][None, :, None] + given)
-        within: npt.NDArray[np.bool_] = most <= capacity
-        return within
+    def _swap(self, slow: IntArray, given: IntArray, fast: IntArray, taken: IntArray) -> None:
+        self._items[slow, given], self._items[fast, taken] = self._items[fast, taken], self._items[slow, given]
+        self._sort(np.concatenate([slow, fast]))
 
-    def _exchange(self, a: int, mine: int, b: int, theirs: int) -> None:
-        self.owner[mine] = b
-        if theirs < self.num_items:
-            self.owner[theirs] = a
+    def _sort(self, rows: IntArray) -> None:
+        if self._room_needed and not (self._items < 0).any(axis=1).all():
+            # Some part has no place left for one more item.
+            self._items = np.pad(self._items, ((0, 0), (2, 0)), constant_values=-1)
+            self._costs = np.pad(self._costs, ((0, 0), (2, 0)))
+        items = self._items[rows]
+        costs = self._item_costs[items]
+        order = np.argsort(costs, axis=1, kind="stable")
+        self._items[rows] = np.take_along_axis(items, order, axis=1)
+        self._costs[rows] = np.take_along_axis(costs, order, axis=1)
         # Summed anew: loads kept up to date by differences would drift.
-        self.loads = np.bincount(self.owner, weights=self.costs, minlength=self.loads.size)
-        self._rebuild()
+        self._loads[rows] = costs.sum(axis=1)
 
-    def _rebuild(self) -> None:
-        keys = (2.0 * self.owner + self.costs / self.scale)[self.sorted_items]
-        # Nearly in order after an exchange, which a stable sort makes use of.
-        order = np.argsort(keys, kind="stable")
-        self.sorted_items, self.keys = self.sorted_items[order], keys[order]
-        self.starts = np.searchsorted(self.owner[self.sorted_items], np.arange(self.loads.size + 1))
+
+def _share(slow: FloatArray, fast: FloatArray) -> FloatArray:
+    """The part of two devices' work that the fast one should have."""
+    share: FloatArray = fast / (slow + fast)
+    return share
