@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from odc.balance.costs import CostModel, LinearCost, QuadraticCost, TransformerCost
-from odc.balance.data.sampler import MinibatchSampler, PlannedMinibatch
+from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.partition import karmarkar_karp
-from odc.balance.plan import Plan, bubble_rate
+from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
 
 if TYPE_CHECKING:

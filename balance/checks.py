@@ -48,6 +48,17 @@ def as_costs(costs: npt.ArrayLike, name: str = "costs") -> FloatArray:
     return array
 
 
+def as_cost(value: float, name: str) -> float:
+    """``value`` as one cost.
+
+    Raises:
+        ValueError: not a finite number of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
+    return float(value)
+
+
 def as_speeds(speeds: npt.ArrayLike, num_devices: int) -> FloatArray:
     """``speeds`` as a float64 array, (num_devices,).
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray, as_costs, as_count, as_lengths
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
 
 Comm = Literal["odc", "collective"]
 
@@ -44,6 +44,12 @@ class Plan:
     policy: str
     """Name of the policy that made the plan."""
 
+    microbatch_cost: float = 0.0
+    """What every microbatch costs besides its samples, empty ones included."""
+
+    speeds: tuple[float, ...] | None = None
+    """Rank r takes its cost over ``speeds[r]``; None: all ranks are equally fast."""
+
     def __post_init__(self) -> None:
         microbatches = [
             [[operator.index(sample) for sample in microbatch] for microbatch in mine] for mine in self.microbatches
@@ -53,6 +59,9 @@ class Plan:
         for name, value in (("microbatches", microbatches), ("lengths", lengths), ("costs", costs)):
             object.__setattr__(self, name, value)
         as_count(self.max_tokens, "max_tokens")
+        as_cost(self.microbatch_cost, "microbatch_cost")
+        if self.speeds is not None:
+            as_speeds(self.speeds, len(microbatches))
         self._check_samples()
         self._check_limit()
 
@@ -61,6 +70,7 @@ class Plan:
             return NotImplemented
         return (
             (self.microbatches, self.max_tokens, self.policy) == (other.microbatches, other.max_tokens, other.policy)
+            and (self.microbatch_cost, self.speeds) == (other.microbatch_cost, other.speeds)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
         )
@@ -84,13 +94,22 @@ class Plan:
         """Number of tokens that ``rank`` trains on."""
         return sum(int(self.lengths[microbatch].sum()) for microbatch in self.microbatches[rank])
 
-    def microbatch_costs(self) -> FloatArray:
-        """Cost of each microbatch, (world_size, largest number of microbatches); 0 where a rank has none."""
-        table = np.zeros((self.world_size, max(self.num_microbatches)))
-        for rank, mine in enumerate(self.microbatches):
-            for m, microbatch in enumerate(mine):
-                table[rank, m] = self.costs[microbatch].sum()
-        return table
+    @property
+    def peak_tokens(self) -> int:
+        """Number of tokens of the largest microbatch, what activation memory must hold."""
+        return max((int(self.lengths[part].sum()) for mine in self.microbatches for part in mine), default=0)
+
+    def microbatch_times(self) -> FloatArray:
+        """Time of each microbatch in units of cost, (world_size, largest number of microbatches).
+
+        That is the cost of its samples, plus ``microbatch_cost``, over the speed of the rank; 0 where a rank
+        has no such microbatch.
+        """
+        times = sum_by_microbatch(self.microbatches, self.costs)
+        if self.microbatch_cost:
+            exists = np.arange(times.shape[1]) < np.array(self.num_microbatches)[:, None]
+            times += self.microbatch_cost * exists
+        return times if self.speeds is None else times / np.array(self.speeds)[:, None]
 
     def makespan(self, comm: Comm = "odc") -> float:
         """Time until the last rank is done, in units of cost; communication itself takes no time.
@@ -103,17 +122,13 @@ class Plan:
         Raises:
             ValueError: ``comm`` is something else.
         """
-        if comm not in ("odc", "collective"):
-            raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
-        table = self.microbatch_costs()
-        if comm == "odc":
-            return float(table.sum(axis=1).max(initial=0.0))
-        return float(table.max(axis=0, initial=0.0).sum())
+        return makespan(self.microbatch_times(), comm)
 
     def bubble_rate(self, comm: Comm = "odc") -> float:
         """Idle device time over total device time, from 0 to 1 (paper section 5.2, appendix G).
 
-        The total is ``world_size * makespan(comm)``, of which ``costs.sum()`` is work. 0 for an empty plan.
+        The total is ``world_size * makespan(comm)``, of which ``microbatch_times().sum()`` is work. 0 for an
+        empty plan.
         """
         return bubble_rate([self], comm)
 
@@ -125,14 +140,14 @@ class Plan:
             f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, "
             f"{self.bubble_rate('collective'):.1%} with collectives",
         ]
-        loads = self.microbatch_costs().sum(axis=1)
+        loads = self.microbatch_times().sum(axis=1)
         mean = float(loads.mean()) or 1.0
         for rank, mine in enumerate(self.microbatches):
             num_empty = sum(not microbatch for microbatch in mine)
             lines.append(
                 f"rank {rank}: {sum(map(len, mine))} samples in {len(mine)} microbatches"
                 + (f" ({num_empty} empty)" if num_empty else "")
-                + f", {self.tokens(rank)} tokens, {loads[rank] / mean:.0%} of the mean cost"
+                + f", {self.tokens(rank)} tokens, {loads[rank] / mean:.0%} of the mean time"
             )
         return "\n".join(lines)
 
@@ -162,6 +177,38 @@ class Plan:
                     )
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedMinibatch:
+    """One global minibatch: which samples of the dataset it has, and who trains on which of them."""
+
+    samples: IntArray
+    """Dataset indices, (num_samples,) int64; sample i of ``plan`` is ``samples[i]``."""
+
+    plan: Plan
+
+    def of_rank(self, rank: int) -> list[list[int]]:
+        """Dataset indices of each microbatch of ``rank``."""
+        return [self.samples[microbatch].tolist() for microbatch in self.plan.microbatches[rank]]
+
+
+def sum_by_microbatch(microbatches: Sequence[Sequence[Sequence[int]]], values: FloatArray) -> FloatArray:
+    """Sums of ``values`` of the samples of each microbatch, (world_size, largest number); 0 where there is none."""
+    width = max(map(len, microbatches))
+    parts = [part for mine in microbatches for part in (*mine, *((),) * (width - len(mine)))]
+    samples = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return np.bincount(owners, weights=values[samples], minlength=len(parts)).reshape(len(microbatches), width)
+
+
+def makespan(times: FloatArray, comm: Comm) -> float:
+    """:meth:`Plan.makespan` for a table of times, (world_size, num_microbatches)."""
+    if comm == "odc":
+        return float(times.sum(axis=1).max(initial=0.0))
+    if comm == "collective":
+        return float(times.max(axis=0, initial=0.0).sum())
+    raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
+
+
 def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:
     """Total idle device time over total device time of several minibatches (paper appendix G).
 
@@ -169,7 +216,8 @@ def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:
     """
     work = total = 0.0
     for plan in plans:
-        work += float(plan.costs.sum())
-        total += plan.world_size * plan.makespan(comm)
+        times = plan.microbatch_times()
+        work += float(times.sum())
+        total += plan.world_size * makespan(times, comm)
     # Sums in different orders may differ in their last bits: the rate of a perfect plan is 0, not -1e-16.
     return max(0.0, 1.0 - work / total) if total > 0 else 0.0

@@ -24,7 +24,7 @@ def test_equation_1_by_hand() -> None:
 
 def test_cost_of_a_microbatch_is_the_sum_of_its_samples() -> None:
     plan = make([[[0, 1]], [[2], [3]]], [4.0, 1.0, 2.0, 5.0])
-    np.testing.assert_array_equal(plan.microbatch_costs(), [[5.0, 0.0], [2.0, 5.0]])
+    np.testing.assert_array_equal(plan.microbatch_times(), [[5.0, 0.0], [2.0, 5.0]])
     assert plan.num_microbatches == (1, 2)
     assert (plan.world_size, plan.num_samples) == (2, 4)
     assert (plan.tokens(0), plan.tokens(1)) == (1 + 2, 3 + 4)
@@ -108,6 +108,6 @@ def test_explain() -> None:
     assert text == [
         "by-hand: 3 samples, 6 tokens on 2 ranks, at most 10 tokens a microbatch",
         "bubble rate 42.9% with ODC, 42.9% with collectives",
-        "rank 0: 2 samples in 2 microbatches, 3 tokens, 175% of the mean cost",
-        "rank 1: 1 samples in 2 microbatches (1 empty), 3 tokens, 25% of the mean cost",
+        "rank 0: 2 samples in 2 microbatches, 3 tokens, 175% of the mean time",
+        "rank 1: 1 samples in 2 microbatches (1 empty), 3 tokens, 25% of the mean time",
     ]

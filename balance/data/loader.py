@@ -12,8 +12,8 @@ import numpy.typing as npt
 from odc.balance.checks import IntArray, as_count, as_lengths
 from odc.balance.costs import CostModel
 from odc.balance.data.collate import count_loss_tokens
-from odc.balance.data.sampler import MinibatchSampler, PlannedMinibatch
-from odc.balance.plan import Plan
+from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import Policy
 
 SampleT = TypeVar("SampleT")

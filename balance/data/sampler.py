@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import IntArray, as_count, as_lengths, check_fit
+from odc.balance.checks import IntArray, as_count, as_lengths
 from odc.balance.costs import CostModel
-from odc.balance.plan import Plan
+from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedMinibatch:
-    """One global minibatch: which samples of the dataset it has, and who trains on which of them."""
-
-    samples: IntArray
-    """Dataset indices, (num_samples,) int64; sample i of ``plan`` is ``samples[i]``."""
-
-    plan: Plan
-
-    def of_rank(self, rank: int) -> list[list[int]]:
-        """Dataset indices of each microbatch of ``rank``."""
-        return [self.samples[microbatch].tolist() for microbatch in self.plan.microbatches[rank]]
+from odc.balance.policies.base import Job
 
 
 class MinibatchSampler:
@@ -42,6 +28,10 @@ class MinibatchSampler:
         cost: cost model.
         max_tokens: most tokens in one microbatch; by default the longest sample of the dataset (paper section
             5.1).
+        batch_size: samples per rank that a two-level policy ("verl-native") balances together before it cuts
+            them into minibatches, a multiple of ``minibatch_size``; in RL what one rollout gives. Default:
+            all of an epoch. Other policies look at one minibatch at a time.
+        microbatch_cost, speeds: see :meth:`Policy.plan`.
         seed: of the shuffle, at least 0.
         shuffle: without it, samples keep their order in every epoch.
         drop_last: leave out the samples after the last full minibatch of an epoch; else they form a smaller
@@ -61,6 +51,9 @@ class MinibatchSampler:
         policy: str | Policy,
         cost: CostModel,
         max_tokens: int | None = None,
+        batch_size: int | None = None,
+        microbatch_cost: float = 0.0,
+        speeds: npt.ArrayLike | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -76,7 +69,15 @@ class MinibatchSampler:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.epoch = 0
-        check_fit(self.lengths, self.max_tokens)
+        self._job = Job.create(
+            self.lengths,
+            world_size=self.world_size,
+            max_tokens=self.max_tokens,
+            cost=cost,
+            microbatch_cost=microbatch_cost,
+            speeds=speeds,
+        )
+        self.batch_size = self._batch_size(batch_size)
         if len(self) == 0:
             raise ValueError(
                 f"{self.lengths.size} samples make no minibatch of minibatch_size={minibatch_size} on "
@@ -102,16 +103,27 @@ class MinibatchSampler:
         self.epoch = as_count(epoch, "epoch", minimum=0)
 
     def starting_at(self, first: int) -> Iterator[PlannedMinibatch]:
-        """The minibatches of the current epoch from number ``first`` on; earlier ones are not planned."""
+        """The minibatches of the current epoch from number ``first`` on; earlier batches are not planned."""
         order = self._order()
-        for number in range(first, len(self)):
-            samples = order[number * self.global_size : (number + 1) * self.global_size]
-            yield PlannedMinibatch(samples, self._plan(samples))
+        if self.drop_last:
+            order = order[: len(self) * self.global_size]
+        per_batch = self.batch_size // self.minibatch_size
+        for batch in range(first // per_batch, -(-len(self) // per_batch)):
+            samples = order[batch * self.batch_size * self.world_size :][: self.batch_size * self.world_size]
+            planned = self.policy.plan_batch(self._job.of(samples), self.minibatch_size, self._batch_seed(batch))
+            for minibatch in planned[max(0, first - batch * per_batch) :]:
+                yield PlannedMinibatch(samples[minibatch.samples], minibatch.plan)
 
-    def _plan(self, samples: IntArray) -> Plan:
-        return self.policy.plan(
-            self.lengths[samples], world_size=self.world_size, max_tokens=self.max_tokens, cost=self.cost
-        )
+    def _batch_size(self, given: int | None) -> int:
+        """Samples per rank that are planned together."""
+        if given is not None and as_count(given, "batch_size") % self.minibatch_size:
+            raise ValueError(f"batch_size={given}: expected a multiple of minibatch_size={self.minibatch_size}")
+        if not self.policy.two_level:
+            return self.minibatch_size
+        return given or max(1, len(self)) * self.minibatch_size
+
+    def _batch_seed(self, batch: int) -> int:
+        return int(np.random.PCG64([self.seed, self.epoch, batch]).random_raw())
 
     def _order(self) -> IntArray:
         if not self.shuffle:

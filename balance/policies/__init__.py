@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from odc.balance.policies.base import Policy
-from odc.balance.policies.paper import LBMicro, LBMicroGlobal, LBMini, LocalSort
+from odc.balance.policies.micro import LBMicro, LBMicroGlobal
+from odc.balance.policies.mini import LBMini, LBMiniEqual
+from odc.balance.policies.unpacked import LocalSort, NoBalance
+from odc.balance.policies.verl import VerlNative, VerlOptimized
 
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LocalSort, LBMicro, LBMicroGlobal, LBMini)}
+__all__ = [
+    "LBMicro",
+    "LBMicroGlobal",
+    "LBMini",
+    "LBMiniEqual",
+    "LocalSort",
+    "NoBalance",
+    "Policy",
+    "VerlNative",
+    "VerlOptimized",
+    "get_policy",
+    "policy_names",
+]
+
+_POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (NoBalance, LocalSort, VerlNative, VerlOptimized, LBMicro, LBMicroGlobal, LBMini, LBMiniEqual)
+}
 
 
 def policy_names() -> list[str]:

@@ -3,28 +3,89 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, check_fit
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_lengths, as_speeds, check_fit
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.partition.differencing import Parts
-from odc.balance.plan import Plan
+from odc.balance.plan import Plan, PlannedMinibatch
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Samples to distribute, checked."""
+
+    lengths: IntArray
+    """Tokens of each sample, (num_samples,)."""
+
+    costs: FloatArray
+    """Cost of each sample, (num_samples,)."""
+
+    world_size: int
+    max_tokens: int
+    microbatch_cost: float
+    speeds: FloatArray | None
+
+    @classmethod
+    def create(
+        cls,
+        lengths: npt.ArrayLike,
+        *,
+        world_size: int,
+        max_tokens: int,
+        cost: CostModel,
+        microbatch_cost: float = 0.0,
+        speeds: npt.ArrayLike | None = None,
+    ) -> Job:
+        """Check the arguments of :meth:`Policy.plan` and work out the costs."""
+        tokens = as_lengths(lengths)
+        world_size, max_tokens = as_count(world_size, "world_size"), as_count(max_tokens, "max_tokens")
+        rates = None if speeds is None else as_speeds(speeds, world_size)
+        check_fit(tokens, max_tokens)
+        fixed = as_cost(microbatch_cost, "microbatch_cost")
+        return cls(tokens, evaluate(cost, tokens), world_size, max_tokens, fixed, rates)
+
+    def of(self, samples: Sequence[int] | IntArray) -> Job:
+        """The same for some of the samples."""
+        chosen = np.asarray(samples, dtype=np.int64)
+        return replace(self, lengths=self.lengths[chosen], costs=self.costs[chosen])
+
+    def with_costs(self, costs: FloatArray) -> Job:
+        """The same at other costs."""
+        return replace(self, costs=costs)
 
 
 class Policy(ABC):
     """Decides which rank trains on which samples, and packs them. Stateless and deterministic.
 
-    Within a rank, microbatches are in the order of their cost, the costliest first (:class:`LocalSort`: of
-    their length). Where all ranks have the same number, no other order has a smaller makespan under
-    collectives.
+    Within a rank, microbatches are in the order of their cost, the costliest first, unless the policy says
+    otherwise. Where all ranks have the same number, no other order has a smaller makespan under collectives.
     """
 
     name: ClassVar[str]
-    """What :func:`get_policy` knows it by."""
+    """What :func:`~odc.balance.get_policy` knows it by."""
 
-    def plan(self, lengths: npt.ArrayLike, *, world_size: int, max_tokens: int, cost: CostModel) -> Plan:
+    equal_counts: ClassVar[bool] = True
+    """Whether all ranks get the same number of microbatches, as collectives need."""
+
+    two_level: ClassVar[bool] = False
+    """Whether it looks at a whole global batch before it cuts that into minibatches."""
+
+    def plan(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        world_size: int,
+        max_tokens: int,
+        cost: CostModel,
+        microbatch_cost: float = 0.0,
+        speeds: npt.ArrayLike | None = None,
+    ) -> Plan:
         """Plan one minibatch.
 
         Args:
@@ -32,17 +93,53 @@ class Policy(ABC):
             world_size: number of ranks.
             max_tokens: most tokens in one microbatch, what memory allows.
             cost: what a sample costs, see :mod:`odc.balance.costs`.
+            microbatch_cost: what every microbatch costs besides its samples, in the unit of ``cost``.
+            speeds: of each rank, (world_size,), greater than 0: rank r takes ``cost / speeds[r]``. Default:
+                all the same. "none" and "local-sort" do not make use of them.
 
         Raises:
             ValueError: a sample is longer than ``max_tokens``, or an argument is out of range.
         """
-        tokens = as_lengths(lengths)
-        world_size, max_tokens = as_count(world_size, "world_size"), as_count(max_tokens, "max_tokens")
-        check_fit(tokens, max_tokens)
-        costs = evaluate(cost, tokens)
-        microbatches = self.assign(tokens, costs, world_size, max_tokens)
-        return Plan(microbatches, tokens, costs, max_tokens, self.name)
+        job = Job.create(
+            lengths,
+            world_size=world_size,
+            max_tokens=max_tokens,
+            cost=cost,
+            microbatch_cost=microbatch_cost,
+            speeds=speeds,
+        )
+        return self._plan(job)
+
+    def plan_batch(self, job: Job, minibatch_size: int, seed: int) -> list[PlannedMinibatch]:
+        """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each.
+
+        In the order given, the last one possibly smaller; ``seed`` is for policies that shuffle.
+        """
+        global_size = minibatch_size * job.world_size
+        minibatches = []
+        for start in range(0, job.lengths.size, global_size):
+            samples = np.arange(start, min(start + global_size, job.lengths.size))
+            minibatches.append(PlannedMinibatch(samples, self._plan(job.of(samples))))
+        return minibatches
 
     @abstractmethod
-    def assign(self, lengths: IntArray, costs: FloatArray, world_size: int, max_tokens: int) -> list[Parts]:
-        """``microbatches[rank][m]`` as lists of sample indices. The arguments are checked already."""
+    def assign(self, job: Job) -> list[Parts]:
+        """``microbatches[rank][m]`` as lists of sample indices."""
+
+    def _plan(self, job: Job) -> Plan:
+        return self.to_plan(job, self.assign(job))
+
+    def to_plan(self, job: Job, microbatches: list[Parts]) -> Plan:
+        """The plan of this policy with these microbatches."""
+        speeds = None if job.speeds is None else tuple(job.speeds.tolist())
+        return Plan(microbatches, job.lengths, job.costs, job.max_tokens, self.name, job.microbatch_cost, speeds)
+
+
+def renumber(parts: Parts, samples: IntArray) -> Parts:
+    """Turn positions within a rank's ``samples`` into samples."""
+    return [samples[part].tolist() for part in parts]
+
+
+def costliest_first(parts: Parts, costs: FloatArray) -> Parts:
+    """In the order of cost, empty ones last: the least sum over positions of the maximum over ranks."""
+    return sorted(parts, key=lambda part: (not part, -float(costs[part].sum())))

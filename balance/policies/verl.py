@@ -1,0 +1,43 @@
+"""The two-level policies of RL training with verl, as the paper describes them (appendix C.2 and C.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from odc.balance.plan import PlannedMinibatch
+from odc.balance.policies.base import Job
+from odc.balance.policies.micro import LBMicro, equally_many, pack_ranks
+
+
+class VerlOptimized(LBMicro):
+    """Cut the batch into minibatches, then balance each of them (Listing 3): LB-Micro by another name."""
+
+    name = "verl-optimized"
+
+
+class VerlNative(LBMicro):
+    """Balance the batch over the ranks, then let every rank shuffle and cut its share (Listing 2).
+
+    So the ranks' shares of the batch are balanced, their shares of a minibatch are not. Within a minibatch
+    every rank packs into the same number of microbatches. For a batch of one minibatch it is LB-Micro.
+    """
+
+    name = "verl-native"
+    two_level = True
+
+    def plan_batch(self, job: Job, minibatch_size: int, seed: int) -> list[PlannedMinibatch]:
+        ranks = [_shuffled(mine, seed, rank) for rank, mine in enumerate(equally_many(job))]
+        minibatches = []
+        for start in range(0, max(map(len, ranks)), minibatch_size):
+            shares = [mine[start : start + minibatch_size] for mine in ranks]
+            samples = np.array(sorted(sample for share in shares for sample in share), dtype=np.int64)
+            own = job.of(samples)
+            numbered = [np.searchsorted(samples, share).tolist() for share in shares]
+            minibatches.append(PlannedMinibatch(samples, self.to_plan(own, pack_ranks(own, numbered))))
+        return minibatches
+
+
+def _shuffled(samples: list[int], seed: int, rank: int) -> list[int]:
+    # By the raw stream, which numpy keeps stable across versions.
+    keys = np.random.PCG64([seed, rank]).random_raw(len(samples))
+    return [samples[i] for i in np.argsort(keys, kind="stable")]
