@@ -2,82 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray
+from odc.balance.checks import FloatArray, as_cost, as_count
 from odc.balance.costs.models import check_coefficients
+from odc.balance.costs.shapes import TransformerShape
+
+# A multiply-add is two; a forward and a backward, which counts as two forwards.
+_FLOPS = 2.0
+_PASSES = 3.0
+_PASSES_WITH_RECOMPUTE = 4.0
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of equal cost. The costs are those of one layer of them, forward and backward."""
+
+    num_layers: int
+    """How many there are, at least 1."""
+
+    flops_per_token: float
+    """FLOPs that do not depend on the sample's length."""
+
+    flops_per_pair: float = 0.0
+    """FLOPs per pair of a query and a key that it attends to; 0 for a layer without attention."""
+
+    window: int | None = None
+    """Keys that a query attends to at most, itself included; None: all before it."""
+
+    def __post_init__(self) -> None:
+        as_count(self.num_layers, "num_layers")
+        as_cost(self.flops_per_token, "flops_per_token")
+        as_cost(self.flops_per_pair, "flops_per_pair")
+        if self.window is not None:
+            as_count(self.window, "window")
+
+    def __call__(self, tokens: FloatArray) -> FloatArray:
+        """FLOPs of one layer for samples of so many tokens, same shape."""
+        return self.flops_per_token * tokens + self.flops_per_pair * self.pairs(tokens)
+
+    def pairs(self, tokens: FloatArray) -> FloatArray:
+        """Pairs of a sample of ``s`` tokens: s^2 / 2, and W s - W^2 / 2 once it exceeds the window W.
+
+        The integral of min(position, W), the usual count; a sum over tokens has half a token more each.
+        """
+        if self.window is None:
+            return tokens * tokens / 2
+        near = np.minimum(tokens, self.window)
+        return near * near / 2 + (tokens - near) * self.window
 
 
 @dataclass(frozen=True)
 class TransformerCost:
     """FLOPs of the matrix products of one forward and backward of a decoder-only transformer.
 
-    ``flops_per_token * s + flops_per_squared_token * s**2``. The backward counts as two forwards. Not
-    counted: activation recomputation, normalization, activation functions, softmax, the embedding lookup.
+    The backward counts as two forwards, causal attention as half of all pairs. A token's experts count, the
+    others do not. Not counted: normalization, activation functions, softmax, the embedding lookup.
+
+    A cost model: calling it with lengths gives one cost per sample.
     """
 
-    flops_per_token: float
-    flops_per_squared_token: float
+    groups: tuple[LayerGroup, ...]
+    """Kinds of layers, in the order in which the model has its first ones; the output head is the last, of 1 layer."""
 
     def __post_init__(self) -> None:
-        check_coefficients(flops_per_token=self.flops_per_token, flops_per_squared_token=self.flops_per_squared_token)
+        if not self.groups:
+            raise ValueError("groups is empty: expected at least one LayerGroup")
+        check_coefficients(
+            flops_per_token=max(group.flops_per_token for group in self.groups),
+            flops_per_pair=max(group.flops_per_pair for group in self.groups),
+        )
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
+        costs: FloatArray = np.tensordot(np.array(self.counts, dtype=np.float64), self.by_group(lengths), axes=1)
+        return costs
+
+    def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
+        """FLOPs of ONE layer of each group, float64, (num_groups, *shape of ``lengths``).
+
+        A step that waits at each layer (paper equation 1) is worked out from these and :attr:`counts`.
+        """
         tokens = np.asarray(lengths, dtype=np.float64)
-        return (self.flops_per_squared_token * tokens + self.flops_per_token) * tokens
+        return np.stack([group(tokens) for group in self.groups])
 
-    @classmethod
-    def from_config(cls, config: object, *, gated_mlp: bool = True) -> TransformerCost:
-        """Read the sizes from ``config``: a mapping or an object (a ``transformers`` config fits).
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of layers of each group."""
+        return tuple(group.num_layers for group in self.groups)
 
-        Needed: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size``,
-        ``vocab_size``. Optional: ``num_key_value_heads`` (default: as many as attention heads) and
-        ``head_dim`` (default: hidden_size / num_attention_heads). ``gated_mlp``: three matrices in the MLP
-        (Llama, Qwen), else two.
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs per token, all layers together, without attention's pairs."""
+        return sum(group.num_layers * group.flops_per_token for group in self.groups)
+
+    @property
+    def flops_per_squared_token(self) -> float:
+        """FLOPs per squared token, all layers together.
 
         Raises:
-            ValueError: a size is missing, not a positive integer, or the heads do not divide evenly.
+            ValueError: some layers have a window, so the cost is no polynomial.
         """
-        hidden = _size(config, "hidden_size")
-        num_layers = _size(config, "num_hidden_layers")
-        num_heads = _size(config, "num_attention_heads")
-        num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
-        head_dim = _size(config, "head_dim", default=_default_head_dim(config, hidden, num_heads))
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-        attention = 2 * hidden * head_dim * (num_heads + num_kv_heads)  # q and o, k and v
-        mlp = (3 if gated_mlp else 2) * hidden * _size(config, "intermediate_size")
-        weights = num_layers * (attention + mlp) + hidden * _size(config, "vocab_size")
-        # Two FLOPs per multiply-add, three passes (the backward is two). Scores and their product with the
-        # values are two products of s * s * num_heads * head_dim, of which a causal mask needs half.
-        return cls(
-            flops_per_token=6.0 * weights,
-            flops_per_squared_token=6.0 * num_layers * num_heads * head_dim,
-        )
+        if any(group.window is not None and group.flops_per_pair for group in self.groups):
+            raise ValueError(
+                "layers with a window do not cost a multiple of the squared tokens: call the model, or use by_group"
+            )
+        return sum(group.num_layers * group.flops_per_pair / 2 for group in self.groups)
 
+    @classmethod
+    def from_config(cls, config: object, *, gated_mlp: bool = True, recompute: bool = False) -> TransformerCost:
+        """The cost of the model that ``config`` describes.
 
-def _size(config: object, name: str, default: int | None = None) -> int:
-    value = _read(config, name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ValueError(f"the config has no {name}: TransformerCost needs it")
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name}={value!r} in the config: expected a positive integer")
-    return int(value)
+        Args:
+            config: see :meth:`TransformerShape.from_config`.
+            gated_mlp: three matrices in an MLP (Llama, Qwen), else two.
+            recompute: the backward runs each layer's forward again (full activation recomputation). The head's
+                is not.
 
-
-def _default_head_dim(config: object, hidden: int, num_heads: int) -> int:
-    if _read(config, "head_dim") is None and hidden % num_heads:
-        raise ValueError(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}: put head_dim into the config"
-        )
-    return max(1, hidden // num_heads)
-
-
-def _read(config: object, name: str) -> object:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        Raises:
+            ValueError: as :meth:`TransformerShape.from_config`.
+        """
+        shape = TransformerShape.from_config(config, gated_mlp=gated_mlp)
+        passes = _PASSES_WITH_RECOMPUTE if recompute else _PASSES
+        hidden, attention = shape.hidden_size, shape.attention
+        groups = [
+            LayerGroup(
+                num_layers=count,
+                flops_per_token=_FLOPS * passes * (attention.active_weights(hidden) + layer.mlp.active_weights(hidden)),
+                # A score, and its part of the weighted sum of values.
+                flops_per_pair=_FLOPS * passes * 2 * attention.query_size,
+                window=layer.window,
+            )
+            for layer, count in Counter(shape.layers).items()
+        ]
+        head = LayerGroup(1, flops_per_token=_FLOPS * _PASSES * hidden * shape.vocab_size)
+        return cls((*groups, head))

@@ -12,6 +12,7 @@ from odc.balance.costs import CostModel
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import Job
+from odc.balance.streams import random_stream
 
 
 class MinibatchSampler:
@@ -123,11 +124,11 @@ class MinibatchSampler:
         return given or max(1, len(self)) * self.minibatch_size
 
     def _batch_seed(self, batch: int) -> int:
-        return int(np.random.PCG64([self.seed, self.epoch, batch]).random_raw())
+        return int(random_stream("batch", self.seed, self.epoch, batch).random_raw())
 
     def _order(self) -> IntArray:
         if not self.shuffle:
             return np.arange(self.lengths.size)
         # Sorting by the raw stream: numpy keeps that one stable across versions, but not permutation().
-        keys = np.random.PCG64([self.seed, self.epoch]).random_raw(self.lengths.size)
+        keys = random_stream("order", self.seed, self.epoch).random_raw(self.lengths.size)
         return np.argsort(keys, kind="stable")

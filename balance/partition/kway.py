@@ -59,14 +59,20 @@ def karmarkar_karp(
     return balance(array, k, equal_size=equal_size, speeds=None if speeds is None else as_speeds(speeds, k))
 
 
-def balance(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None = None) -> Parts:
-    """:func:`karmarkar_karp` for checked arguments."""
+def balance(
+    costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None = None, thorough: bool = True
+) -> Parts:
+    """:func:`karmarkar_karp` for checked arguments.
+
+    Without ``thorough`` only the better start is improved, and only by moves and swaps. That is faster, and
+    leaves the parts below the makespan more even, which splitting pairs anew does not look at.
+    """
     if speeds is None or (speeds == speeds[0]).all():
-        return canonical(_search(costs, k, equal_size, None))
+        return canonical(_search(costs, k, equal_size, None, thorough))
     # From the fastest device to the slowest, so that the order in which they are given has no say.
     fastest_first = np.argsort(-speeds, kind="stable")
     sorted_speeds = speeds[fastest_first]
-    parts = _search(costs, k, equal_size, sorted_speeds)
+    parts = _search(costs, k, equal_size, sorted_speeds, thorough)
     starts = np.flatnonzero(np.diff(sorted_speeds, prepend=np.inf)).tolist()
     for start, end in zip(starts, [*starts[1:], k], strict=True):
         parts[start:end] = canonical(parts[start:end])
@@ -76,7 +82,7 @@ def balance(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray |
     return by_device
 
 
-def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | None) -> Parts:
+def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | None, thorough: bool) -> Parts:
     """``speeds`` are given from the fastest to the slowest."""
     if k == 1:
         return [list(range(costs.size))]
@@ -91,13 +97,13 @@ def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | No
     best_quality, best = candidates[0]
     for number, (_, start) in enumerate(candidates):
         # The better start in any case: also parts below the makespan shall be even.
-        if number and best_quality[0] <= target:
+        if number and (best_quality[0] <= target or not thorough):
             break
         parts = refine(costs, start, equal_size=equal_size, speeds=speeds)
         quality = _quality(costs, parts, speeds)
         if quality < best_quality:
             best_quality, best = quality, parts
-    if best_quality[0] > target:
+    if thorough and best_quality[0] > target:
         num_steps = min(_MAX_STEPS, _STEPS_PER_ITEM * costs.size)
         best = resplit(costs, best, equal_size=equal_size, speeds=speeds, target=target, num_steps=num_steps)
     if speeds is None and not equal_size:

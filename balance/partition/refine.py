@@ -61,8 +61,8 @@ def refine(
         if active.size < 2 or table.is_even(active):
             break
         order = active[np.argsort(-table.times[active], kind="stable")]
-        if shift < _NUM_PAIRINGS:
-            half = order.size // 2
+        half = order.size // 2
+        if shift < min(half, _NUM_PAIRINGS):
             improved = table.exchange(order[:half], np.roll(order[::-1][:half], shift))
             shift = 0 if improved[0] else shift + 1
         else:
@@ -126,8 +126,7 @@ class _Table:
         num_pairs, width = slow.size, self._items.shape[1]
         if width <= _DENSE_WIDTH:
             # Every item of the one with every item of the other.
-            given = np.repeat(np.arange(width), width)
-            taken = np.broadcast_to(np.tile(np.arange(width), width), (num_pairs, width * width))
+            given, taken = np.divmod(np.arange(width * width), width)
             costs = (self._costs[slow][:, :, None] - self._costs[fast][:, None, :]).reshape(num_pairs, -1)
         else:
             given = np.tile(np.arange(width), 2)
@@ -136,13 +135,13 @@ class _Table:
         times = self._times_after(slow, fast, costs)
         if self._item_weights is not None:
             weights = self._item_weights[self._items]
-            moved = weights[slow][:, given] - np.take_along_axis(weights[fast], taken, axis=1)
+            moved = weights[slow][:, given] - np.take_along_axis(weights[fast], np.atleast_2d(taken), axis=1)
             totals = weights.sum(axis=1)[:, None]
             times[np.maximum(totals[slow] - moved, totals[fast] + moved) > self._capacity] = np.inf
         if times.size == 0:
             return slow, fast, np.full(num_pairs, np.inf)
         best, pairs = np.argmin(times, axis=1), np.arange(num_pairs)
-        return given[best], taken[pairs, best], times[pairs, best]
+        return given[best], taken[best] if taken.ndim == 1 else taken[pairs, best], times[pairs, best]
 
     def _times_after(self, slow: IntArray, fast: IntArray, given: FloatArray) -> FloatArray:
         """When the later part of each pair finishes if the slow one gives this cost to the fast one."""

@@ -59,7 +59,7 @@ class Packer:
 
         One is always found if first-fit-decreasing needs no more, thus at the latest with one sample in each.
         """
-        parts = balance(self._costs, num_microbatches, equal_size=False)
+        parts = balance(self._costs, num_microbatches, equal_size=False, thorough=False)
         if self._fits(parts):
             return parts
         parts = balance(self._lengths.astype(np.float64), num_microbatches, equal_size=False)

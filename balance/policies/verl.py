@@ -7,6 +7,7 @@ import numpy as np
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies.base import Job
 from odc.balance.policies.micro import LBMicro, equally_many, pack_ranks
+from odc.balance.streams import random_stream
 
 
 class VerlOptimized(LBMicro):
@@ -38,6 +39,5 @@ class VerlNative(LBMicro):
 
 
 def _shuffled(samples: list[int], seed: int, rank: int) -> list[int]:
-    # By the raw stream, which numpy keeps stable across versions.
-    keys = np.random.PCG64([seed, rank]).random_raw(len(samples))
+    keys = random_stream("share", seed, rank).random_raw(len(samples))
     return [samples[i] for i in np.argsort(keys, kind="stable")]

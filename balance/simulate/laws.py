@@ -1,0 +1,121 @@
+"""Laws of sequence lengths, fitted so that the bubble rates of the paper's tables come out.
+
+The data sets themselves are not here. The parameters were fitted to the 1.5B rows of Tables 4 and 6 of the
+paper (appendix G); ``python -m odc.bench.tables`` shows how close they come.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray, as_count
+from odc.balance.streams import normal_quantiles, random_stream, uniform
+
+
+class Law(Protocol):
+    """A distribution of lengths."""
+
+    def quantiles(self, u: FloatArray, v: FloatArray, /) -> FloatArray:
+        """Lengths (tokens, not rounded) for independent uniform numbers ``u`` and ``v`` in (0, 1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """A lognormal law: ``mu`` and ``sigma`` of the logarithm of the length."""
+
+    mu: float
+    sigma: float
+
+
+@dataclass(frozen=True)
+class LognormalMixture:
+    """With probability ``weight`` the first of two lognormal laws, else the second, both truncated."""
+
+    weight: float
+    first: Lognormal
+    second: Lognormal
+    low: float
+    high: float
+
+    def quantiles(self, u: FloatArray, v: FloatArray, /) -> FloatArray:
+        return np.where(v < self.weight, self._truncated(self.first, u), self._truncated(self.second, u))
+
+    def _truncated(self, law: Lognormal, u: FloatArray) -> FloatArray:
+        normal = NormalDist(law.mu, law.sigma)
+        low, high = normal.cdf(np.log(self.low)), normal.cdf(np.log(self.high))
+        lengths: FloatArray = np.exp(law.mu + law.sigma * normal_quantiles(low + (high - low) * u))
+        return lengths
+
+
+@dataclass(frozen=True)
+class BoundedPareto:
+    """Density proportional to ``s ** -(alpha + 1)`` between ``low`` and ``high``; ``alpha`` is not 0."""
+
+    alpha: float
+    low: float
+    high: float
+
+    def quantiles(self, u: FloatArray, v: FloatArray, /) -> FloatArray:
+        ratio = (self.low / self.high) ** self.alpha
+        lengths: FloatArray = self.low * (1 - u * (1 - ratio)) ** (-1 / self.alpha)
+        return lengths
+
+
+LAWS: dict[str, Law] = {
+    # SFT on LongAlign, at most 64k tokens.
+    "longalign": LognormalMixture(0.7538, Lognormal(9.088, 0.415), Lognormal(10.745, 0.653), 7423.6, 65536.0),
+    # SFT on trajectories of SWE-Smith. The tables do not fix its scale.
+    "swesmith": BoundedPareto(-0.0859, 11892.2, 70140.4),
+    # RL on AIME prompts: prompt and response.
+    "aime": LognormalMixture(0.5939, Lognormal(8.8764, 0.3688), Lognormal(9.5537, 0.108), 3392.6, 24576.0),
+}
+
+
+def law_names() -> list[str]:
+    """The names that :func:`sample_lengths` knows."""
+    return list(LAWS)
+
+
+def even_lengths(law: str | Law, num_samples: int) -> IntArray:
+    """``num_samples`` lengths (tokens) spread evenly over the law: what it says, without the noise of a draw.
+
+    In the order of their quantiles; shuffle them before cutting minibatches.
+
+    Raises:
+        ValueError: there is no law of that name, or ``num_samples`` is below 1.
+    """
+    position = np.arange(as_count(num_samples, "num_samples"))
+    # Multiples of the golden ratio cover the second dimension evenly, whatever the number of samples.
+    return _rounded(_get(law), (position + 0.5) / num_samples, position * ((5**0.5 - 1) / 2) % 1.0)
+
+
+def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
+    """Draw ``num_samples`` lengths (tokens); the same for the same arguments, whatever the numpy version.
+
+    Raises:
+        ValueError: there is no law of that name, or a number is out of range.
+    """
+    law = _get(law)
+    num_samples, seed = as_count(num_samples, "num_samples"), as_count(seed, "seed", minimum=0)
+    numbers = uniform(random_stream("lengths", seed), 2 * num_samples)
+    return _rounded(law, numbers[:num_samples], numbers[num_samples:])
+
+
+def _get(law: str | Law) -> Law:
+    if not isinstance(law, str):
+        return law
+    if law not in LAWS:
+        near = difflib.get_close_matches(law, LAWS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"length law {law!r} is not known: expected one of {', '.join(LAWS)}{hint}")
+    return LAWS[law]
+
+
+def _rounded(law: Law, u: FloatArray, v: FloatArray) -> IntArray:
+    return np.rint(law.quantiles(u, v)).astype(np.int64)

@@ -1,0 +1,144 @@
+"""What plans take on real devices: noise, slow devices, communication; per layer where it matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_speeds
+from odc.balance.costs import CostModel, evaluate
+from odc.balance.plan import Comm, Plan, sum_by_microbatch
+from odc.balance.streams import normal_quantiles, random_stream, uniform
+
+# A forward is one of the three matrix products per weight that a forward and backward need.
+_FORWARD = 1 / 3
+
+
+@runtime_checkable
+class LayeredCost(Protocol):
+    """A cost model that also tells what kinds of layers cost, e.g. ``TransformerCost``."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of layers of each kind."""
+        ...
+
+    def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
+        """Cost of one layer of each kind, (num_kinds, num_samples)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How real devices differ from what plans assume. The default does not differ.
+
+    Times are in the unit of the cost model, for a device of speed 1.
+    """
+
+    noise: float = 0.0
+    """Standard deviation of a sample's true cost over its estimate; the factor is lognormal with mean 1."""
+
+    speeds: tuple[float, ...] | None = None
+    """True speed of each rank; None: those of the plan."""
+
+    gather: float = 0.0
+    """Time of one gather of one layer's parameters; two per layer and microbatch, forward and backward."""
+
+    scatter: float = 0.0
+    """Time of one push of one layer's gradients; one per layer and microbatch, in the backward."""
+
+    overlap: float = 1.0
+    """From 0 to 1, the part of the communication that compute hides, as far as there is compute."""
+
+    num_layers: int = 1
+    """Layers that communicate, for a cost model that has no layers of its own."""
+
+    seed: int = 0
+    """Of the noise."""
+
+    def __post_init__(self) -> None:
+        for name in ("noise", "gather", "scatter", "overlap"):
+            as_cost(getattr(self, name), name)
+        if self.overlap > 1:
+            raise ValueError(f"overlap={self.overlap}: expected a number from 0 to 1")
+        as_count(self.num_layers, "num_layers")
+        as_count(self.seed, "seed", minimum=0)
+
+    def noise_factors(self, num_samples: int) -> FloatArray:
+        """True cost over estimated cost of every sample of a dataset, (num_samples,)."""
+        if self.noise == 0:
+            return np.ones(num_samples)
+        variance = np.log1p(self.noise**2)
+        normal = normal_quantiles(uniform(random_stream("noise", self.seed), num_samples))
+        factors: FloatArray = np.exp(np.sqrt(variance) * normal - variance / 2)
+        return factors
+
+    def rates(self, plan: Plan) -> FloatArray:
+        """True speed of each rank, (world_size,)."""
+        speeds = self.speeds or plan.speeds
+        return np.ones(plan.world_size) if speeds is None else as_speeds(speeds, plan.world_size)
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """What a minibatch took."""
+
+    makespan: float
+    """Until the last rank was done."""
+
+    busy: float
+    """Time of all ranks together in which they did not wait for each other."""
+
+
+class Stopwatch:
+    """Works out what the plans of one dataset take under one kind of communication.
+
+    Collectives follow equation (1) of the paper: the sum, over microbatches and layers, of the slowest rank's
+    time, forward and backward apart. With ODC the slowest rank's own sum counts.
+    """
+
+    def __init__(self, cost: CostModel, lengths: IntArray, machine: Machine) -> None:
+        self._machine = machine
+        self._noise = machine.noise_factors(lengths.size)
+        if isinstance(cost, LayeredCost):
+            self._counts = np.array(cost.counts, dtype=np.float64)
+            self._costs = np.asarray(cost.by_group(lengths)) * self._noise
+        else:
+            self._counts = np.array([machine.num_layers], dtype=np.float64)
+            self._costs = evaluate(cost, lengths)[None] * self._noise / machine.num_layers
+
+    def time(self, plan: Plan, samples: IntArray, comm: Comm) -> Elapsed:
+        """What ``plan`` takes for these samples of the dataset.
+
+        Raises:
+            ValueError: ``comm`` is neither "odc" nor "collective".
+        """
+        if comm not in ("odc", "collective"):
+            raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
+        exists = np.arange(max(plan.num_microbatches))[None] < np.array(plan.num_microbatches)[:, None]
+        rates = self._machine.rates(plan)[:, None]
+        busy, makespan = np.zeros(exists.shape), 0.0
+        for count, costs in zip(self._counts, self._costs[:, samples], strict=True):
+            compute = sum_by_microbatch(plan.microbatches, costs)
+            if plan.microbatch_cost:
+                compute = compute + exists * plan.microbatch_cost / self._counts.sum()
+            for part, communication in self._stages():
+                times = count * self._stage(part * compute / rates, communication)
+                if comm == "odc":
+                    times = times * exists
+                makespan += float(times.max(axis=0, initial=0.0).sum())
+                busy += times
+        if comm == "odc":
+            makespan = float(busy.sum(axis=1).max(initial=0.0))
+        return Elapsed(makespan, float(busy.sum()))
+
+    def _stages(self) -> tuple[tuple[float, float], ...]:
+        """Part of the compute, and communication: of a forward, then of a backward."""
+        machine = self._machine
+        return (_FORWARD, machine.gather), (1 - _FORWARD, machine.gather + machine.scatter)
+
+    def _stage(self, compute: FloatArray, communication: float) -> FloatArray:
+        return compute + communication - self._machine.overlap * np.minimum(compute, communication)

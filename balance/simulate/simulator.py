@@ -1,0 +1,137 @@
+"""What policies would do to a whole dataset: bubble rates, samples per second, planning time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance.costs import CostModel
+from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.plan import Comm, PlannedMinibatch
+from odc.balance.policies import Policy
+from odc.balance.simulate.machine import Machine, Stopwatch
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """A dataset and how it is trained on; the fields are those of :class:`~odc.balance.MinibatchSampler`."""
+
+    lengths: npt.ArrayLike
+    cost: CostModel
+    world_size: int
+    minibatch_size: int
+    max_tokens: int | None = None
+    batch_size: int | None = None
+    microbatch_cost: float = 0.0
+    speeds: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def sampler(self, policy: str | Policy) -> MinibatchSampler:
+        """The minibatches of one epoch; a tail that is no full minibatch is dropped, as in the paper.
+
+        Raises:
+            ValueError: a field is out of range.
+        """
+        return MinibatchSampler(
+            self.lengths,
+            minibatch_size=self.minibatch_size,
+            world_size=self.world_size,
+            policy=policy,
+            cost=self.cost,
+            max_tokens=self.max_tokens,
+            batch_size=self.batch_size,
+            microbatch_cost=self.microbatch_cost,
+            speeds=self.speeds,
+            seed=self.seed,
+        )
+
+    def plan(self, policy: str | Policy, on_minibatch: Callable[[], object] | None = None) -> PlannedEpoch:
+        """Plan one epoch; ``on_minibatch`` is called after each minibatch, for a progress bar."""
+        sampler = self.sampler(policy)
+        minibatches = []
+        start = time.perf_counter()
+        for minibatch in sampler:
+            minibatches.append(minibatch)
+            if on_minibatch:
+                on_minibatch()
+        return PlannedEpoch(self, sampler, minibatches, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedEpoch:
+    """All plans of one policy for one epoch of a scenario."""
+
+    scenario: Scenario
+    sampler: MinibatchSampler
+    minibatches: Sequence[PlannedMinibatch]
+    planning_s: float
+    """Seconds that planning took."""
+
+    @property
+    def policy(self) -> Policy:
+        return self.sampler.policy
+
+    def run(self, comm: Comm, machine: Machine | None = None) -> Simulation:
+        """What the epoch takes on ``machine`` (default: exactly what the plans assume).
+
+        Raises:
+            ValueError: ``comm`` is neither "odc" nor "collective", or the machine has speeds of other ranks.
+        """
+        stopwatch = Stopwatch(self.scenario.cost, self.sampler.lengths, machine or Machine())
+        elapsed = [stopwatch.time(minibatch.plan, minibatch.samples, comm) for minibatch in self.minibatches]
+        return Simulation(
+            policy=self.policy.name,
+            comm=comm,
+            world_size=self.sampler.world_size,
+            num_samples=sum(minibatch.plan.num_samples for minibatch in self.minibatches),
+            num_tokens=sum(int(minibatch.plan.lengths.sum()) for minibatch in self.minibatches),
+            peak_tokens=max(minibatch.plan.peak_tokens for minibatch in self.minibatches),
+            makespans=np.array([minibatch.makespan for minibatch in elapsed]),
+            busy=sum(minibatch.busy for minibatch in elapsed),
+            planning_s=self.planning_s / len(self.minibatches),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One epoch under one policy and one kind of communication. Times are in the unit of the cost model."""
+
+    policy: str
+    comm: Comm
+    world_size: int
+    num_samples: int
+    num_tokens: int
+    peak_tokens: int
+    """Number of tokens of the largest microbatch."""
+
+    makespans: npt.NDArray[np.float64] = field(repr=False)
+    """What each minibatch takes, (num_minibatches,)."""
+
+    busy: float
+    """Time of all ranks together in which they did not wait for each other."""
+
+    planning_s: float
+    """Seconds of planning per minibatch, on this machine."""
+
+    @property
+    def total(self) -> float:
+        """What the epoch takes."""
+        return float(self.makespans.sum())
+
+    @property
+    def bubble_rate(self) -> float:
+        """Idle device time over total device time of the epoch, from 0 to 1 (paper appendix G)."""
+        return max(0.0, 1 - self.busy / (self.world_size * self.total)) if self.total else 0.0
+
+    @property
+    def samples_per_time(self) -> float:
+        """Samples per unit of time, all ranks together."""
+        return self.num_samples / self.total if self.total else 0.0
+
+    def speedup(self, baseline: Simulation) -> float:
+        """Throughput over that of ``baseline``."""
+        return self.samples_per_time / baseline.samples_per_time
