@@ -130,5 +130,5 @@ class MinibatchSampler:
         if not self.shuffle:
             return np.arange(self.lengths.size)
         # Sorting by the raw stream: numpy keeps that one stable across versions, but not permutation().
-        keys = random_stream("order", self.seed, self.epoch).random_raw(self.lengths.size)
+        keys = np.random.PCG64([self.seed, self.epoch]).random_raw(self.lengths.size)
         return np.argsort(keys, kind="stable")
