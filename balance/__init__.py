@@ -9,19 +9,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from odc.balance.costs import CostModel, LinearCost, QuadraticCost, TransformerCost
+from odc.balance.costs import (
+    ActivationMemory,
+    CostFit,
+    CostModel,
+    LinearCost,
+    QuadraticCost,
+    ShardedState,
+    TransformerCost,
+    TransformerShape,
+    fit_cost,
+    preset,
+    preset_names,
+)
 from odc.balance.data.sampler import MinibatchSampler
-from odc.balance.partition import karmarkar_karp
+from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
+from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
 if TYPE_CHECKING:
     from odc.balance.data.collate import count_loss_tokens, pack_collate
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
 
 __all__ = [
+    "ActivationMemory",
+    "CostFit",
     "CostModel",
+    "ExactPartition",
     "LinearCost",
+    "Machine",
     "Minibatch",
     "MinibatchLoader",
     "MinibatchSampler",
@@ -29,14 +46,25 @@ __all__ = [
     "PlannedMinibatch",
     "Policy",
     "QuadraticCost",
+    "Scenario",
+    "ShardedState",
+    "Simulation",
     "TransformerCost",
+    "TransformerShape",
     "bubble_rate",
     "count_loss_tokens",
+    "even_lengths",
+    "exact_partition",
+    "fit_cost",
     "get_policy",
     "karmarkar_karp",
+    "law_names",
     "loss_scale",
     "pack_collate",
     "policy_names",
+    "preset",
+    "preset_names",
+    "sample_lengths",
 ]
 
 _NEED_TORCH = {

@@ -11,6 +11,7 @@ import pytest
 
 import odc.balance
 from odc.balance import LinearCost, QuadraticCost, TransformerCost
+from odc.balance.costs import LayerGroup
 
 TINY = {
     "hidden_size": 8,
@@ -52,6 +53,52 @@ def test_transformer_flops_match_a_count_by_hand() -> None:
     lengths = np.array([1, 7, 100])
     expected = [3 * forward_flops(s) for s in lengths.tolist()]
     np.testing.assert_allclose(cost(lengths), expected, rtol=1e-12)
+
+
+def test_recomputation_adds_a_third_to_the_layers() -> None:
+    lengths = np.array([1, 7, 100])
+    plain, recomputed = (TransformerCost.from_config(TINY, recompute=flag) for flag in (False, True))
+    head = 3 * 2.0 * 8 * 32 * lengths
+    np.testing.assert_allclose(recomputed(lengths) - head, (plain(lengths) - head) * 4 / 3, rtol=1e-12)
+    np.testing.assert_array_equal(recomputed.by_group(lengths)[-1], head)
+
+
+def test_groups_are_kinds_of_layers() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {**TINY, **experts, "mlp_only_layers": [1], "layer_types": types, "sliding_window": 5}
+    cost = TransformerCost.from_config(config)
+    assert cost.counts == (2, 1, 1)
+    assert [group.window for group in cost.groups] == [5, None, None]
+    lengths = np.array([[1, 5], [6, 100]])
+    by_group = cost.by_group(lengths)
+    assert by_group.shape == (3, 2, 2)
+    np.testing.assert_allclose(cost(lengths), 2 * by_group[0] + by_group[1] + by_group[2], rtol=1e-12)
+    attention = 2 * 8 * 8 + 2 * 8 * 4
+    sparse = 6 * (attention + 8 * 4 + 2 * 3 * 8 * 6) * lengths
+    pairs = np.array([[0.5, 12.5], [17.5, 5 * 100 - 12.5]])
+    np.testing.assert_allclose(by_group[0], sparse + 12 * 8 * pairs, rtol=1e-12)
+    dense = 6 * (attention + 3 * 8 * 16) * lengths
+    np.testing.assert_allclose(by_group[1], dense + 12 * 8 * lengths**2 / 2, rtol=1e-12)
+    with pytest.raises(ValueError, match="window"):
+        cost.flops_per_squared_token  # noqa: B018
+
+
+def test_a_window_that_no_sample_reaches_costs_nothing_less() -> None:
+    full = TransformerCost.from_config(TINY)
+    wide, narrow = (TransformerCost.from_config({**TINY, "sliding_window": window}) for window in (100, 99))
+    np.testing.assert_array_equal(wide([7, 100]), full([7, 100]))
+    assert narrow([100])[0] < full([100])[0]
+
+
+def test_bad_groups() -> None:
+    with pytest.raises(ValueError, match="groups is empty"):
+        TransformerCost(())
+    with pytest.raises(ValueError, match="flops_per_token and flops_per_pair must not be 0"):
+        TransformerCost((LayerGroup(1, 0.0),))
+    for bad in ({"num_layers": 0}, {"flops_per_token": -1.0}, {"flops_per_pair": float("nan")}, {"window": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            LayerGroup(**{"num_layers": 1, "flops_per_token": 1.0, **bad})  # type: ignore[arg-type]
 
 
 def test_transformer_config_forms() -> None:
@@ -105,6 +152,9 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
+MAKE_BATCHES = ("collate.py", "microbatches.py")
+
+
 def test_imports_stay_in_the_room() -> None:
     """Numpy only, torch where batches are made, and nothing of the runtime."""
     files = sorted(Path(odc.balance.__file__).parent.rglob("*.py"))
@@ -112,7 +162,7 @@ def test_imports_stay_in_the_room() -> None:
     for path in files:
         for name in imports_of(path):
             assert name.split(".")[0] != "odc" or name.startswith("odc.balance"), (path.name, name)
-            assert name.split(".")[0] != "torch" or path.name == "collate.py", (path.name, name)
+            assert name.split(".")[0] != "torch" or path.name in MAKE_BATCHES, (path.name, name)
 
 
 def test_every_exported_name_exists() -> None:

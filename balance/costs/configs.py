@@ -125,8 +125,8 @@ def open_config(config: object) -> Config:
     for name, reason in _REFUSED.items():
         if opened.get(name):
             raise ValueError(
-                f"the config has {name}={opened.get(name)!r}: {reason} ({opened.model_type or 'model'}) "
-                "cannot be read from a config; measure some lengths and use fit_cost instead"
+                f"the config of {opened.model_type or 'this model'} has {name}={opened.get(name)!r}: {reason}, "
+                "whose cost is not known here; measure some lengths and use fit_cost instead"
             )
     return opened
 
@@ -151,7 +151,12 @@ def _load(config: str | Path) -> object:
 
 
 def _read(source: object, name: str) -> object:
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    if isinstance(source, Mapping):
+        return source.get(name)
+    try:
+        return getattr(source, name, None)
+    except Exception as error:  # transformers has configs whose values differ from layer to layer, and that say so
+        raise ValueError(f"the config's {name} cannot be read: {error}") from error
 
 
 def _positive(name: str, value: object) -> int:

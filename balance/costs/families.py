@@ -1,7 +1,8 @@
 """What a family of models does that its configuration does not say: biases, norms, which layers have a window.
 
-Source: the modeling and configuration files of transformers 5. A family that is not listed is read like Llama;
-its matrices are then right if its field names are, its norms and biases may not be.
+Source: the modeling and configuration files of transformers 5. A family that is not listed is read like Llama:
+its matrices are right if its field names are, its norms and biases may not be. Those without a gated MLP are
+listed for that only.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ class Family:
     bias_default: bool = False
     """What a field says that is not there."""
 
-    qk_norm: QkNorm | str = "none"
-    """Queries and keys are normalized: each head by itself, or all heads together. Another string: a field."""
+    gated_mlp: bool = True
+    """The MLP has three matrices; else two."""
+
+    qk_norm: QkNorm = "none"
+    """Queries and keys are normalized: each head by itself, or all heads together."""
+
+    qk_norm_field: str = ""
+    """The field that switches this on; empty: it is always on."""
 
     sinks: bool = False
     """Each head has a learned attention sink."""
@@ -61,6 +68,7 @@ _QWEN2 = Family(qkv_bias=True, output_bias=False, windows="upper", window_defaul
 _QWEN3 = Family(qk_norm="head", head_dim=128, windows="upper", window_default=False)
 _QWEN3_MOE = Family(qk_norm="head", windows="every", window_default=False)
 _NO_BIAS = Family(qkv_bias=False, output_bias=False, windows="every")
+_UNGATED = Family(gated_mlp=False)
 _GEMMA2 = Family(norms_per_layer=4, tied=True, head_dim=256, windows="pattern", window_pattern=2)
 _GEMMA3 = Family(norms_per_layer=4, tied=True, head_dim=256, qk_norm="head", windows="pattern", window_pattern=6)
 
@@ -71,7 +79,9 @@ FAMILIES = {
     "mixtral": _NO_BIAS,
     "phi3": _NO_BIAS,
     "qwen2": _QWEN2,
+    "qwen2_vl": _QWEN2,
     "qwen2_vl_text": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
     "qwen2_moe": Family(
         qkv_bias="qkv_bias",
@@ -90,11 +100,16 @@ FAMILIES = {
     "gemma": Family(tied=True, head_dim=256, windows="none"),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "gpt_oss": Family(
-        mlp_bias=True, bias_default=True, sinks=True, head_dim=64, windows="pattern", window_pattern=2
-    ),
-    "glm4_moe": Family(output_bias=False, qk_norm="use_qk_norm", windows="none"),
+    "gpt_oss": Family(mlp_bias=True, bias_default=True, sinks=True, head_dim=64, windows="pattern", window_pattern=2),
+    "glm4_moe": Family(output_bias=False, qk_norm="head", qk_norm_field="use_qk_norm", windows="none"),
     "dots1": Family(qk_norm="head", windows="upper"),
+    "apertus": _UNGATED,
+    "arcee": _UNGATED,
+    "gpt_neox": _UNGATED,
+    "nemotron": _UNGATED,
+    "persimmon": _UNGATED,
+    "phi": _UNGATED,
+    "starcoder2": _UNGATED,
 }
 
 

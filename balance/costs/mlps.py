@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from odc.balance.checks import as_count
 from odc.balance.costs.configs import Config
@@ -79,7 +80,7 @@ class MoeMlp:
         return router + num_experts * self.expert.num_parameters(hidden_size) + shared + gate
 
 
-Mlp = DenseMlp | MoeMlp
+Mlp: TypeAlias = DenseMlp | MoeMlp
 
 
 def read_mlps(config: Config, family: Family, num_layers: int, gated: bool) -> list[Mlp]:
@@ -88,6 +89,7 @@ def read_mlps(config: Config, family: Family, num_layers: int, gated: bool) -> l
     Raises:
         ValueError: a size is missing or not a positive integer, or a list has not one entry per layer.
     """
+    gated = gated and family.gated_mlp
     field = family.mlp_bias
     bias = config.flag(field, family.bias_default) if isinstance(field, str) else field
     if config.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") == 0:

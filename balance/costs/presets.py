@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 
-Config = dict[str, object]
+Fields = dict[str, object]
 
 _SIZES = (
     "hidden_size",
@@ -55,7 +55,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def preset(name: str) -> Config:
+def preset(name: str) -> Fields:
     """A copy of the configuration called ``name``, case ignored; fields as in ``config.json``.
 
     Raises:
@@ -71,7 +71,7 @@ def preset(name: str) -> Config:
     return dict(found)
 
 
-def _config(model_type: str, sizes: tuple[int, ...], tied: bool, **more: object) -> Config:
+def _config(model_type: str, sizes: tuple[int, ...], tied: bool, **more: object) -> Fields:
     return {
         "model_type": model_type,
         **dict(zip(_SIZES, sizes, strict=True)),
@@ -80,10 +80,8 @@ def _config(model_type: str, sizes: tuple[int, ...], tied: bool, **more: object)
     }
 
 
-def _dense() -> dict[str, Config]:
-    configs = {
-        name: _config("qwen2", sizes, tied, use_sliding_window=False) for name, (sizes, tied) in _QWEN2.items()
-    }
+def _dense() -> dict[str, Fields]:
+    configs = {name: _config("qwen2", sizes, tied, use_sliding_window=False) for name, (sizes, tied) in _QWEN2.items()}
     for name, (sizes, tied) in _QWEN3.items():
         configs[name] = _config("qwen3", sizes, tied, head_dim=128, attention_bias=False, use_sliding_window=False)
     for name, (sizes, tied) in _LLAMA.items():
@@ -93,7 +91,7 @@ def _dense() -> dict[str, Config]:
     return configs
 
 
-def _mixtures() -> dict[str, Config]:
+def _mixtures() -> dict[str, Fields]:
     qwen3 = _config(
         "qwen3_moe",
         (2048, 48, 32, 4, 6144, 151936),
@@ -107,9 +105,7 @@ def _mixtures() -> dict[str, Config]:
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
-    mixtral = _config(
-        "mixtral", _MISTRAL_SIZES, False, sliding_window=None, num_local_experts=8, num_experts_per_tok=2
-    )
+    mixtral = _config("mixtral", _MISTRAL_SIZES, False, sliding_window=None, num_local_experts=8, num_experts_per_tok=2)
     return {"qwen3-30b-a3b": qwen3, "mixtral-8x7b": mixtral}
 
 

@@ -99,7 +99,7 @@ class TransformerShape:
                 preset (:func:`preset_names`), or a shape, which is returned as it is. Needed are
                 ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size`` (or the
                 sizes of experts) and ``vocab_size``; the field names are those of transformers.
-            gated_mlp: three matrices in an MLP (Llama, Qwen, and all families listed), else two.
+            gated_mlp: three matrices in an MLP (Llama, Qwen); else two, as in families known to have two.
 
         Raises:
             ValueError: a size is missing or not a positive integer, the heads do not divide evenly, or the model
@@ -185,6 +185,6 @@ def _head_dim(config: Config, kind: Family, num_heads: int) -> int:
 
 
 def _qk_norm(config: Config, kind: Family) -> QkNorm:
-    if kind.qk_norm == "none" or kind.qk_norm == "head" or kind.qk_norm == "full":
-        return kind.qk_norm
-    return "head" if config.flag(kind.qk_norm, False) else "none"
+    if kind.qk_norm_field and not config.flag(kind.qk_norm_field, False):
+        return "none"
+    return kind.qk_norm

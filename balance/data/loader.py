@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from multiprocessing.context import BaseContext
+from typing import Generic
 
-import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import IntArray, as_count, as_lengths
+from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
-from odc.balance.data.collate import count_loss_tokens
+from odc.balance.data.loss_tokens import as_loss_tokens
+from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, MicrobatchReader, SampleT
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import Policy
-
-SampleT = TypeVar("SampleT")
-SampleT_co = TypeVar("SampleT_co", covariant=True)
-BatchT = TypeVar("BatchT")
-
-
-class Dataset(Protocol[SampleT_co]):
-    """Anything that gives a sample for an index."""
-
-    def __getitem__(self, index: int, /) -> SampleT_co: ...
+from odc.balance.streams import random_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +56,13 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     For each minibatch: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``,
     backward; then step. Every rank makes the loader with the same arguments but its own ``rank``; nothing is
-    communicated.
+    communicated. There is one iteration at a time: another, another epoch or a state loaded ends it.
+
+    With ``num_workers``, microbatches are read and collated by worker processes while this one trains, and
+    minibatches are planned as far ahead as that needs. What is yielded, and :meth:`state_dict`, are the same
+    as without, as long as a sample depends on its index alone; what else it draws at random is seeded in each
+    worker from ``seed``, the epoch, the rank and the worker's number. Workers start with an iteration and end
+    with it, also where the loop is left early.
 
     Args:
         dataset: gives sample i as ``dataset[i]``; only samples of this rank are read.
@@ -79,9 +78,23 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             predicts.
         check_loss_tokens: compare ``num_loss_tokens`` with the ``"labels"`` of a batch that is a mapping and
             has them. Turn it off if those labels are not in the form of :func:`~odc.balance.pack_collate`.
+        num_workers: processes that read ahead; 0: samples are read here, when their minibatch is asked for.
+            This and the arguments below are those of ``torch.utils.data.DataLoader``, with a microbatch in
+            place of a batch.
+        prefetch_factor: microbatches that each worker makes in advance; default 2.
+        pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
+        persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
+        multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last
+            two pickle ``dataset``, ``collate`` and ``worker_init_fn``. Default: that of Python.
+        worker_timeout_s: most seconds to wait for one microbatch of the workers; 0: without limit.
+        worker_init_fn: called in each worker with its number, from 0, before it reads. ``dataset`` is
+            ``torch.utils.data.get_worker_info().dataset.dataset`` there.
 
     Raises:
-        ValueError: an argument is out of range. While iterating: labels and ``num_loss_tokens`` disagree.
+        ValueError: an argument is out of range, or is about workers where there are none. While iterating:
+            labels and ``num_loss_tokens`` disagree.
+        RuntimeError: while iterating: a worker died or was silent for too long, or the iteration was ended
+            by another. Errors of ``dataset`` and ``collate`` keep their type, and name the samples.
     """
 
     def __init__(
@@ -101,6 +114,13 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         drop_last: bool = True,
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        multiprocessing_context: str | BaseContext | None = None,
+        worker_timeout_s: float = 600.0,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         self.sampler = MinibatchSampler(
             lengths,
@@ -113,15 +133,23 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        self.dataset = dataset
-        self.collate = collate
         self.rank = as_count(rank, "rank", minimum=0)
         if self.rank >= self.sampler.world_size:
             raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
-        self.num_loss_tokens = _loss_tokens(self.sampler.lengths, num_loss_tokens)
-        self.check_loss_tokens = check_loss_tokens
+        self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
+        self._reader = MicrobatchReader(
+            MicrobatchDataset(dataset, collate, self.num_loss_tokens if check_loss_tokens else None),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+            worker_timeout_s=worker_timeout_s,
+            worker_init_fn=worker_init_fn,
+        )
         self._num_yielded = 0
         self._start = 0
+        self._iteration = 0
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""
@@ -129,10 +157,20 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     def __iter__(self) -> Iterator[Minibatch[BatchT]]:
         start, self._start = self._start, 0
-        for number, planned in enumerate(self.sampler.starting_at(start), start):
-            minibatch = self._collate(planned)
+        self._iteration += 1
+        iteration = self._iteration
+        # The plans are read twice: by the reader, ahead, for what to make, and here for what that belongs to.
+        plans, ahead = itertools.tee(self.sampler.starting_at(start))
+        batches = self._reader.read(_microbatches(ahead, self.rank), self._worker_seed(start))
+        for number, planned in enumerate(plans, start):
+            minibatch = self._take(planned, batches)
             self._num_yielded = number + 1
             yield minibatch
+            if iteration != self._iteration:
+                raise RuntimeError(
+                    f"this iteration ended after minibatch {number}: the loader was iterated again, or given "
+                    "another epoch or state. Start a new iteration, or make a loader for each"
+                )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank.
@@ -142,6 +180,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         """
         if epoch != self.sampler.epoch:
             self._start = self._num_yielded = 0
+            self._iteration += 1
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
@@ -165,6 +204,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             raise ValueError(f"num_minibatches_done={num_done}: expected at most {len(self)}")
         self.sampler.set_epoch(state["epoch"])
         self._start = self._num_yielded = num_done
+        self._iteration += 1
 
     def _identity(self) -> dict[str, int]:
         sampler = self.sampler
@@ -175,39 +215,15 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             "shuffle": int(sampler.shuffle),
         }
 
-    def _collate(self, planned: PlannedMinibatch) -> Minibatch[BatchT]:
-        batches = []
-        for samples in planned.of_rank(self.rank):
-            batch = self.collate([self.dataset[sample] for sample in samples])
-            if self.check_loss_tokens:
-                _check_labels(batch, samples, int(self.num_loss_tokens[samples].sum()))
-            batches.append(batch)
+    def _take(self, planned: PlannedMinibatch, batches: Iterator[BatchT]) -> Minibatch[BatchT]:
+        mine = [next(batches) for _ in planned.plan.microbatches[self.rank]]
         total = int(self.num_loss_tokens[planned.samples].sum())
-        return Minibatch(batches, loss_scale(self.sampler.world_size, total), total, planned.plan)
+        return Minibatch(mine, loss_scale(self.sampler.world_size, total), total, planned.plan)
+
+    def _worker_seed(self, start: int) -> int:
+        return int(random_stream("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw())
 
 
-def _loss_tokens(lengths: IntArray, given: npt.ArrayLike | None) -> IntArray:
-    if given is None:
-        return lengths - 1
-    counts = as_lengths(given, "num_loss_tokens", minimum=0)
-    if counts.shape != lengths.shape:
-        raise ValueError(
-            f"num_loss_tokens has {counts.size} entries for {lengths.size} lengths: expected one per sample"
-        )
-    if (counts > lengths).any():
-        bad = int(np.flatnonzero(counts > lengths)[0])
-        raise ValueError(f"num_loss_tokens[{bad}] is {counts[bad]}: expected at most its length, {lengths[bad]}")
-    return counts
-
-
-def _check_labels(batch: object, samples: Sequence[int], expected: int) -> None:
-    if not (isinstance(batch, Mapping) and "labels" in batch):
-        return
-    labels: Any = batch["labels"]
-    found = count_loss_tokens(labels)
-    if found != expected:
-        raise ValueError(
-            f"the labels of samples {list(samples)} have {found} loss tokens, num_loss_tokens says "
-            f"{expected}: the loss scale would be wrong. Pass num_loss_tokens=[count_loss_tokens(labels) for "
-            "each sample], or check_loss_tokens=False if these labels are counted in another way"
-        )
+def _microbatches(planned: Iterable[PlannedMinibatch], rank: int) -> Iterator[list[int]]:
+    for minibatch in planned:
+        yield from minibatch.of_rank(rank)

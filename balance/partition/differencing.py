@@ -38,6 +38,8 @@ def largest_differencing(costs: FloatArray, k: int, *, equal_size: bool) -> Part
     Most merges are of a full tuple with one that has few items, so parts without items are not stored: n
     items take O(n (log n + log k)) steps and O(n) memory, not O(n k).
     """
+    if costs.size == 0:
+        return [[] for _ in range(k)]
     queue = _Queue(costs, k, equal_size=equal_size)
     a = queue.pop()
     while not queue.is_empty():

@@ -13,9 +13,6 @@ from odc.balance.costs import CostModel, evaluate
 from odc.balance.plan import Comm, Plan, sum_by_microbatch
 from odc.balance.streams import normal_quantiles, random_stream, uniform
 
-# A forward is one of the three matrix products per weight that a forward and backward need.
-_FORWARD = 1 / 3
-
 
 @runtime_checkable
 class LayeredCost(Protocol):
@@ -56,14 +53,18 @@ class Machine:
     num_layers: int = 1
     """Layers that communicate, for a cost model that has no layers of its own."""
 
+    forward_share: float = 1 / 3
+    """Part of the compute that is the forward: 1/4 if the backward computes all activations anew."""
+
     seed: int = 0
     """Of the noise."""
 
     def __post_init__(self) -> None:
-        for name in ("noise", "gather", "scatter", "overlap"):
+        for name in ("noise", "gather", "scatter", "overlap", "forward_share"):
             as_cost(getattr(self, name), name)
-        if self.overlap > 1:
-            raise ValueError(f"overlap={self.overlap}: expected a number from 0 to 1")
+        for name in ("overlap", "forward_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number from 0 to 1")
         as_count(self.num_layers, "num_layers")
         as_count(self.seed, "seed", minimum=0)
 
@@ -138,7 +139,8 @@ class Stopwatch:
     def _stages(self) -> tuple[tuple[float, float], ...]:
         """Part of the compute, and communication: of a forward, then of a backward."""
         machine = self._machine
-        return (_FORWARD, machine.gather), (1 - _FORWARD, machine.gather + machine.scatter)
+        share = machine.forward_share
+        return (share, machine.gather), (1 - share, machine.gather + machine.scatter)
 
     def _stage(self, compute: FloatArray, communication: float) -> FloatArray:
         return compute + communication - self._machine.overlap * np.minimum(compute, communication)

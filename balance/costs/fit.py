@@ -1,0 +1,207 @@
+"""Fit a cost model to measured times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance.checks import FloatArray, IntArray, as_costs, as_lengths
+from odc.balance.costs.models import LinearCost, QuadraticCost
+
+Form = Literal["quadratic", "linear"]
+Lengths = npt.ArrayLike | Sequence[npt.ArrayLike]
+
+# Smallest singular value over the largest, all columns scaled to length 1, at which coefficients can be told
+# apart: beyond it, rounding of the input alone changes them in their third digit.
+_RANK_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement beside what the fit says."""
+
+    index: int
+    lengths: tuple[int, ...]
+    """Tokens of each sample of the microbatch."""
+
+    seconds: float
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class CostFit:
+    """A cost model in seconds, and how well it fits. Made by :func:`fit_cost`."""
+
+    cost: QuadraticCost | LinearCost
+    """Seconds of a sample."""
+
+    microbatch_s: float
+    """Seconds of a microbatch besides its samples: what policies call ``microbatch_cost``."""
+
+    mean_relative_error: float
+    """Mean of abs(predicted - measured) / measured."""
+
+    max_relative_error: float
+    r_squared: float
+    """1 - squared errors / squared deviations from the mean, in seconds; 0 if all seconds are equal."""
+
+    num_measurements: int
+    worst: Measurement
+    """The one of the largest relative error."""
+
+    def predict(self, lengths: Lengths) -> FloatArray:
+        """Seconds of microbatches, (num_microbatches,); ``lengths`` as for :func:`fit_cost`.
+
+        Raises:
+            ValueError: a length is not a positive integer.
+        """
+        microbatches = _as_microbatches(lengths)
+        return np.array([self.microbatch_s + self.cost(samples).sum() for samples in microbatches])
+
+    def explain(self) -> str:
+        """A short text for people: the coefficients, the errors, the worst measurement."""
+        terms = [f"{self.cost.b:.3g} s per token"]
+        if isinstance(self.cost, QuadraticCost):
+            terms.insert(0, f"{self.cost.a:.3g} s per squared token")
+        terms.append(f"{self.microbatch_s:.3g} s per microbatch")
+        shown = ", ".join(map(str, self.worst.lengths[:8])) + (", ..." if len(self.worst.lengths) > 8 else "")
+        return "\n".join(
+            [
+                " + ".join(terms),
+                f"{self.num_measurements} measurements: relative error {self.mean_relative_error:.1%} on average, "
+                f"{self.max_relative_error:.1%} at most, R^2 {self.r_squared:.4f}",
+                f"worst: measurement {self.worst.index} of lengths {shown}: measured {self.worst.seconds:.3g} s, "
+                f"predicted {self.worst.predicted_s:.3g} s",
+            ]
+        )
+
+
+def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadratic", fixed: bool = True) -> CostFit:
+    """Fit ``a * sum(s**2) + b * sum(s) + c`` to measured microbatches; no coefficient is negative.
+
+    Least squares of the relative errors, (predicted - measured) / measured: timing noise grows with the time,
+    and the short samples should fit as well as the long ones. Hence noise of relative deviation r makes the
+    predictions smaller than the true times, by about 2 r^2 of them.
+
+    Args:
+        lengths: tokens. Either one per measurement, (num_measurements,), for microbatches of one sample; or for
+            each measurement the lengths of the samples that were packed into its microbatch.
+        seconds: time of forward and backward of each measurement, (num_measurements,).
+        form: "linear" leaves out ``a``.
+        fixed: False leaves out ``c``.
+
+    Raises:
+        ValueError: lengths or seconds are not what they should be, there are fewer measurements than
+            coefficients, the lengths are too much alike to tell the coefficients apart, or the times do not
+            grow with the lengths.
+    """
+    if form not in ("quadratic", "linear"):
+        raise ValueError(f"form={form!r}: expected 'quadratic' or 'linear'")
+    microbatches = _as_microbatches(lengths)
+    times = _as_seconds(seconds, len(microbatches))
+    terms = [*("a" if form == "quadratic" else ""), "b", *("c" if fixed else "")]
+    _check_count(len(microbatches), terms)
+    sums = np.array([_sums(samples) for samples in microbatches])
+    columns = sums[:, ["abc".index(term) for term in terms]]
+    _check_rank(columns / times[:, None], terms, microbatches)
+    found = dict(zip(terms, _non_negative(columns / times[:, None]), strict=True))
+    a, b, c = (float(found.get(term, 0.0)) for term in "abc")
+    if a == b == 0:
+        raise ValueError(
+            "the times do not grow with the lengths, so no cost per token can be read from them: measure longer "
+            "samples, after a warm-up, and take the median of several runs of each"
+        )
+    cost = QuadraticCost(a, b) if form == "quadratic" else LinearCost(b)
+    return _describe(cost, c, microbatches, times, sums @ np.array([a, b, c]))
+
+
+def _describe(
+    cost: QuadraticCost | LinearCost,
+    microbatch_s: float,
+    microbatches: list[IntArray],
+    times: FloatArray,
+    predicted: FloatArray,
+) -> CostFit:
+    errors = np.abs(predicted - times) / times
+    worst = int(np.argmax(errors))
+    deviation = float(np.square(times - times.mean()).sum())
+    return CostFit(
+        cost=cost,
+        microbatch_s=microbatch_s,
+        mean_relative_error=float(errors.mean()),
+        max_relative_error=float(errors.max()),
+        r_squared=1 - float(np.square(predicted - times).sum()) / deviation if deviation else 0.0,
+        num_measurements=times.size,
+        worst=Measurement(worst, tuple(microbatches[worst].tolist()), float(times[worst]), float(predicted[worst])),
+    )
+
+
+def _non_negative(matrix: FloatArray) -> FloatArray:
+    """``x >= 0`` that minimizes ``|matrix @ x - 1|``, of at most three columns: the best of all active sets."""
+    scale = np.linalg.norm(matrix, axis=0)
+    best, best_error = np.zeros(matrix.shape[1]), math.inf
+    for chosen in _subsets(matrix.shape[1]):
+        part = matrix[:, chosen] / scale[chosen]
+        solution = np.linalg.lstsq(part, np.ones(len(matrix)), rcond=None)[0]
+        error = float(np.square(part @ solution - 1).sum())
+        if (solution >= 0).all() and error < best_error:
+            best, best_error = np.zeros(matrix.shape[1]), error
+            best[chosen] = solution / scale[chosen]
+    return best
+
+
+def _subsets(size: int) -> Iterator[list[int]]:
+    for count in range(1, size + 1):
+        yield from map(list, itertools.combinations(range(size), count))
+
+
+def _sums(samples: IntArray) -> tuple[float, float, float]:
+    tokens = samples.astype(np.float64)
+    return float(tokens @ tokens), float(tokens.sum()), 1.0
+
+
+def _as_microbatches(lengths: Lengths) -> list[IntArray]:
+    values: list[Any] = list(lengths)  # type: ignore[arg-type]
+    if all(np.ndim(value) == 0 for value in values):
+        return list(as_lengths(values)[:, None])
+    if not all(np.ndim(value) == 1 for value in values):
+        raise ValueError("lengths mixes numbers and lists: expected one length, or one list, for every measurement")
+    microbatches = [as_lengths(value, name=f"lengths[{index}]") for index, value in enumerate(values)]
+    empty = [index for index, samples in enumerate(microbatches) if not samples.size]
+    if empty:
+        raise ValueError(f"lengths[{empty[0]}] is empty: expected at least one sample in every measured microbatch")
+    return microbatches
+
+
+def _as_seconds(seconds: npt.ArrayLike, num_measurements: int) -> FloatArray:
+    times = as_costs(seconds, "seconds")
+    if times.size != num_measurements:
+        raise ValueError(f"{times.size} seconds for {num_measurements} lengths: expected one per measurement")
+    if not times.all():
+        raise ValueError(f"seconds[{int(np.argmin(times))}] is 0: expected more than 0")
+    return times
+
+
+def _check_count(num_measurements: int, terms: list[str]) -> None:
+    if num_measurements < len(terms):
+        raise ValueError(
+            f"{num_measurements} measurements for {len(terms)} coefficients ({', '.join(terms)}): "
+            "measure more lengths, or leave coefficients out (form='linear', fixed=False)"
+        )
+
+
+def _check_rank(matrix: FloatArray, terms: list[str], microbatches: list[IntArray]) -> None:
+    singular = np.linalg.svd(matrix / np.linalg.norm(matrix, axis=0), compute_uv=False)
+    if singular[-1] <= _RANK_TOLERANCE * singular[0]:
+        distinct = np.unique(np.concatenate(microbatches))
+        shown = f"all lengths are {distinct[0]}" if distinct.size == 1 else f"there are {distinct.size} lengths"
+        raise ValueError(
+            f"{shown}: the coefficients {', '.join(terms)} cannot be told apart; measure at least {len(terms)} "
+            "microbatches of different lengths, from the shortest to the longest that occur"
+        )

@@ -1,0 +1,441 @@
+"""Layer 3: worker processes. The same stream as without workers, resuming, errors, and no worker left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from odc.balance import Minibatch, MinibatchLoader, QuadraticCost, get_policy, pack_collate
+from odc.balance.policies import LBMini
+from odc.balance.policies.base import Job
+
+COST = QuadraticCost(1e-2, 1.0)
+WORKERS = {"num_workers": 2}
+POLICIES = ["lb-mini", "lb-micro", "verl-native"]
+
+
+# Top level, because workers that are spawned import them by name.
+
+
+class Tokens:
+    """Samples cut out of one tensor of tokens; the first tokens of a sample are its prompt."""
+
+    def __init__(self, num_samples: int = 46, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.lengths = rng.integers(1, 61, num_samples)
+        self.prompts = rng.integers(1, self.lengths + 1)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.tokens = torch.from_numpy(rng.integers(0, 1000, int(self.lengths.sum())))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.tokens[self.starts[index] :][: self.lengths[index]]
+        labels = ids.clone()
+        labels[: self.prompts[index]] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Indices:
+    """Sample i is i, unless it is the one that does what ``trouble`` says."""
+
+    def __init__(self, trouble: str = "", sample: int = 17) -> None:
+        self.trouble = trouble
+        self.sample = sample
+        self.opened_by: int | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.sample:
+            self._trouble()
+        return index
+
+    def _trouble(self) -> None:
+        if self.trouble == "key":
+            raise KeyError("text")
+        if self.trouble == "stop":
+            raise StopIteration
+        if self.trouble == "sleep":
+            time.sleep(1.0)
+        if self.trouble == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_pid(samples: list[int]) -> tuple[int, list[int]]:
+    return os.getpid(), samples
+
+
+def as_array(samples: list[int]) -> Any:
+    return np.array(samples, dtype=np.int64)
+
+
+def refuse(samples: list[int]) -> list[int]:
+    if 17 in samples:
+        raise TypeError("no batch of these")
+    return samples
+
+
+def open_dataset(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.dataset.opened_by = worker
+
+
+def opened_by(samples: list[int]) -> int | None:
+    info: Any = get_worker_info()
+    result: int | None = info.dataset.dataset.opened_by
+    return result
+
+
+def make_loader(rank: int = 0, **options: Any) -> MinibatchLoader[Any, dict[str, torch.Tensor]]:
+    """46 samples on 4 ranks: three full minibatches and one of 10 samples."""
+    dataset = Tokens()
+    arguments: dict[str, Any] = {"minibatch_size": 3, "cost": COST, "drop_last": False, **options}
+    counts = dataset.lengths - dataset.prompts
+    return MinibatchLoader(dataset, dataset.lengths, pack_collate, rank, 4, num_loss_tokens=counts, **arguments)
+
+
+def make_index_loader(
+    collate: Any = list, dataset: Any = None, num_samples: int = 24, **options: Any
+) -> MinibatchLoader[int, Any]:
+    """24 samples on one rank, in their order: minibatches of 4 samples in microbatches of 2."""
+    arguments: dict[str, Any] = {"minibatch_size": 4, "max_tokens": 2, "policy": "local-sort", **options}
+    dataset = Indices() if dataset is None else dataset
+    return MinibatchLoader(dataset, [1] * num_samples, collate, 0, 1, cost=COST, shuffle=False, **arguments)
+
+
+def assert_same(found: list[Minibatch[Any]], expected: list[Minibatch[Any]]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.loss_scale, a.num_loss_tokens, a.plan) == (b.loss_scale, b.num_loss_tokens, b.plan)
+        assert len(a.microbatches) == len(b.microbatches)
+        for left, right in zip(a.microbatches, b.microbatches, strict=True):
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+# The same stream.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_workers_change_nothing(policy: str, rank: int) -> None:
+    expected = make_loader(rank, policy=policy)
+    loader = make_loader(rank, policy=policy, **WORKERS)
+    for epoch in range(2):
+        expected.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        assert_same(list(loader), list(expected))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked(method: str) -> None:
+    loader = make_loader(multiprocessing_context=method, num_workers=1)
+    assert_same(list(loader), list(make_loader()))
+
+
+def test_empty_microbatches() -> None:
+    """Two samples that need a microbatch each on two ranks, and one that is left over."""
+    options: dict[str, Any] = {"minibatch_size": 2, "max_tokens": 1, "policy": "lb-micro", "drop_last": False}
+    streams = []
+    for num_workers in (0, 2):
+        loaders = [
+            MinibatchLoader(
+                Indices(), [1] * 7, list, rank, 2, cost=COST, shuffle=False, num_workers=num_workers, **options
+            )
+            for rank in range(2)
+        ]
+        streams.append([[minibatch.microbatches for minibatch in loader] for loader in loaders])
+    assert streams[0] == streams[1]
+    assert [rank[-1].count([]) for rank in streams[1]] in ([0, 1], [1, 0])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_without_any_microbatch(num_workers: int) -> None:
+    """Fewer samples than ranks in every minibatch but the first two."""
+    streams = []
+    for rank in range(3):
+        loader = MinibatchLoader(
+            Indices(), [1] * 7, list, rank, 3, minibatch_size=1, cost=COST, drop_last=False, num_workers=num_workers
+        )
+        streams.append([minibatch.microbatches for minibatch in loader])
+    assert [len(stream) for stream in streams] == [3, 3, 3]
+    assert sorted(len(stream[-1]) for stream in streams) == [0, 0, 1]
+    assert sorted(i for stream in streams for minibatch in stream for part in minibatch for i in part) == [*range(7)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_what_collate_returned(num_workers: int) -> None:
+    """Lists stay lists and arrays arrays; torch would make tensors of them."""
+    for collate, kind in ((list, list), (as_array, np.ndarray)):
+        loader = make_index_loader(collate, num_workers=num_workers)
+        batches = [batch for minibatch in loader for batch in minibatch.microbatches]
+        assert all(type(batch) is kind for batch in batches)
+        assert [int(i) for batch in batches for i in batch] == [*range(24)]
+
+
+def test_workers_do_the_work() -> None:
+    batches = [batch for minibatch in make_index_loader(with_pid, **WORKERS) for batch in minibatch.microbatches]
+    assert len({pid for pid, _ in batches} - {os.getpid()}) == 2
+    assert os.getpid() not in {pid for pid, _ in batches}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_random_numbers_of_the_model_are_left_alone(num_workers: int) -> None:
+    before = torch.get_rng_state()
+    list(make_index_loader(num_workers=num_workers))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def random_numbers(samples: list[int]) -> list[int]:
+    return [int(torch.randint(1 << 40, ())) for _ in samples]
+
+
+def test_workers_are_seeded_by_seed_epoch_and_rank() -> None:
+    def draw(epoch: int, **options: Any) -> set[int]:
+        loader = make_index_loader(random_numbers, **WORKERS, **options)
+        loader.set_epoch(epoch)
+        return {number for minibatch in loader for batch in minibatch.microbatches for number in batch}
+
+    first = draw(0)
+    assert len(first) == 24
+    assert draw(0) == first
+    assert not draw(1) & first
+    assert not draw(0, seed=1) & first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pinned_memory(num_workers: int) -> None:
+    loader = make_loader(pin_memory=True, num_workers=num_workers)
+    if torch.accelerator.is_available():
+        minibatches = list(loader)
+        assert all(t.is_pinned() for m in minibatches for batch in m.microbatches for t in batch.values())
+    else:
+        with pytest.warns(UserWarning, match="no accelerator"):
+            minibatches = list(loader)
+    assert_same(minibatches, list(make_loader()))
+
+
+def test_worker_init_fn_finds_the_dataset() -> None:
+    loader = make_index_loader(opened_by, worker_init_fn=open_dataset, **WORKERS)
+    assert {batch for minibatch in loader for batch in minibatch.microbatches} == {0, 1}
+
+
+class CountingPolicy(LBMini):
+    def __init__(self) -> None:
+        self.num_plans = 0
+
+    def assign(self, job: Job) -> list[list[list[int]]]:
+        self.num_plans += 1
+        return super().assign(job)
+
+
+@pytest.mark.parametrize(("options", "num_ahead"), [({}, 0), ({**WORKERS, "prefetch_factor": 1}, 2)])
+def test_minibatches_are_planned_when_needed(options: dict[str, Any], num_ahead: int) -> None:
+    policy = CountingPolicy()
+    iterator = iter(make_index_loader(policy=policy, minibatch_size=1, **options))
+    next(iterator)
+    assert policy.num_plans == 1 + num_ahead  # a microbatch for each worker, beyond the one that came
+    next(iterator)
+    assert policy.num_plans == 2 + num_ahead
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
+def test_resume_with_other_workers(policy: str, before: int, after: int) -> None:
+    make_loader_of = [make_loader(policy=policy, num_workers=n, seed=5) for n in (0, before, after)]
+    for loader in make_loader_of:
+        loader.set_epoch(1)
+    whole = list(make_loader_of[0])
+    for num_done in (0, 1, 3, 4):
+        iterator = iter(make_loader_of[1])
+        start = [next(iterator) for _ in range(num_done)]
+        make_loader_of[2].load_state_dict({**make_loader_of[1].state_dict(), "num_minibatches_done": num_done})
+        del iterator
+        assert_same(start + list(make_loader_of[2]), whole)
+
+
+def test_reading_ahead_does_not_count_as_done() -> None:
+    loader, expected = make_loader(prefetch_factor=4, **WORKERS), make_loader()
+    assert loader.state_dict() == expected.state_dict()
+    for _ in zip(loader, expected, strict=True):
+        assert loader.state_dict() == expected.state_dict()
+    assert loader.state_dict()["num_minibatches_done"] == 4
+
+
+# No worker is left behind.
+
+
+def num_workers_alive() -> int:
+    return len(multiprocessing.active_children())
+
+
+def test_workers_end_with_the_epoch() -> None:
+    for _ in make_index_loader(**WORKERS):
+        assert num_workers_alive() == 2
+    assert num_workers_alive() == 0
+
+
+def test_workers_end_when_the_loop_is_left() -> None:
+    loader = make_index_loader(**WORKERS)
+    for _ in loader:
+        break
+    assert num_workers_alive() == 0
+    iterator = iter(loader)
+    assert num_workers_alive() == 0  # they start at the first minibatch
+    next(iterator)
+    assert num_workers_alive() == 2
+    del iterator
+    assert num_workers_alive() == 0
+
+
+def train_until_error(loader: MinibatchLoader[Any, Any]) -> None:
+    for _ in loader:
+        raise ArithmeticError("loss is NaN")
+
+
+def test_workers_end_when_training_fails() -> None:
+    with pytest.raises(ArithmeticError) as error:
+        train_until_error(make_index_loader(**WORKERS))
+    del error  # its traceback holds the loop, and that the workers
+    assert num_workers_alive() == 0
+
+
+def test_a_second_iteration_ends_the_first() -> None:
+    loader = make_index_loader(**WORKERS)
+    first = iter(loader)
+    next(first)
+    assert [minibatch.microbatches for minibatch in loader] == [m.microbatches for m in make_index_loader()]
+    with pytest.raises(RuntimeError, match="ended after minibatch 0: the loader was iterated again"):
+        next(first)
+    assert num_workers_alive() == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("change", ["epoch", "state"])
+def test_an_iteration_does_not_outlive_its_epoch(num_workers: int, change: str) -> None:
+    """Else ranks would mix plans of two epochs, each at the point that its own prefetching had reached."""
+    loader = make_index_loader(num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_epoch(0)  # the same epoch
+    next(iterator)
+    if change == "epoch":
+        loader.set_epoch(1)
+    else:
+        loader.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match="ended after minibatch 1"):
+        next(iterator)
+
+
+# Persistent workers.
+
+
+def pids(minibatches: Iterator[Minibatch[Any]] | MinibatchLoader[Any, Any]) -> set[int]:
+    return {pid for minibatch in minibatches for pid, _ in minibatch.microbatches}
+
+
+def test_persistent_workers_stay_for_the_next_epoch() -> None:
+    loader = make_index_loader(with_pid, persistent_workers=True, **WORKERS)
+    first = pids(loader)
+    assert num_workers_alive() == 2
+    loader.set_epoch(1)
+    for _ in loader:
+        break  # what was read ahead must not turn up in the next epoch
+    loader.set_epoch(2)
+    minibatches = list(loader)
+    assert pids(iter(minibatches)) == first
+    assert [i for m in minibatches for _, batch in m.microbatches for i in batch] == [*range(24)]
+    del loader
+    assert num_workers_alive() == 0
+
+
+def test_persistent_workers_resume() -> None:
+    loader = make_loader(persistent_workers=True, **WORKERS)
+    whole = list(loader)
+    assert_same(whole, list(make_loader()))
+    loader.load_state_dict({**loader.state_dict(), "num_minibatches_done": 2})
+    assert_same(list(loader), whole[2:])
+
+
+def test_persistent_workers_are_replaced_when_one_died() -> None:
+    dataset = Indices("killed")
+    loader = make_index_loader(dataset=dataset, persistent_workers=True, **WORKERS)
+    with pytest.raises(RuntimeError, match="DataLoader worker .*(is killed by signal|exited unexpectedly)"):
+        list(loader)
+    dataset.trouble = ""
+    assert [i for m in loader for batch in m.microbatches for i in batch] == [*range(24)]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])
+def test_an_error_of_the_dataset_names_the_sample(options: dict[str, Any]) -> None:
+    with pytest.raises(KeyError) as error:
+        list(make_index_loader(dataset=Indices("key"), **options))
+    message = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert "when sample 17 was read" in message
+    assert "text" in message
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS])
+def test_an_error_of_collate_names_the_samples(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="no batch of these") as error:
+        list(make_index_loader(refuse, **options))
+    message = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert "when samples [16, 17] were collated" in message
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS])
+def test_a_dataset_cannot_end_the_epoch(options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration when sample 17 was read"):
+        list(make_index_loader(dataset=Indices("stop"), **options))
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS])
+def test_labels_are_checked_where_they_are_made(options: dict[str, Any]) -> None:
+    dataset = Tokens()
+    arguments: dict[str, Any] = {"minibatch_size": 3, "cost": COST, **options}
+    loader = MinibatchLoader(dataset, dataset.lengths, pack_collate, 0, 1, **arguments)
+    with pytest.raises(ValueError, match=r"labels of samples \[.*the loss scale would be wrong"):
+        list(loader)
+
+
+def test_a_worker_that_hangs_is_an_error() -> None:
+    loader = make_index_loader(dataset=Indices("sleep"), worker_timeout_s=0.3, **WORKERS)
+    with pytest.raises(RuntimeError, match="timed out after 0.3 seconds"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, "num_workers=-1: expected an integer of at least 0"),
+        ({"num_workers": 1.5}, "num_workers=1.5: expected an integer"),
+        ({"prefetch_factor": 2}, "prefetch_factor=2 without workers: .* num_workers of at least 1"),
+        ({**WORKERS, "prefetch_factor": 0}, "prefetch_factor=0: expected an integer of at least 1"),
+        ({**WORKERS, "prefetch_factor": -1}, "prefetch_factor=-1"),
+        ({"persistent_workers": True}, "persistent_workers=True without workers"),
+        ({"multiprocessing_context": "fork"}, "multiprocessing_context='fork' without workers"),
+        ({**WORKERS, "multiprocessing_context": "thread"}, "multiprocessing_context.*'thread'"),
+        ({**WORKERS, "worker_timeout_s": -1}, "worker_timeout_s=-1: expected a finite number of at least 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loader(**options)
+    assert num_workers_alive() == 0
+
+
+def test_policies_of_these_tests_are_of_both_kinds() -> None:
+    assert {get_policy(name).two_level for name in POLICIES} == {True, False}
+    assert {get_policy(name).equal_counts for name in POLICIES} == {True, False}
