@@ -8,6 +8,8 @@ import typer
 
 from odc._version import __version__
 from odc.cli.info import info
+from odc.cli.plan import plan
+from odc.cli.simulate import simulate
 
 app = typer.Typer(
     name="odc",
@@ -37,6 +39,8 @@ def _options(
     """Options of the command itself."""
 
 
+app.command()(plan)
+app.command()(simulate)
 app.command()(info)
 
 

@@ -1,0 +1,117 @@
+"""From command-line options to a cost model in seconds, and a memory estimate."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost
+from odc.balance.checks import FloatArray
+from odc.cli.devices import DEVICES, Device
+
+
+@dataclass(frozen=True)
+class TimedTransformer:
+    """Seconds of a transformer on a device: its FLOPs at a constant rate; layer by layer, as it is."""
+
+    flops: TransformerCost
+    flops_per_s: float
+
+    def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
+        return self.flops(lengths) / self.flops_per_s
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of layers of each kind."""
+        return self.flops.counts
+
+    def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
+        """Seconds of one layer of each kind, (num_kinds, num_samples)."""
+        return self.flops.by_group(lengths) / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained on what: costs in seconds, and memory."""
+
+    cost: CostModel
+    microbatch_s: float
+    """Seconds of a microbatch besides its samples."""
+
+    about: str
+    """Where the costs come from, for people."""
+
+    activations: ActivationMemory
+    state: ShardedState
+    device: Device
+
+    def memory_bytes(self, peak_tokens: int) -> int:
+        """Peak per device when the largest microbatch has so many tokens."""
+        return self.state.bytes + self.activations.bytes(peak_tokens)
+
+    def most_tokens(self) -> int:
+        """The largest microbatch that fits; 0 if the model itself does not."""
+        left = self.device.memory_bytes - self.state.bytes
+        if left < self.activations.bytes(1):
+            return 0
+        return self.activations.max_tokens(left)
+
+
+def make_training(
+    model: str, device: str, mfu: float, world_size: int, *, recompute: bool, timings: Path | None
+) -> Training:
+    """Cost and memory of a model on a kind of device.
+
+    Args:
+        model: preset or path of a config.json.
+        device: one of :data:`~odc.cli.devices.DEVICES`.
+        mfu: model FLOPs utilization: achieved over peak FLOPs, recomputation not counted as achieved.
+        world_size: number of ranks that share parameters, gradients and optimizer state.
+        recompute: the backward computes activations anew.
+        timings: a CSV of lengths and seconds to fit the costs to, instead of FLOPs.
+
+    Raises:
+        ValueError: something cannot be read or is not known.
+    """
+    hardware = DEVICES[device]
+    cost: CostModel = TimedTransformer(TransformerCost.from_config(model), mfu * hardware.flops_per_s)
+    about, microbatch_s = f"FLOPs of {model} at {mfu:.0%} of the peak of one {device.upper()}", 0.0
+    if timings is not None:
+        fit = fit_cost(*read_timings(timings))
+        cost, microbatch_s, about = fit.cost, fit.microbatch_s, f"fitted to {timings}: {fit.explain()}"
+    return Training(
+        cost,
+        microbatch_s,
+        about,
+        ActivationMemory.from_config(model, recompute=recompute, logits="chunked"),
+        ShardedState.from_config(model, world_size),
+        hardware,
+    )
+
+
+def read_timings(path: Path) -> tuple[list[int], list[float]]:
+    """Pairs of length and seconds from a CSV with two columns; a first line of names is skipped.
+
+    Raises:
+        ValueError: the file is missing, or a line is not such a pair.
+    """
+    if not path.exists():
+        raise ValueError(f"there is no file {str(path)!r}: expected a CSV of measured lengths and seconds")
+    lengths, seconds = [], []
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.reader(file), 1):
+            if not row or (number == 1 and not row[0].strip().isdigit()):
+                continue
+            try:
+                length, time_s = row
+                lengths.append(int(length))
+                seconds.append(float(time_s))
+            except ValueError:
+                raise ValueError(f"{path}, line {number}: {','.join(row)!r} is not 'length,seconds'") from None
+    if not np.isfinite(seconds).all():
+        raise ValueError(f"{path}: every time must be a finite number of seconds")
+    return lengths, seconds

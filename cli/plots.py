@@ -1,0 +1,157 @@
+"""Pictures of plans and studies. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from odc.balance import Plan
+from odc.balance.plan import Comm
+from odc.balance.simulate import PlannedEpoch
+from odc.balance.simulate.studies import Point
+from odc.cli.comparison import Comparison, at_minibatch_sizes
+
+_COMPUTE = ("#7a9cc6", "#a9c0dd")
+_WAIT = "#d1495b"
+_COLLECTIVE, _ODC = "#c9a227", "#1f3b5c"
+_SIZES = (1, 2, 4, 8, 16)
+_LABELS = {
+    "minibatch_size": "samples per device and minibatch",
+    "max_length": "longest sample (tokens)",
+    "packing_ratio": "tokens per microbatch / longest sample",
+    "devices": "devices",
+    "noise": "relative error of the cost estimates",
+    "slowdown": "one device slower by",
+}
+
+
+def plot_plan(path: Path, comparison: Comparison) -> None:
+    """Four panels: lengths, one minibatch under FSDP and under ODC, and curves over minibatch sizes."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    top_left, top_right, low_left, low_right = figure.subplots(2, 2).flat
+    _plot_lengths(top_left, np.asarray(comparison.scenario.lengths))
+    _plot_sizes(low_left, low_right, comparison)
+    _plot_minibatch(top_right, comparison)
+    figure.savefig(path, dpi=130)
+
+
+def plot_studies(path: Path, studies: Mapping[str, Sequence[Point]]) -> None:
+    """One panel per factor: the acceleration of ODC, and both bubble rates."""
+    columns = min(2, len(studies))
+    rows = -(-len(studies) // columns)
+    figure = Figure(figsize=(6 * columns, 3.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, (factor, points) in zip(panels, studies.items(), strict=False):
+        _plot_study(axes, factor, points)
+    for axes in panels[len(studies) :]:
+        axes.set_axis_off()
+    figure.suptitle("ODC with LB-Mini against collectives with LB-Micro, one factor at a time")
+    figure.savefig(path, dpi=130)
+
+
+def _plot_lengths(axes: Axes, lengths: np.ndarray) -> None:
+    low, high = lengths.min(), max(lengths.max(), lengths.min() + 1)
+    bins = np.geomspace(low, high, 50) if high > 20 * low else np.linspace(low, high, 50)
+    axes.hist(lengths, bins=bins.tolist(), color=_COMPUTE[0])
+    if high > 20 * low:
+        axes.set_xscale("log")
+    axes.axvline(float(np.median(lengths)), color="black", linewidth=1, label=f"median {np.median(lengths):,.0f}")
+    axes.set_title(f"{lengths.size:,} samples, longest {lengths.max():,} tokens", loc="left")
+    axes.set_xlabel("length (tokens)")
+    axes.set_ylabel("samples")
+    axes.legend(frameon=False)
+
+
+def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
+    """One minibatch, the one whose plan for collectives is typical: what each rank does when."""
+    bars = [
+        (comparison.planned[name], comm)
+        for name, comm in (("lb-micro", "collective"), ("lb-mini", "odc"))
+        if name in comparison.planned
+    ]
+    if not bars:
+        name, comm = next(iter(comparison.simulations))
+        bars = [(comparison.planned[name], comm)]
+    number = _typical(bars[0][0])
+    height, ticks, longest = 0.0, [], 0.0
+    for epoch, comm in bars:
+        plan = epoch.minibatches[number].plan
+        longest = max(longest, plan.makespan(comm))
+        for rank in range(plan.world_size):
+            _plot_rank(axes, plan, rank, comm, height)
+            ticks.append((height, f"{rank}"))
+            height -= 1
+        axes.text(0, height + plan.world_size + 0.6, f"{plan.policy}, {'FSDP' if comm == 'collective' else 'ODC'}")
+        height -= 1.4
+    axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
+    axes.set_xlim(0, longest * 1.01)
+    axes.set_title(f"Minibatch {number}: what each rank does", loc="left")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("rank")
+    handles = [Patch(color=_COMPUTE[0], label="microbatch"), Patch(color=_WAIT, label="waiting")]
+    axes.legend(handles=handles, frameon=False, loc="lower right")
+
+
+def _plot_rank(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> None:
+    times = plan.microbatch_times()
+    slowest = times.max(axis=0)
+    start = 0.0
+    for m, own in enumerate(times[rank].tolist()):
+        axes.barh(height, own, left=start, height=0.8, color=_COMPUTE[m % 2])
+        start += own
+        if comm == "collective":
+            axes.barh(height, slowest[m] - own, left=start, height=0.8, color=_WAIT)
+            start += slowest[m] - own
+    end = plan.makespan(comm)
+    axes.barh(height, end - start, left=start, height=0.8, color=_WAIT)
+
+
+def _typical(epoch: PlannedEpoch) -> int:
+    """The minibatch of the median bubble rate."""
+    comm: Comm = "collective" if epoch.policy.equal_counts else "odc"
+    rates = [minibatch.plan.bubble_rate(comm) for minibatch in epoch.minibatches]
+    return int(np.argsort(rates, kind="stable")[len(rates) // 2])
+
+
+def _plot_sizes(bubbles: Axes, acceleration: Axes, comparison: Comparison) -> None:
+    num_samples, world_size = np.size(comparison.scenario.lengths), comparison.scenario.world_size
+    sizes = [size for size in _SIZES if size * world_size <= num_samples]
+    found = at_minibatch_sizes(comparison, sizes)
+    for which, name, colour in ((0, "lb-micro, FSDP", _COLLECTIVE), (1, "lb-mini, ODC", _ODC)):
+        rates = [100 * found[size][which].bubble_rate for size in sizes]
+        bubbles.plot(sizes, rates, "o-", color=colour, label=name)
+    bubbles.set_title("Waiting by minibatch size", loc="left")
+    bubbles.set_ylabel("bubble rate (%)")
+    bubbles.legend(frameon=False)
+    gains = [100 * (found[size][1].speedup(found[size][0]) - 1) for size in sizes]
+    acceleration.plot(sizes, gains, "o-", color=_ODC)
+    acceleration.set_title("Acceleration of ODC by minibatch size", loc="left")
+    acceleration.set_ylabel("more samples/s (%)")
+    for axes in (bubbles, acceleration):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xlabel("samples per rank and minibatch")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+
+
+def _plot_study(axes: Axes, factor: str, points: Sequence[Point]) -> None:
+    values = [point.value for point in points]
+    axes.plot(values, [100 * point.acceleration for point in points], "o-", color=_ODC, label="acceleration")
+    axes.plot(
+        values, [100 * p.baseline.bubble_rate for p in points], ":", color=_COLLECTIVE, label="bubble, collectives"
+    )
+    axes.plot(values, [100 * p.candidate.bubble_rate for p in points], ":", color=_COMPUTE[0], label="bubble, ODC")
+    if min(values) > 0 and max(values) > 4 * min(values):
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+    axes.set_xlabel(_LABELS[factor])
+    axes.set_ylabel("%")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,182 @@
+"""``odc simulate``: how the gain of ODC depends on one factor at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from odc.balance import Scenario
+from odc.balance.simulate.studies import FACTORS, Point, Setting, study
+from odc.cli.costs import make_training
+from odc.cli.lengths import read_lengths, token_counter
+from odc.cli.plan import (
+    WIDTH,
+    AsJson,
+    CharsPerToken,
+    DeviceName,
+    Field,
+    Lengths,
+    Mfu,
+    Model,
+    Plot,
+    Samples,
+    Timings,
+    Tokenizer,
+    fail,
+    progress_bar,
+    some_of,
+)
+
+PAPER_FACTORS = ("minibatch_size", "max_length", "packing_ratio", "devices")
+
+
+def simulate(
+    lengths: Lengths = "longalign",
+    factor: Annotated[
+        list[str] | None,
+        typer.Option("--factor", help=f"Repeatable; of: {', '.join(FACTORS)}. Default: the paper's four."),
+    ] = None,
+    values: Annotated[
+        str | None, typer.Option("--values", help="Comma-separated values, for a single --factor.")
+    ] = None,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Devices where they do not vary.")] = 8,
+    minibatch_size: Annotated[
+        int, typer.Option("--minibatch-size", min=1, help="Samples per device and step where they do not vary.")
+    ] = 4,
+    model: Model = "qwen2.5-1.5b",
+    device: DeviceName = "a100",
+    mfu: Mfu = 0.4,
+    timings: Timings = None,
+    samples: Samples = 4096,
+    field: Field = None,
+    tokenizer: Tokenizer = None,
+    chars_per_token: CharsPerToken = 4.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the shuffle.")] = 0,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Vary one factor at a time and show how much faster ODC with LB-Mini is than FSDP with LB-Micro.
+
+    The fixed setting is the paper's: LongAlign, 1.5B, 8 devices, 4 samples per device and minibatch, microbatches
+    as large as the longest sample. Figure 10 of the paper varies minibatch_size, max_length, packing_ratio and
+    devices; noise is the error of the cost estimates, slowdown makes one device slower than plans assume.
+
+    Examples:
+
+        odc simulate --plot figure10.png
+
+        odc simulate lengths.txt --factor minibatch_size --values 2,4,8 --model qwen2.5-7b
+    """
+    try:
+        factors = _chosen(factor)
+        numbers = _numbers(values, factors)
+        tokens = read_lengths(
+            lengths, num_samples=samples, field=field, count_tokens=token_counter(tokenizer, chars_per_token)
+        )
+        training = make_training(model, device, mfu, world_size, recompute=True, timings=timings)
+        scenario = Scenario(
+            some_of(tokens, samples, seed),
+            training.cost,
+            world_size,
+            minibatch_size,
+            microbatch_cost=training.microbatch_s,
+            seed=seed,
+        )
+        golden = Setting(minibatch_size=minibatch_size, devices=world_size)
+        found = _run(scenario, factors, numbers, golden)
+        if plot is not None:
+            _draw(plot, found)
+    except ValueError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(_to_json(found, training.about)))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for name, points in found.items():
+        console.print(_table(name, points))
+    console.print(f"Costs: {training.about}.", style="dim", highlight=False)
+    if plot is not None:
+        console.print(f"Pictures: {plot}", highlight=False)
+
+
+def _chosen(given: list[str] | None) -> list[str]:
+    names = [name.replace("-", "_") for name in given or PAPER_FACTORS]
+    if unknown := [name for name in names if name not in FACTORS]:
+        raise ValueError(f"--factor {unknown[0]!r} is not known: expected one of {', '.join(FACTORS)}")
+    return list(dict.fromkeys(names))
+
+
+def _numbers(values: str | None, factors: Sequence[str]) -> list[float] | None:
+    if values is None:
+        return None
+    if len(factors) != 1:
+        raise ValueError("--values is for a single factor: name it with --factor")
+    try:
+        return [float(value) for value in values.split(",")]
+    except ValueError:
+        raise ValueError(f"--values {values!r}: expected numbers separated by commas") from None
+
+
+def _run(
+    scenario: Scenario, factors: Sequence[str], values: Sequence[float] | None, golden: Setting
+) -> dict[str, list[Point]]:
+    found = {}
+    with progress_bar() as progress:
+        for name in factors:
+            bar = progress.add_task(name, total=len(values or FACTORS[name]))
+            on_point = functools.partial(progress.advance, bar)
+            found[name] = study(scenario, name, values, golden=golden, on_point=on_point)
+    return found
+
+
+def _draw(path: Path, found: Mapping[str, Sequence[Point]]) -> None:
+    try:
+        from odc.cli.plots import plot_studies
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'odc[plot]'") from None
+    plot_studies(path, found)
+
+
+def _table(factor: str, points: Sequence[Point]) -> Table:
+    table = Table(title=f"By {factor}", title_justify="left")
+    for name in (factor, "FSDP bubble", "ODC bubble", "acceleration"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    largest = max(*(point.acceleration for point in points), 0.01)
+    for point in points:
+        bar = "█" * round(20 * max(point.acceleration, 0) / largest)
+        table.add_row(
+            f"{point.value:g}",
+            f"{point.baseline.bubble_rate:.1%}",
+            f"{point.candidate.bubble_rate:.1%}",
+            f"{point.acceleration:+.1%}",
+            bar,
+        )
+    return table
+
+
+def _to_json(found: Mapping[str, Sequence[Point]], about: str) -> dict[str, object]:
+    return {
+        "costs": about,
+        "studies": {
+            name: [
+                {
+                    "value": point.value,
+                    "collective_lb_micro_bubble_rate": point.baseline.bubble_rate,
+                    "odc_lb_mini_bubble_rate": point.candidate.bubble_rate,
+                    "acceleration": point.acceleration,
+                }
+                for point in points
+            ]
+            for name, points in found.items()
+        },
+    }
