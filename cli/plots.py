@@ -90,6 +90,7 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
         height -= 1.4
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.set_xlim(0, longest * 1.01)
+    axes.set_ylim(height + 0.6, 1.8)
     axes.set_title(f"Minibatch {number}: what each rank does", loc="left")
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")

@@ -153,7 +153,7 @@ def _table(factor: str, points: Sequence[Point]) -> Table:
     table.add_column("")
     largest = max(*(point.acceleration for point in points), 0.01)
     for point in points:
-        bar = "█" * round(20 * max(point.acceleration, 0) / largest)
+        bar = "█" * round(14 * max(point.acceleration, 0) / largest)
         table.add_row(
             f"{point.value:g}",
             f"{point.baseline.bubble_rate:.1%}",

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.partition import exact
-from odc.balance.partition.exact import TOLERANCE, ExactPartition, exact_partition
+from odc.balance.partition import cover, exact, instance, mip
+from odc.balance.partition.exact import ExactPartition, exact_partition
+from odc.balance.partition.instance import TOLERANCE, Instance
 
 
 def optimum(costs: np.ndarray, k: int, *, equal_size: bool = False, speeds: np.ndarray | None = None) -> float:
@@ -56,16 +58,21 @@ def hard() -> np.ndarray:
 
 
 @pytest.fixture
-def mip(monkeypatch: pytest.MonkeyPatch) -> None:
+def cbc_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs a search goes to CBC."""
     pytest.importorskip("pulp")
-    monkeypatch.setattr(exact, "_MAX_ITEMS", 0)
+    monkeypatch.setattr(exact, "MAX_ITEMS", 0)
 
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing counts as optimal by being close to the bound, so large instances do not end early."""
-    monkeypatch.setattr(exact, "TOLERANCE", 1e-13)
+    set_tolerance(monkeypatch, 1e-13)
+
+
+def set_tolerance(monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
+    for module in (exact, instance, mip):
+        monkeypatch.setattr(module, "TOLERANCE", tolerance)
 
 
 COST = st.floats(0, 1e6) | st.integers(0, 12).map(float) | st.floats(0.2, 1.0)
@@ -110,7 +117,7 @@ def test_search_against_exhaustive_search(
 @FEW
 @given(INSTANCE, st.booleans(), st.none() | SPEEDS)
 def test_mip_against_exhaustive_search(
-    mip: None, start: None, instance: tuple[list[float], int], equal_size: bool, speeds: list[float] | None
+    cbc_only: None, start: None, instance: tuple[list[float], int], equal_size: bool, speeds: list[float] | None
 ) -> None:
     compare(*instance, equal_size, speeds)
 
@@ -120,7 +127,7 @@ def test_mip_against_exhaustive_search(
 def test_from_nothing(monkeypatch: pytest.MonkeyPatch, max_items: int, speeds: list[float] | None) -> None:
     if not max_items:
         pytest.importorskip("pulp")
-    monkeypatch.setattr(exact, "_MAX_ITEMS", max_items)
+    monkeypatch.setattr(exact, "MAX_ITEMS", max_items)
     monkeypatch.setattr(exact, "balance", chunks)
     rng = np.random.default_rng(3)
     for n, k, equal_size in [(9, 3, True), (9, 3, False), (8, 4, True), (8, 4, False)] * 2:
@@ -133,7 +140,7 @@ def test_search_and_mip_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     instances = [(rng.uniform(0.2, 1.0, n), n // 2, None) for n in (16, 16, 18)]
     instances += [(rng.uniform(0.2, 1.0, 10), 3, rng.choice([0.5, 0.8, 1.0], 3)) for _ in range(3)]
     by_search = [exact_partition(costs, k, speeds=speeds) for costs, k, speeds in instances]
-    monkeypatch.setattr(exact, "_MAX_ITEMS", 0)
+    monkeypatch.setattr(exact, "MAX_ITEMS", 0)
     by_mip = [exact_partition(costs, k, speeds=speeds) for costs, k, speeds in instances]
     assert all(result.optimal for result in by_search + by_mip)
     for one, other in zip(by_search, by_mip, strict=True):
@@ -161,8 +168,8 @@ def test_more_parts_than_items_with_speeds() -> None:
 
 
 def test_a_bound_that_is_met_starts_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_Cover", None)
-    monkeypatch.setattr(exact, "_solve_mip", None)
+    monkeypatch.setattr(exact, "search_covers", None)
+    monkeypatch.setattr(exact, "solve_mip", None)
     assert exact_partition([4.0, 3.0, 3.0, 2.0], 2).makespan == 6.0
     # 5 integers of 3 in 2 parts: a mean of 7.5, and no part of 8 is needed to see that 9 is best.
     assert exact_partition([3.0] * 5, 2).lower_bound == pytest.approx(9.0)
@@ -185,7 +192,7 @@ def test_no_cost(n: int, speeds: list[float] | None) -> None:
     assert "proved optimal" in result.explain()
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 @pytest.mark.parametrize("time_limit_s", [0.03, 1.0])
 def test_time_limit(time_limit_s: float) -> None:
     costs = hard()
@@ -209,10 +216,10 @@ def test_empty_parts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_search_stops_on_time_and_when_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = np.random.default_rng(0).lognormal(0.0, 1.0, 24)
     full = exact_partition(costs, 6)
-    for name, value in [("_MAX_STATES", 2), ("_MAX_COLUMNS", 3)]:
+    for name, value in [("MAX_STATES", 2), ("MAX_COLUMNS", 3)]:
         with monkeypatch.context() as patch:
-            patch.setattr(exact, name, value)
-            patch.setattr(exact, "_solve_mip", lambda task: None)
+            patch.setattr(cover, name, value)
+            patch.setattr(exact, "solve_mip", lambda instance: None)
             result = exact_partition(costs, 6)
         check(result, costs, 6)
         assert not result.optimal
@@ -248,41 +255,41 @@ STOPPED = "Stopped on time (no integer solution - continuous used) - objective v
     ],
 )
 def test_what_is_taken_from_cbc(status: str, log: str, in_time: bool, bound: float) -> None:
-    read = exact._read_bound(status, log, 1.1, in_time=in_time)
+    read = mip.read_bound(status, log, 1.1, in_time=in_time)
     assert read <= bound
     assert read == pytest.approx(bound, rel=2e-6)
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 @pytest.mark.parametrize(("seconds", "optimal"), [(1.0, True), (99.0, False)])
 def test_infeasible_is_believed_only_in_time(monkeypatch: pytest.MonkeyPatch, seconds: float, optimal: bool) -> None:
-    def run_cbc(command: list[str], limit_s: float, solution: Path) -> tuple[str, float]:
-        solution.write_text(INFEASIBLE)
+    def run_cbc(cbc: str, limit_s: float, model: IO[bytes], solution: IO[bytes]) -> tuple[str, float]:
+        solution.write(INFEASIBLE.encode())
         return "", seconds
 
-    monkeypatch.setattr(exact, "_run_cbc", run_cbc)
-    monkeypatch.setattr(exact, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(mip, "run_cbc", run_cbc)
+    set_tolerance(monkeypatch, 1e-9)
     assert exact_partition(hard(), 9, time_limit_s=100).optimal == optimal
 
 
 def test_fractional_points_are_no_partition() -> None:
-    task = exact._Task(np.array([2.0, 1.0]), np.ones(2), None, 0.0)
+    problem = Instance(np.array([2.0, 1.0]), np.ones(2), None, 0.0)
     pairs = [(0, 0), (1, 0), (1, 1)]
     answer = ["", "0 M 3 0", "** 1 x0 1 0", "2 x1 0.5 0", "3 x2 0.5 0"]
-    assert exact._read_parts(task, answer, pairs) is None
-    assert exact._read_parts(task, [*answer[:3], "3 x2 0.99999 0"], pairs) == [[0], [1]]
+    assert mip.read_parts(problem, answer, pairs) is None
+    assert mip.read_parts(problem, [*answer[:3], "3 x2 0.99999 0"], pairs) == [[0], [1]]
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 def test_missing_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pulp", None)
     with pytest.raises(ImportError, match=r"pip install 'odc\[exact\]'"):
         exact_partition(hard(), 9)
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 def test_missing_cbc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact.shutil, "which", lambda _: None)
+    monkeypatch.setattr(mip.shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match="found no CBC"):
         exact_partition(hard(), 9)
 
@@ -307,7 +314,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return folders
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 def test_no_traces(places: list[Path], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     before = children()
     exact_partition(hard(), 9, time_limit_s=0.5)
@@ -317,10 +324,10 @@ def test_no_traces(places: list[Path], capfd: pytest.CaptureFixture[str], recwar
     assert not recwarn.list
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts children in /proc")
 def test_no_traces_of_an_interrupt(places: list[Path]) -> None:
-    before, during = children(), []
+    before, during, open_files = children(), [], set(os.listdir("/proc/self/fd"))
 
     def interrupt(*_: object) -> None:
         during.append((len(children()) - len(before), len(os.listdir(places[1]))))
@@ -334,14 +341,15 @@ def test_no_traces_of_an_interrupt(places: list[Path]) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert during == [(1, 1)]  # there was something to leave behind
+    assert during == [(1, 0)]  # a solver to leave behind, and never a file, so none after SIGKILL either
     assert children() == before
     assert [os.listdir(place) for place in places] == [[], []]
+    assert set(os.listdir("/proc/self/fd")) <= open_files
 
 
-@pytest.mark.usefixtures("mip", "strict")
+@pytest.mark.usefixtures("cbc_only", "strict")
 def test_a_solver_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_MIP_GRACE_S", -0.8)  # before it could stop by itself
+    monkeypatch.setattr(mip, "GRACE_S", -0.8)  # before it could stop by itself
     before, costs = children(), hard()
     result = exact_partition(costs, 9, time_limit_s=1.0)
     check(result, costs, 9)

@@ -1,18 +1,15 @@
-"""Layer 3: worker processes. The same stream as without workers, resuming, errors, and no worker left behind."""
+"""Layer 3: worker processes. The loader yields the same with and without them, also when it is resumed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import get_worker_info
 
 from odc.balance import Minibatch, MinibatchLoader, QuadraticCost, get_policy, pack_collate
 from odc.balance.policies import LBMini
@@ -81,17 +78,6 @@ def refuse(samples: list[int]) -> list[int]:
     return samples
 
 
-def open_dataset(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.dataset.opened_by = worker
-
-
-def opened_by(samples: list[int]) -> int | None:
-    info: Any = get_worker_info()
-    result: int | None = info.dataset.dataset.opened_by
-    return result
-
-
 def make_loader(rank: int = 0, **options: Any) -> MinibatchLoader[Any, dict[str, torch.Tensor]]:
     """46 samples on 4 ranks: three full minibatches and one of 10 samples."""
     dataset = Tokens()
@@ -103,8 +89,8 @@ def make_loader(rank: int = 0, **options: Any) -> MinibatchLoader[Any, dict[str,
 def make_index_loader(
     collate: Any = list, dataset: Any = None, num_samples: int = 24, **options: Any
 ) -> MinibatchLoader[int, Any]:
-    """24 samples on one rank, in their order: minibatches of 4 samples in microbatches of 2."""
-    arguments: dict[str, Any] = {"minibatch_size": 4, "max_tokens": 2, "policy": "local-sort", **options}
+    """24 samples on one rank, in their order: minibatches of 4 samples, each a microbatch."""
+    arguments: dict[str, Any] = {"minibatch_size": 4, "policy": "local-sort", **options}
     dataset = Indices() if dataset is None else dataset
     return MinibatchLoader(dataset, [1] * num_samples, collate, 0, 1, cost=COST, shuffle=False, **arguments)
 
@@ -221,11 +207,6 @@ def test_pinned_memory(num_workers: int) -> None:
     assert_same(minibatches, list(make_loader()))
 
 
-def test_worker_init_fn_finds_the_dataset() -> None:
-    loader = make_index_loader(opened_by, worker_init_fn=open_dataset, **WORKERS)
-    assert {batch for minibatch in loader for batch in minibatch.microbatches} == {0, 1}
-
-
 class CountingPolicy(LBMini):
     def __init__(self) -> None:
         self.num_plans = 0
@@ -251,16 +232,18 @@ def test_minibatches_are_planned_when_needed(options: dict[str, Any], num_ahead:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 2)])
 def test_resume_with_other_workers(policy: str, before: int, after: int) -> None:
-    make_loader_of = [make_loader(policy=policy, num_workers=n, seed=5) for n in (0, before, after)]
-    for loader in make_loader_of:
+    def make(num_workers: int) -> MinibatchLoader[Any, dict[str, torch.Tensor]]:
+        loader = make_loader(policy=policy, num_workers=num_workers, seed=5)
         loader.set_epoch(1)
-    whole = list(make_loader_of[0])
-    for num_done in (0, 1, 3, 4):
-        iterator = iter(make_loader_of[1])
+        return loader
+
+    whole = list(make(0))
+    for num_done in range(len(whole) + 1):
+        interrupted, resumed = make(before), make(after)
+        iterator = iter(interrupted)
         start = [next(iterator) for _ in range(num_done)]
-        make_loader_of[2].load_state_dict({**make_loader_of[1].state_dict(), "num_minibatches_done": num_done})
-        del iterator
-        assert_same(start + list(make_loader_of[2]), whole)
+        resumed.load_state_dict(interrupted.state_dict())
+        assert_same(start + list(resumed), whole)
 
 
 def test_reading_ahead_does_not_count_as_done() -> None:
@@ -269,171 +252,6 @@ def test_reading_ahead_does_not_count_as_done() -> None:
     for _ in zip(loader, expected, strict=True):
         assert loader.state_dict() == expected.state_dict()
     assert loader.state_dict()["num_minibatches_done"] == 4
-
-
-# No worker is left behind.
-
-
-def num_workers_alive() -> int:
-    return len(multiprocessing.active_children())
-
-
-def test_workers_end_with_the_epoch() -> None:
-    for _ in make_index_loader(**WORKERS):
-        assert num_workers_alive() == 2
-    assert num_workers_alive() == 0
-
-
-def test_workers_end_when_the_loop_is_left() -> None:
-    loader = make_index_loader(**WORKERS)
-    for _ in loader:
-        break
-    assert num_workers_alive() == 0
-    iterator = iter(loader)
-    assert num_workers_alive() == 0  # they start at the first minibatch
-    next(iterator)
-    assert num_workers_alive() == 2
-    del iterator
-    assert num_workers_alive() == 0
-
-
-def train_until_error(loader: MinibatchLoader[Any, Any]) -> None:
-    for _ in loader:
-        raise ArithmeticError("loss is NaN")
-
-
-def test_workers_end_when_training_fails() -> None:
-    with pytest.raises(ArithmeticError) as error:
-        train_until_error(make_index_loader(**WORKERS))
-    del error  # its traceback holds the loop, and that the workers
-    assert num_workers_alive() == 0
-
-
-def test_a_second_iteration_ends_the_first() -> None:
-    loader = make_index_loader(**WORKERS)
-    first = iter(loader)
-    next(first)
-    assert [minibatch.microbatches for minibatch in loader] == [m.microbatches for m in make_index_loader()]
-    with pytest.raises(RuntimeError, match="ended after minibatch 0: the loader was iterated again"):
-        next(first)
-    assert num_workers_alive() == 0
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("change", ["epoch", "state"])
-def test_an_iteration_does_not_outlive_its_epoch(num_workers: int, change: str) -> None:
-    """Else ranks would mix plans of two epochs, each at the point that its own prefetching had reached."""
-    loader = make_index_loader(num_workers=num_workers)
-    iterator = iter(loader)
-    next(iterator)
-    loader.set_epoch(0)  # the same epoch
-    next(iterator)
-    if change == "epoch":
-        loader.set_epoch(1)
-    else:
-        loader.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match="ended after minibatch 1"):
-        next(iterator)
-
-
-# Persistent workers.
-
-
-def pids(minibatches: Iterator[Minibatch[Any]] | MinibatchLoader[Any, Any]) -> set[int]:
-    return {pid for minibatch in minibatches for pid, _ in minibatch.microbatches}
-
-
-def test_persistent_workers_stay_for_the_next_epoch() -> None:
-    loader = make_index_loader(with_pid, persistent_workers=True, **WORKERS)
-    first = pids(loader)
-    assert num_workers_alive() == 2
-    loader.set_epoch(1)
-    for _ in loader:
-        break  # what was read ahead must not turn up in the next epoch
-    loader.set_epoch(2)
-    minibatches = list(loader)
-    assert pids(iter(minibatches)) == first
-    assert [i for m in minibatches for _, batch in m.microbatches for i in batch] == [*range(24)]
-    del loader
-    assert num_workers_alive() == 0
-
-
-def test_persistent_workers_resume() -> None:
-    loader = make_loader(persistent_workers=True, **WORKERS)
-    whole = list(loader)
-    assert_same(whole, list(make_loader()))
-    loader.load_state_dict({**loader.state_dict(), "num_minibatches_done": 2})
-    assert_same(list(loader), whole[2:])
-
-
-def test_persistent_workers_are_replaced_when_one_died() -> None:
-    dataset = Indices("killed")
-    loader = make_index_loader(dataset=dataset, persistent_workers=True, **WORKERS)
-    with pytest.raises(RuntimeError, match="DataLoader worker .*(is killed by signal|exited unexpectedly)"):
-        list(loader)
-    dataset.trouble = ""
-    assert [i for m in loader for batch in m.microbatches for i in batch] == [*range(24)]
-
-
-# Errors.
-
-
-@pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])
-def test_an_error_of_the_dataset_names_the_sample(options: dict[str, Any]) -> None:
-    with pytest.raises(KeyError) as error:
-        list(make_index_loader(dataset=Indices("key"), **options))
-    message = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
-    assert "when sample 17 was read" in message
-    assert "text" in message
-
-
-@pytest.mark.parametrize("options", [{}, WORKERS])
-def test_an_error_of_collate_names_the_samples(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="no batch of these") as error:
-        list(make_index_loader(refuse, **options))
-    message = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
-    assert "when samples [16, 17] were collated" in message
-
-
-@pytest.mark.parametrize("options", [{}, WORKERS])
-def test_a_dataset_cannot_end_the_epoch(options: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="StopIteration when sample 17 was read"):
-        list(make_index_loader(dataset=Indices("stop"), **options))
-
-
-@pytest.mark.parametrize("options", [{}, WORKERS])
-def test_labels_are_checked_where_they_are_made(options: dict[str, Any]) -> None:
-    dataset = Tokens()
-    arguments: dict[str, Any] = {"minibatch_size": 3, "cost": COST, **options}
-    loader = MinibatchLoader(dataset, dataset.lengths, pack_collate, 0, 1, **arguments)
-    with pytest.raises(ValueError, match=r"labels of samples \[.*the loss scale would be wrong"):
-        list(loader)
-
-
-def test_a_worker_that_hangs_is_an_error() -> None:
-    loader = make_index_loader(dataset=Indices("sleep"), worker_timeout_s=0.3, **WORKERS)
-    with pytest.raises(RuntimeError, match="timed out after 0.3 seconds"):
-        list(loader)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_workers": -1}, "num_workers=-1: expected an integer of at least 0"),
-        ({"num_workers": 1.5}, "num_workers=1.5: expected an integer"),
-        ({"prefetch_factor": 2}, "prefetch_factor=2 without workers: .* num_workers of at least 1"),
-        ({**WORKERS, "prefetch_factor": 0}, "prefetch_factor=0: expected an integer of at least 1"),
-        ({**WORKERS, "prefetch_factor": -1}, "prefetch_factor=-1"),
-        ({"persistent_workers": True}, "persistent_workers=True without workers"),
-        ({"multiprocessing_context": "fork"}, "multiprocessing_context='fork' without workers"),
-        ({**WORKERS, "multiprocessing_context": "thread"}, "multiprocessing_context.*'thread'"),
-        ({**WORKERS, "worker_timeout_s": -1}, "worker_timeout_s=-1: expected a finite number of at least 0"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_loader(**options)
-    assert num_workers_alive() == 0
 
 
 def test_policies_of_these_tests_are_of_both_kinds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -119,9 +120,12 @@ class MicrobatchReader(Generic[BatchT]):
         self._generator.manual_seed(seed)
         try:
             yield from self._loader
-        except Exception:
-            # Persistent workers one of which may be dead: the next iteration starts others.
-            self._loader = self._make()
+        except Exception as error:
+            if self._loader.num_workers:
+                # torch raises a worker's error in a frame that holds it, and by its callers the workers: with
+                # that cycle they would wait for the garbage collector, and it for them, 5 s each.
+                traceback.clear_frames(error.__traceback__)
+            self._loader = self._make()  # one of the workers, if they are persistent, may be dead
             raise
 
 

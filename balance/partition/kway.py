@@ -123,7 +123,7 @@ def part_loads(costs: FloatArray, parts: Parts) -> FloatArray:
     """Total cost of each part."""
     items = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return np.bincount(owners, weights=costs[items], minlength=len(parts))
+    return np.bincount(owners, weights=costs[items], minlength=len(parts)).astype(np.float64, copy=False)
 
 
 def _quality(costs: FloatArray, parts: Parts, speeds: FloatArray | None) -> tuple[float, float]:

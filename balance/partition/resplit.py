@@ -52,7 +52,7 @@ def resplit(
         if len(others) < 2:
             break
         partners = rng.sample(others, 2)
-        if not walk.shuffle(*partners, rng):
+        if not walk.shuffle(partners[0], partners[1], rng):
             partners = []
     return walk.parts
 

@@ -1,0 +1,149 @@
+"""Layer 1: no processes. ``odc plan`` and ``odc simulate``, as users call them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from odc.balance import sample_lengths
+from odc.cli.app import app
+
+SMALL = ["--samples", "512", "--minibatches", "8", "--model", "qwen2.5-1.5b"]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+def plan_json(*arguments: str) -> dict[str, object]:
+    result = call("plan", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_table_fits_80_columns() -> None:
+    result = call("plan", "longalign", *SMALL, "--policy", "all")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for name in ("lb-mini", "verl-native", "local-sort"):
+        assert f"│ {name} " in result.stdout
+    assert "Use ODC with lb-mini" in result.stdout
+
+
+def test_figures_are_those_of_the_plans() -> None:
+    found = plan_json("longalign", *SMALL)
+    rows = {(row["policy"], row["comm"]): row for row in found["policies"]}
+    assert ("lb-mini", "collective") not in rows
+    mini, micro = rows["lb-mini", "odc"], rows["lb-micro", "collective"]
+    assert micro["speedup"] == 1.0
+    assert mini["speedup"] == pytest.approx(mini["samples_per_s"] / micro["samples_per_s"])
+    # The work is the same: throughput goes with the part of the time that is not waiting.
+    assert mini["speedup"] == pytest.approx((1 - mini["bubble_rate"]) / (1 - micro["bubble_rate"]))
+    assert all(0 <= row["bubble_rate"] < 1 and row["memory_bytes"] > 0 for row in rows.values())
+    assert found["num_minibatches"] == 8
+    assert "lb-mini" in found["recommendation"]
+
+
+def test_lengths_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, sample_lengths("aime", 200))))
+    found = plan_json(str(path), "--world-size", "4", "--minibatch-size", "2", "--max-tokens", "30000")
+    assert (found["world_size"], found["minibatch_size"], found["max_tokens"]) == (4, 2, 30000)
+    assert found["num_minibatches"] == 25
+
+
+def test_equal_lengths_leave_nothing_to_gain(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.full(256, 1000))
+    found = plan_json(str(path))
+    assert found["recommendation"].startswith("Stay with FSDP")
+
+
+def test_noise_makes_ranks_wait() -> None:
+    arguments = ("aime", *SMALL, "--minibatch-size", "8", "--policy", "lb-mini")
+    quiet, noisy = plan_json(*arguments), plan_json(*arguments, "--noise", "0.3")
+    assert quiet["policies"][0]["bubble_rate"] < 0.01 < noisy["policies"][0]["bubble_rate"]
+
+
+def test_long_samples_are_refused_or_cut() -> None:
+    result = call("plan", "longalign", *SMALL, "--max-tokens", "20000")
+    assert result.exit_code == 2
+    assert "longer than max_tokens=20000" in result.stderr
+    assert plan_json("longalign", *SMALL, "--max-tokens", "20000", "--truncate")["max_tokens"] == 20000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.txt"], "neither a file nor a length law"),
+        (["aime", "--model", "qwen9"], "qwen9"),
+        (["aime", "--policy", "lb-nano"], "'lb-nano' is not known"),
+        (["aime", "--samples", "10"], "lower minibatch_size"),
+        (["aime", "--timings", "none.csv"], "there is no file"),
+        (["aime", "--policy", "verl-native", "--batch-size", "6"], "batch_size=6: expected a multiple"),
+    ],
+)
+def test_errors_say_what_to_do(arguments: list[str], message: str) -> None:
+    result = call("plan", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_pictures(tmp_path: Path) -> None:
+    for command, name in (("plan", "plan.png"), ("simulate", "studies.svg")):
+        extra = SMALL if command == "plan" else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
+        result = call(command, "longalign", *extra, "--plot", str(tmp_path / name))
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert name in result.stdout.replace("\n", "")
+
+
+def test_simulate_follows_figure_10() -> None:
+    """The trends that section 5.3 of the paper describes."""
+    result = call("simulate", "--samples", "2048", "--json")
+    assert result.exit_code == 0, result.output
+    studies = json.loads(result.stdout)["studies"]
+    gains = {name: [point["acceleration"] for point in points] for name, points in studies.items()}
+    sizes = gains["minibatch_size"]
+    assert sizes[0] == pytest.approx(0.0, abs=1e-9)  # one sample each: nothing can be moved
+    assert 0 < sizes.index(max(sizes)) < len(sizes) - 1
+    assert gains["max_length"][0] < gains["max_length"][3]
+    assert gains["packing_ratio"][0] > gains["packing_ratio"][2] + 0.05
+    assert gains["devices"][0] + 0.05 < gains["devices"][2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--factor", "weather"], "'weather' is not known"),
+        (["--values", "1,2"], "--values is for a single factor"),
+        (["--factor", "devices", "--values", "1,x"], "expected numbers separated by commas"),
+        (["--factor", "devices", "--values", "2.5"], "devices=2.5: expected an integer"),
+        (["--factor", "packing-ratio", "--values", "0.5"], "packing_ratio=0.5: expected at least 1"),
+    ],
+)
+def test_simulate_errors(arguments: list[str], message: str) -> None:
+    result = call("simulate", "--samples", "256", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+
+
+def test_help_teaches() -> None:
+    for command in ("plan", "simulate"):
+        result = call(command, "--help")
+        assert result.exit_code == 0
+        assert "Examples" in result.stdout
+
+
+def test_planning_needs_no_torch() -> None:
+    """It would cost seconds before the first progress bar."""
+    script = "import sys; import odc.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
