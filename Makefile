@@ -4,10 +4,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-balance clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -32,6 +32,11 @@ lint: $(STAMP)  ## ruff, then mypy --strict on the installed package
 bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (runs/primitives.json)
 	mkdir -p runs
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m odc.bench.primitives --json runs/primitives.json
+
+bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 20 minutes)
+	$(PY) -m odc.bench.tables --json runs/tables.json
+	$(PY) -m odc.bench.partition_speed --json runs/partition_speed.json
+	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .lint build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -197,7 +197,8 @@ def sum_by_microbatch(microbatches: Sequence[Sequence[Sequence[int]]], values: F
     parts = [part for mine in microbatches for part in (*mine, *((),) * (width - len(mine)))]
     samples = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return np.bincount(owners, weights=values[samples], minlength=len(parts)).reshape(len(microbatches), width)
+    sums = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
+    return sums.reshape(len(microbatches), width)
 
 
 def makespan(times: FloatArray, comm: Comm) -> float:

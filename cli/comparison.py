@@ -109,7 +109,8 @@ def recommend(comparison: Comparison) -> str:
 def share_fixed_by_largest(epoch: PlannedEpoch) -> float:
     """Part of the minibatches in which one sample alone costs more than the mean rank."""
     plans = [minibatch.plan for minibatch in epoch.minibatches]
-    return sum(plan.costs.max() > plan.microbatch_times().sum() / plan.world_size for plan in plans) / len(plans)
+    fixed = [bool(plan.costs.max() > plan.microbatch_times().sum() / plan.world_size) for plan in plans]
+    return sum(fixed) / len(fixed)
 
 
 def memory_note(training: Training, max_tokens: int) -> str:

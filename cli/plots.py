@@ -69,14 +69,9 @@ def _plot_lengths(axes: Axes, lengths: np.ndarray) -> None:
 
 def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     """One minibatch, the one whose plan for collectives is typical: what each rank does when."""
-    bars = [
-        (comparison.planned[name], comm)
-        for name, comm in (("lb-micro", "collective"), ("lb-mini", "odc"))
-        if name in comparison.planned
-    ]
-    if not bars:
-        name, comm = next(iter(comparison.simulations))
-        bars = [(comparison.planned[name], comm)]
+    wanted: tuple[tuple[str, Comm], ...] = (("lb-micro", "collective"), ("lb-mini", "odc"))
+    shown = [key for key in wanted if key in comparison.simulations] or list(comparison.simulations)[:1]
+    bars = [(comparison.planned[name], comm) for name, comm in shown]
     number = _typical(bars[0][0])
     height, ticks, longest = 0.0, [], 0.0
     for epoch, comm in bars:

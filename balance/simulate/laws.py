@@ -90,9 +90,10 @@ def even_lengths(law: str | Law, num_samples: int) -> IntArray:
     Raises:
         ValueError: there is no law of that name, or ``num_samples`` is below 1.
     """
-    position = np.arange(as_count(num_samples, "num_samples"))
+    position = np.arange(as_count(num_samples, "num_samples"), dtype=np.float64)
     # Multiples of the golden ratio cover the second dimension evenly, whatever the number of samples.
-    return _rounded(_get(law), (position + 0.5) / num_samples, position * ((5**0.5 - 1) / 2) % 1.0)
+    second: FloatArray = position * ((5**0.5 - 1) / 2) % 1.0
+    return _rounded(_get(law), (position + 0.5) / num_samples, second)
 
 
 def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,23 @@ class Setting:
         if self.max_length is None:
             return lengths
         ratio = as_count(self.max_length, "max_length") / int(lengths.max())
-        return np.maximum(np.rint(lengths * ratio).astype(np.int64), 1)
+        scaled: IntArray = np.maximum(np.rint(lengths * ratio).astype(np.int64), 1)
+        return scaled
+
+    def at(self, factor: str, value: float) -> Setting:
+        """This setting with another value of one factor.
+
+        Raises:
+            ValueError: there is no such factor, or it takes integers and this is none.
+        """
+        if factor not in FACTORS:
+            raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
+        changed: dict[str, Any] = {factor: float(value)}
+        if factor in ("minibatch_size", "devices", "max_length"):
+            if value != int(value):
+                raise ValueError(f"{factor}={value}: expected an integer")
+            changed = {factor: as_count(int(value), factor)}
+        return replace(self, **changed)
 
 
 FACTORS: dict[str, tuple[float, ...]] = {
@@ -108,19 +125,10 @@ def study(
         raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
     points = []
     for value in FACTORS[factor] if values is None else values:
-        typed = _as_type_of(factor, value)
-        points.append(run_setting(scenario, replace(golden or Setting(), **{factor: typed}), value))
+        points.append(run_setting(scenario, (golden or Setting()).at(factor, value), value))
         if on_point:
             on_point()
     return points
-
-
-def _as_type_of(factor: str, value: float) -> float:
-    if factor in ("packing_ratio", "noise", "slowdown"):
-        return float(value)
-    if value != int(value):
-        raise ValueError(f"{factor}={value}: expected an integer")
-    return as_count(int(value), factor)
 
 
 def _at_least_one(ratio: float) -> float:
