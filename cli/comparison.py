@@ -43,7 +43,7 @@ def compare(
     scenario: Scenario,
     policies: Sequence[str],
     training: Training,
-    machine: Machine,
+    machines: Mapping[Comm, Machine],
     on_minibatch: Callable[[], object] | None = None,
 ) -> Comparison:
     """Plan and simulate every policy, under collectives (where it has equal counts) and under ODC."""
@@ -52,7 +52,7 @@ def compare(
         epoch = planned[name] = scenario.plan(name, on_minibatch)
         kinds: tuple[Comm, ...] = ("collective", "odc") if epoch.policy.equal_counts else ("odc",)
         for comm in kinds:
-            simulations[name, comm] = epoch.run(comm, machine)
+            simulations[name, comm] = epoch.run(comm, machines[comm])
     return Comparison(scenario, planned, simulations, training)
 
 

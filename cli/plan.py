@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -13,12 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from odc.balance import Machine, Scenario, policy_names
 from odc.balance.checks import IntArray
+from odc.balance.plan import Comm
 from odc.balance.streams import random_stream
 from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
 from odc.cli.costs import Training, make_training
 from odc.cli.lengths import read_lengths, token_counter
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
+_TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
 WIDTH = 80  # columns where there is no terminal
 
 Model = Annotated[str, typer.Option("--model", help="A preset, e.g. qwen2.5-7b, or the path of a model's config.json.")]
@@ -71,9 +74,24 @@ def plan(
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Samples per rank that verl-native balances together.")
     ] = None,
+    speeds: Annotated[
+        str | None, typer.Option("--speeds", help="Comma-separated speed of each rank, e.g. 1,1,1,0.8.")
+    ] = None,
     noise: Annotated[
-        float, typer.Option("--noise", min=0.0, help="Relative error of the cost estimates, e.g. 0.2.")
+        float, typer.Option("--noise", min=0.0, help="Relative error of the cost estimates, e.g. 0.2.", **_TRUTH)
     ] = 0.0,
+    gather_ms: Annotated[
+        float, typer.Option("--gather-ms", min=0.0, help="Time to gather one layer with collectives.", **_TRUTH)
+    ] = 0.0,
+    scatter_ms: Annotated[
+        float, typer.Option("--scatter-ms", min=0.0, help="Time to reduce-scatter one layer.", **_TRUTH)
+    ] = 0.0,
+    odc_slower: Annotated[
+        float, typer.Option("--odc-slower", min=0.0, help="ODC's transfers take so many times as long.", **_TRUTH)
+    ] = 1.0,
+    overlap: Annotated[
+        float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
+    ] = 1.0,
     minibatches: Annotated[int, typer.Option("--minibatches", min=1, help="Plan at most so many.")] = 200,
     samples: Samples = 10_000,
     field: Field = None,
@@ -109,9 +127,11 @@ def plan(
             max_tokens=int(tokens.max()) if max_tokens is None else max_tokens,
             batch_size=batch_size,
             microbatch_cost=training.microbatch_s,
+            speeds=_speeds(speeds),
             seed=seed,
         )
-        comparison = _compare_all(scenario, chosen_policies(policy), training, Machine(noise=noise, seed=seed))
+        machines = _machines(gather_ms / 1e3, scatter_ms / 1e3, odc_slower, overlap, noise, seed, recompute=recompute)
+        comparison = _compare_all(scenario, chosen_policies(policy), training, machines)
         if plot is not None:
             _draw(plot, comparison)
     except ValueError as error:
@@ -150,16 +170,38 @@ def chosen_policies(given: list[str] | None) -> list[str]:
     return names
 
 
+def _speeds(given: str | None) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    try:
+        return tuple(float(speed) for speed in given.split(","))
+    except ValueError:
+        raise ValueError(f"--speeds {given!r}: expected one number per rank, separated by commas") from None
+
+
+def _machines(
+    gather_s: float, scatter_s: float, odc_slower: float, overlap: float, noise: float, seed: int, *, recompute: bool
+) -> dict[Comm, Machine]:
+    """What each kind of communication meets."""
+    common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=1 / 4 if recompute else 1 / 3)
+    return {
+        "collective": replace(common, gather=gather_s, scatter=scatter_s),
+        "odc": replace(common, gather=gather_s * odc_slower, scatter=scatter_s * odc_slower),
+    }
+
+
 def progress_bar() -> Progress:
     """On standard error, gone when done, so that standard output holds the result alone."""
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _compare_all(scenario: Scenario, policies: list[str], training: Training, machine: Machine) -> Comparison:
+def _compare_all(
+    scenario: Scenario, policies: list[str], training: Training, machines: dict[Comm, Machine]
+) -> Comparison:
     with progress_bar() as progress:
         bar = progress.add_task("planning", total=len(scenario.sampler("none")) * len(policies))
-        return compare(scenario, policies, training, machine, lambda: progress.advance(bar))
+        return compare(scenario, policies, training, machines, lambda: progress.advance(bar))
 
 
 def _draw(path: Path, comparison: Comparison) -> None:

@@ -72,6 +72,28 @@ def test_noise_makes_ranks_wait() -> None:
     assert quiet["policies"][0]["bubble_rate"] < 0.01 < noisy["policies"][0]["bubble_rate"]
 
 
+def test_communication_that_nothing_hides_costs_time() -> None:
+    arguments = ("aime", *SMALL, "--policy", "lb-micro")
+    free = plan_json(*arguments)
+    paid = plan_json(*arguments, "--gather-ms", "50", "--scatter-ms", "50", "--odc-slower", "2", "--overlap", "0")
+    for before, after in zip(free["policies"], paid["policies"], strict=True):
+        assert after["samples_per_s"] < 0.99 * before["samples_per_s"]
+    (collective, odc), (free_collective, free_odc) = paid["policies"], free["policies"]
+    lost = [
+        1 / a["samples_per_s"] - 1 / b["samples_per_s"] for a, b in ((collective, free_collective), (odc, free_odc))
+    ]
+    assert lost[1] > 1.5 * lost[0]  # twice as long; ranks with fewer microbatches have less of it
+
+
+def test_a_slow_rank_gets_less() -> None:
+    arguments = ("aime", *SMALL, "--policy", "lb-mini", "--minibatch-size", "8", "--world-size", "4")
+    found = plan_json(*arguments, "--speeds", "1,1,1,0.5")
+    assert found["policies"][0]["bubble_rate"] < 0.01
+    result = call("plan", *arguments, "--speeds", "1,1")
+    assert result.exit_code == 2
+    assert "speeds has 2 entries" in result.stderr
+
+
 def test_long_samples_are_refused_or_cut() -> None:
     result = call("plan", "longalign", *SMALL, "--max-tokens", "20000")
     assert result.exit_code == 2
