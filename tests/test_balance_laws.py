@@ -37,7 +37,11 @@ def density(law: object, s: np.ndarray) -> np.ndarray:
 
 
 def normalized(s: np.ndarray, values: np.ndarray) -> np.ndarray:
-    return values / np.trapezoid(values, s)
+    return values / integral(s, values)
+
+
+def integral(s: np.ndarray, values: np.ndarray) -> float:
+    return float((np.diff(s) * (values[1:] + values[:-1]) / 2).sum())
 
 
 class Integrated:
@@ -52,8 +56,8 @@ class Integrated:
         steps = np.diff(self.s) * (self.density[1:] + self.density[:-1]) / 2
         self.below = np.concatenate([[0.0], np.cumsum(steps)])
         assert self.below[-1] == pytest.approx(1.0, abs=1e-9)
-        self.mean = float(np.trapezoid(self.s * self.density, self.s))
-        self.deviation = float(np.trapezoid((self.s - self.mean) ** 2 * self.density, self.s)) ** 0.5
+        self.mean = integral(self.s, self.s * self.density)
+        self.deviation = integral(self.s, (self.s - self.mean) ** 2 * self.density) ** 0.5
 
     def distance(self, lengths: np.ndarray) -> float:
         """The largest distance of the distribution functions (Kolmogorov and Smirnov)."""
@@ -85,7 +89,7 @@ def test_draws_depend_on_the_arguments_only(name: str) -> None:
     lengths = sample_lengths(name, 500, 3)
     assert lengths.dtype == np.int64
     assert lengths.shape == (500,)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     np.testing.assert_array_equal(sample_lengths(name, 500, seed=3), lengths)
     np.testing.assert_array_equal(sample_lengths(LAWS[name], 500, 3), lengths)
     np.testing.assert_array_equal(sample_lengths(name, 500), sample_lengths(name, 500, 0))
@@ -203,7 +207,7 @@ def test_the_weight_is_that_of_the_first_law() -> None:
     assert (even_lengths(law, 20_000) < 1000).mean() == pytest.approx(0.3, abs=0.001)
 
 
-@pytest.mark.parametrize(("given", "hint"), [("longaling", "longalign"), ("swe-smith", "swesmith"), ("AIMe", None)])
+@pytest.mark.parametrize(("given", "hint"), [("longaling", "longalign"), ("swe-smith", "swesmith"), ("web", None)])
 def test_an_unknown_law(given: str, hint: str | None) -> None:
     message = f"length law '{given}' is not known: expected one of longalign, swesmith, aime"
     message += f"; did you mean {hint}[?]$" if hint else "$"

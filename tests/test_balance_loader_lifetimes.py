@@ -20,6 +20,9 @@ from test_balance_loader_workers import (
     refuse,
     with_pid,
 )
+from test_balance_loader_workers import (
+    end_leftover_workers as end_leftover_workers,
+)
 from torch.utils.data import get_worker_info
 
 from odc.balance import Minibatch, MinibatchLoader, pack_collate

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.balance import Minibatch, MinibatchLoader, QuadraticCost, loss_scale, policy_names
+from odc.balance import LinearCost, Minibatch, MinibatchLoader, QuadraticCost, loss_scale, policy_names
 
 COST = QuadraticCost(1e-2, 1.0)
 Epoch = list[Minibatch[list[int]]]
@@ -101,3 +102,30 @@ def test_a_resumed_loader_yields_the_rest(options: dict[str, Any], epoch: int, d
     rest = list(loaders[2])
     assert [m.microbatches for m in rest] == [m.microbatches for m in whole[num_done:]]
     assert [(m.plan, m.loss_scale) for m in rest] == [(m.plan, m.loss_scale) for m in whole[num_done:]]
+
+
+def test_a_two_level_policy_resumes_in_the_middle_of_a_batch() -> None:
+    lengths = list(range(1, 41))
+
+    def make(batch_size: int) -> MinibatchLoader[int, list[int]]:
+        return MinibatchLoader(
+            lengths,
+            lengths,
+            list,
+            1,
+            2,
+            minibatch_size=2,
+            batch_size=batch_size,
+            cost=LinearCost(),
+            policy="verl-native",
+        )
+
+    expected = [minibatch.microbatches for minibatch in make(10)]
+    stopped = make(10)
+    for _ in zip(range(3), stopped, strict=False):
+        pass
+    resumed = make(10)
+    resumed.load_state_dict(stopped.state_dict())
+    assert [minibatch.microbatches for minibatch in resumed] == expected[3:]
+    with pytest.raises(ValueError, match="global_batch_size=20, this loader global_batch_size=8"):
+        make(4).load_state_dict(stopped.state_dict())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,15 @@ from odc.balance.policies.base import Job
 COST = QuadraticCost(1e-2, 1.0)
 WORKERS = {"num_workers": 2}
 POLICIES = ["lb-mini", "lb-micro", "verl-native"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_leftover_workers() -> Iterator[None]:
+    """pytest keeps the traceback of a failed test and what that holds; the end of the tests would wait for it."""
+    yield
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join()
 
 
 # Top level, because workers that are spawned import them by name.
@@ -87,12 +98,12 @@ def make_loader(rank: int = 0, **options: Any) -> MinibatchLoader[Any, dict[str,
 
 
 def make_index_loader(
-    collate: Any = list, dataset: Any = None, num_samples: int = 24, **options: Any
+    collate: Any = list, dataset: Any = None, rank: int = 0, world_size: int = 1, **options: Any
 ) -> MinibatchLoader[int, Any]:
-    """24 samples on one rank, in their order: minibatches of 4 samples, each a microbatch."""
+    """24 samples in their order: minibatches of 4 samples per rank, each a microbatch."""
     arguments: dict[str, Any] = {"minibatch_size": 4, "policy": "local-sort", **options}
     dataset = Indices() if dataset is None else dataset
-    return MinibatchLoader(dataset, [1] * num_samples, collate, 0, 1, cost=COST, shuffle=False, **arguments)
+    return MinibatchLoader(dataset, [1] * 24, collate, rank, world_size, cost=COST, shuffle=False, **arguments)
 
 
 def assert_same(found: list[Minibatch[Any]], expected: list[Minibatch[Any]]) -> None:
@@ -193,6 +204,7 @@ def test_workers_are_seeded_by_seed_epoch_and_rank() -> None:
     assert draw(0) == first
     assert not draw(1) & first
     assert not draw(0, seed=1) & first
+    assert not draw(0, rank=0, world_size=2) & draw(0, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -434,7 +434,7 @@ def test_only_two_level_policies_look_at_the_batch() -> None:
     assert whole_epoch != as_lists(stream("verl-native"))
 
 
-@pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal", "lb-micro", "lb-micro-global", "verl-optimized"])
+@pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal", "lb-micro", "verl-optimized", "verl-native"])
 def test_a_slow_device_gets_less(name: str) -> None:
     lengths = sample_lengths("longalign", 256)
     speeds = [1.0, 1.0, 0.5, 1.0]
@@ -474,6 +474,15 @@ def test_relabelling_speeds_with_ranks_changes_nothing(
     assert relabelled.makespan("odc") == pytest.approx(plan.makespan("odc"), rel=1e-12)
     by_speed = [sorted(zip(p.speeds or (), samples_of(p), strict=True)) for p in (plan, relabelled)]
     assert by_speed[0] == by_speed[1]
+
+
+@pytest.mark.parametrize("name", ["lb-mini-equal", "lb-micro"])
+@pytest.mark.parametrize("speeds", [(0.5, 1.0, 1.0, 1.7), (1.7, 1.0, 1.0, 0.5), (1.0, 1.7, 0.5, 1.0)])
+def test_leftover_samples_mind_the_speeds(name: str, speeds: tuple[float, ...]) -> None:
+    """Nine samples on four ranks: three go to one of the ranks, which must not be the slow one."""
+    lengths = [539, 657, 443, 149, 931, 692, 41, 814, 732]
+    plan = get_policy(name).plan(lengths, world_size=4, max_tokens=LIMIT, cost=COST, speeds=speeds)
+    assert plan.makespan("odc") < 1.3 * plan.costs.sum() / sum(speeds)
 
 
 @pytest.mark.parametrize("name", ["none", "local-sort"])
@@ -531,6 +540,20 @@ def test_microbatch_cost_and_speeds_by_hand() -> None:
     assert plan == with_microbatch_cost(free, 0.5)
     assert plan != Plan(microbatches, lengths, costs, 10, "by-hand", 0.5)
     assert "rank 1: 2 samples in 2 microbatches (1 empty), 2 tokens, 169% of the mean time" in plan.explain()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("speeds", [None, [1.0, 2.0]])
+def test_a_cost_per_microbatch_of_no_samples(name: str, speeds: list[float] | None) -> None:
+    plan = get_policy(name).plan([], world_size=2, max_tokens=LIMIT, cost=COST, microbatch_cost=2.0, speeds=speeds)
+    assert plan.microbatch_times().dtype == np.float64
+    assert plan.makespan("odc") == plan.makespan("collective") == plan.bubble_rate() == 0.0
+
+
+def test_only_empty_microbatches() -> None:
+    plan = Plan([[[]], [[], []]], np.zeros(0, dtype=int), np.zeros(0), LIMIT, "by-hand", microbatch_cost=2.0)
+    np.testing.assert_array_equal(plan.microbatch_times(), [[2.0, 0.0], [2.0, 2.0]])
+    assert plan.bubble_rate("odc") == pytest.approx(0.25)
 
 
 def test_peak_tokens() -> None:

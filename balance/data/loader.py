@@ -71,8 +71,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             list for an empty microbatch (policies other than "lb-mini", when samples cannot be dealt out
             evenly) and must return a batch whose summed loss is 0.
         rank, world_size: of this process.
-        minibatch_size, cost, policy, max_tokens, seed, shuffle, drop_last: see
-            :class:`~odc.balance.MinibatchSampler`.
+        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds, seed, shuffle, drop_last:
+            see :class:`~odc.balance.MinibatchSampler`.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
             :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all but the first, which nothing
             predicts.
@@ -86,7 +86,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
         multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last
             two pickle ``dataset``, ``collate`` and ``worker_init_fn``. Default: that of Python.
-        worker_timeout_s: most seconds to wait for one microbatch of the workers; 0: without limit.
+        worker_timeout_s: most seconds to wait for one microbatch of the workers; 0: without limit, as in torch.
         worker_init_fn: called in each worker with its number, from 0, before it reads. ``dataset`` is
             ``torch.utils.data.get_worker_info().dataset.dataset`` there.
 
@@ -109,6 +109,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         cost: CostModel,
         policy: str | Policy = "lb-mini",
         max_tokens: int | None = None,
+        batch_size: int | None = None,
+        microbatch_cost: float = 0.0,
+        speeds: npt.ArrayLike | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -129,6 +132,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             policy=policy,
             cost=cost,
             max_tokens=max_tokens,
+            batch_size=batch_size,
+            microbatch_cost=microbatch_cost,
+            speeds=speeds,
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -211,6 +217,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return {
             "num_samples": int(sampler.lengths.size),
             "global_size": sampler.global_size,
+            "global_batch_size": sampler.batch_size * sampler.world_size,
             "seed": sampler.seed,
             "shuffle": int(sampler.shuffle),
         }
