@@ -30,6 +30,10 @@ def pytest_sessionfinish() -> None:
     """Wait for multiprocessing's own helpers to end: no process may outlive the tests, not even for a moment."""
     from multiprocessing import forkserver, resource_tracker
 
+    # Children that a failed test left hold the helpers' pipes, which would then be waited for without end.
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
     # What CPython's own tests use; the fork server first, because it holds the tracker's pipe.
     for helper in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
         helper._stop()
@@ -41,7 +45,8 @@ def nothing_left_behind() -> Iterator[None]:
     shared_memory = _shared_memory()
     yield
     assert _shared_memory() <= shared_memory
-    gc.collect()  # tracebacks of expected failures hold on to buffers
+    if _odc_descriptors():
+        gc.collect()  # tracebacks of expected failures hold on to buffers; too slow to do after every test
     assert not _odc_descriptors()
     assert not multiprocessing.active_children()
     assert not [t for t in threading.enumerate() if t.name == "odc-accumulation"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,14 +42,6 @@ MODELS = [
     ),
     ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Garbage is collected after every test: not among the many objects that importing transformers makes."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def build(model_type: str, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,14 +38,6 @@ MODELS = [
 ]
 DTYPES = [(torch.float32, 4), (torch.bfloat16, 2)]
 TOKENS = 512
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Garbage is collected after every test: not among the many objects that importing transformers makes."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def build(model_type: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,14 +59,6 @@ MODELS = [
     ("glm4_moe", {**DEEPSEEK_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
     ("dots1", DEEPSEEK_EXPERTS),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Garbage is collected after every test: not among the many objects that importing transformers makes."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(("model_type", "options"), MODELS)

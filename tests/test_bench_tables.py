@@ -115,17 +115,16 @@ def test_native_is_the_worst_in_rl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "num_samples", "largest"), [("LongAlign", 4096, 1.0), ("SWE-Smith", 4096, 1.6), ("AIME", 4096, 1.25)]
+    ("dataset", "num_samples", "largest"), [("LongAlign", 4096, 1.0), ("SWE-Smith", 2048, 1.8), ("AIME", 2048, 1.5)]
 )
 def test_the_fitted_rows_come_out(dataset: str, num_samples: int, largest: float) -> None:
-    """At 20000 samples, what the command takes, AIME is within 1 point as well."""
+    """With a fifth of the samples that the command takes, or fewer, so the limits are wider for two of them."""
     cells = [cell for cell in read_cells() if (cell.dataset, cell.model) == (dataset, "1.5B")]
     simulated: dict[Cell, float] = {}
     for size in sorted({cell.minibatch_size for cell in cells}):
         group = [cell for cell in cells if cell.minibatch_size == size]
         simulated.update(zip(group, simulate_cells(group, num_samples), strict=True))
     assert rms_error(simulated, dataset, "1.5B") < largest
-    # Without any balancing to speak of, what is left is the law's spread: each cell by itself is close.
     assert max(abs(rate - cell.paper) for cell, rate in simulated.items()) < 4
 
 
@@ -168,18 +167,28 @@ def test_the_command_line_writes_all_cells(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--dataset", "LongAline"], "'LongAline': expected one of LongAlign, SWE-Smith, AIME"),
-        (["--dataset", "AIME", "--model", "3B"], "'3B': expected one of 1.5B, 7B, 14B, 32B"),
-        (["--dataset", "AIME", "--model", "32B"], "the paper has no such rows"),
         (["--samples", "100"], "--samples"),
-        (["--jobs", "0"], "--jobs"),
     ],
 )
-def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_the_command_line_refuses_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = run_cli(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert not done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "message"),
+    [
+        (["AIME", "aime"], None, "'aime': expected one of LongAlign, SWE-Smith, AIME"),
+        (["AIME"], ["3B"], "'3B': expected one of 1.5B, 7B, 14B, 32B"),
+        (["AIME"], ["32B"], "the paper has no such rows"),
+    ],
+)
+def test_bad_options(dataset: list[str], model: list[str] | None, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        tables.main(dataset, model)
 
 
 @pytest.mark.parametrize(("off", "fails"), [(0.9, False), (1.1, True)])
@@ -196,9 +205,6 @@ def test_only_a_fitted_row_that_is_too_far_off_fails(
     else:
         tables.main(["LongAlign"], [model], 2048)
         assert "expected at most" not in capsys.readouterr().out
-
-
-COSTS = st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=24)
 
 
 def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
