@@ -61,7 +61,8 @@ class Plan:
         as_count(self.max_tokens, "max_tokens")
         as_cost(self.microbatch_cost, "microbatch_cost")
         if self.speeds is not None:
-            as_speeds(self.speeds, len(microbatches))
+            speeds = as_speeds(self.speeds, len(microbatches))
+            object.__setattr__(self, "speeds", tuple(speeds.tolist()))
         self._check_samples()
         self._check_limit()
 

@@ -364,6 +364,14 @@ def test_verl_native_balances_the_batch_and_cuts_it_per_rank() -> None:
         assert np.mean(within) > 1.1  # but the ranks' shares of a minibatch are not balanced
 
 
+def test_verl_native_minds_the_speeds() -> None:
+    """Each rank's share of the batch is for its own speed."""
+    speeds = np.array([1.0, 0.8, 0.6, 1.0])
+    minibatches = list(stream("verl-native", WORLD_SIZE * BATCH_SIZE, speeds=speeds))
+    totals = np.sum([[m.plan.costs[mine].sum() for mine in samples_of(m.plan)] for m in minibatches], axis=0)
+    np.testing.assert_allclose(totals, totals.sum() * speeds / speeds.sum(), rtol=0.005)
+
+
 def test_verl_native_lets_every_rank_shuffle_its_share() -> None:
     """Differently in each batch, and differently for each seed: else every rank would start with its longest."""
     policy, lengths = get_policy("verl-native"), np.arange(1, 65)
@@ -464,7 +472,6 @@ def test_many_samples_reach_the_bound_of_all_costs_over_all_speeds(name: str) ->
 def test_relabelling_speeds_with_ranks_changes_nothing(
     name: str, lengths: list[int], speeds: list[float], microbatch_cost: float
 ) -> None:
-    lengths = lengths[: len(lengths) // 4 * 4] if name == "lb-mini-equal" else lengths
     plan, relabelled = (
         get_policy(name).plan(
             lengths, world_size=4, max_tokens=LIMIT, cost=COST, speeds=given, microbatch_cost=microbatch_cost

@@ -105,6 +105,7 @@ class MinibatchSampler:
 
     def starting_at(self, first: int) -> Iterator[PlannedMinibatch]:
         """The minibatches of the current epoch from number ``first`` on; earlier batches are not planned."""
+        first = as_count(first, "first", minimum=0)
         order = self._order()
         if self.drop_last:
             order = order[: len(self) * self.global_size]

@@ -11,7 +11,7 @@ from odc.balance.checks import FloatArray, as_costs, as_count, as_speeds
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts, largest_differencing
 from odc.balance.partition.greedy import longest_first
-from odc.balance.partition.refine import CLOSE_ENOUGH, refine
+from odc.balance.partition.refine import CLOSE_ENOUGH, Limit, refine
 from odc.balance.partition.resplit import resplit
 
 # Pairs of parts looked at by the last and slowest search.
@@ -62,7 +62,7 @@ def karmarkar_karp(
 def balance(
     costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None = None, thorough: bool = True
 ) -> Parts:
-    """:func:`karmarkar_karp` for checked arguments.
+    """:func:`karmarkar_karp` for checked arguments; with ``equal_size``, sizes may differ by one if they must.
 
     Without ``thorough`` only the better start is improved, and only by moves and swaps. That is faster, and
     leaves the parts below the makespan more even, which splitting pairs anew does not look at.
@@ -88,6 +88,8 @@ def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | No
         return [list(range(costs.size))]
     if costs.size <= k and speeds is None:
         return [[item] for item in range(costs.size)] + [[] for _ in range(k - costs.size)]
+    if equal_size and costs.size % k:
+        return _almost_equal(costs, k, speeds, thorough)
     target = lower_bound(costs, k, equal_size=equal_size, speeds=speeds) * (1 + CLOSE_ENOUGH)
     starts = [
         _differencing(costs, k, equal_size=equal_size, speeds=speeds),
@@ -104,11 +106,53 @@ def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | No
         if quality < best_quality:
             best_quality, best = quality, parts
     if thorough and best_quality[0] > target:
-        num_steps = min(_MAX_STEPS, _STEPS_PER_ITEM * costs.size)
+        num_steps = _num_steps(costs.size)
         best = resplit(costs, best, equal_size=equal_size, speeds=speeds, target=target, num_steps=num_steps)
     if speeds is None and not equal_size:
         fill_empty(costs, best)
     return best
+
+
+def _almost_equal(costs: FloatArray, k: int, speeds: FloatArray | None, thorough: bool) -> Parts:
+    """Parts whose sizes differ by one: of equal sizes, with an item that is nothing in some of them."""
+    padded = np.append(costs, np.zeros(-costs.size % k))
+    is_nothing = np.arange(padded.size) >= costs.size
+    parts = _search(padded, k, True, speeds, thorough)
+    _one_each(padded, parts, is_nothing, np.ones(k) if speeds is None else speeds)
+    limit = Limit(is_nothing.astype(np.int64), 1)
+    parts = refine(padded, parts, equal_size=True, speeds=speeds, limit=limit)
+    if thorough:
+        target = lower_bound(costs, k, speeds=speeds) * (1 + CLOSE_ENOUGH)
+        num_steps = _num_steps(costs.size)
+        parts = resplit(padded, parts, equal_size=True, speeds=speeds, limit=limit, target=target, num_steps=num_steps)
+    return [[item for item in part if item < costs.size] for part in parts]
+
+
+def _one_each(costs: FloatArray, parts: Parts, is_nothing: npt.NDArray[np.bool_], speeds: FloatArray) -> None:
+    """Swap items until no part holds nothing twice, each time where the later of two parts finishes earliest."""
+    while True:
+        counts = [int(is_nothing[part].sum()) for part in parts]
+        loads = part_loads(costs, parts)
+        swaps = [
+            (max((loads[a] + costs[item]) / speeds[a], (loads[b] - costs[item]) / speeds[b]), a, b, item)
+            for a in range(len(parts))
+            if counts[a] > 1
+            for b in range(len(parts))
+            if counts[b] == 0
+            for item in parts[b]
+        ]
+        if not swaps:
+            return
+        _, a, b, item = min(swaps)
+        nothing = next(other for other in parts[a] if is_nothing[other])
+        parts[a].remove(nothing)
+        parts[b].remove(item)
+        parts[a].append(item)
+        parts[b].append(nothing)
+
+
+def _num_steps(num_items: int) -> int:
+    return min(_MAX_STEPS, _STEPS_PER_ITEM * num_items)
 
 
 def _differencing(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None) -> Parts:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from odc.balance.checks import FloatArray
 from odc.balance.partition.differencing import Parts
-from odc.balance.partition.refine import MIN_GAIN
+from odc.balance.partition.refine import MIN_GAIN, Limit
 
 # Two parts with more items than this are left alone: 2 ** 12 ways to split them are looked at.
 _MAX_ITEMS = 12
@@ -27,6 +27,7 @@ def resplit(
     *,
     equal_size: bool,
     speeds: FloatArray | None = None,
+    limit: Limit | None = None,
     target: float = 0.0,
     num_steps: int,
 ) -> Parts:
@@ -35,9 +36,11 @@ def resplit(
     The part that finishes last and one other are split anew in the best of all ways. If that helps with no
     other part, two parts at random are split anew in some way that keeps both below the makespan, and the
     last part tries again with these two. So the makespan never rises, and the search leaves places in which
-    it would be stuck. Deterministic: the random numbers always start from the same seed.
+    it would be stuck. With ``limit``, which the given parts must meet, no split breaks it.
+
+    Deterministic: the random numbers always start from the same seed.
     """
-    walk = _Walk(costs, parts, equal_size, speeds)
+    walk = _Walk(costs, parts, equal_size, speeds, limit)
     rng = random.Random(0)
     num_parts = len(parts)
     partners: list[int] | None = None
@@ -58,7 +61,10 @@ def resplit(
 
 
 class _Walk:
-    def __init__(self, costs: FloatArray, parts: Parts, equal_size: bool, speeds: FloatArray | None) -> None:
+    def __init__(
+        self, costs: FloatArray, parts: Parts, equal_size: bool, speeds: FloatArray | None, limit: Limit | None
+    ) -> None:
+        self._limit = limit
         self.parts = [list(part) for part in parts]
         self.num_steps = 0
         self._costs = costs
@@ -106,6 +112,11 @@ class _Walk:
         times = np.maximum(cost_a / self._rates[a], (costs.sum() - cost_a) / self._rates[b])
         if self._equal_size:
             times = np.where(sizes == len(self.parts[a]), times, np.inf)
+        if self._limit is not None:
+            weights = self._limit.weights[items]
+            weight_a = chosen @ weights
+            over = np.maximum(weight_a, weights.sum() - weight_a) > self._limit.capacity
+            times = np.where(over, np.inf, times)
         return items, chosen, times
 
     def _apply(self, a: int, b: int, items: list[int], chosen: npt.NDArray[np.bool_]) -> None:

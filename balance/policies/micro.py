@@ -29,7 +29,7 @@ class LBMicroGlobal(Policy):
 
     All samples are packed into world_size * k microbatches, k as small as possible. In the order of their
     cost they are dealt out world_size at a time, one to each rank, the costliest to the rank that would be
-    done first. Under collectives this idles less than :class:`LBMicro`, under ODC more than
+    done with it first. Under collectives this idles less than :class:`LBMicro`, under ODC more than
     :class:`~odc.balance.policies.mini.LBMini`.
     """
 
@@ -42,27 +42,19 @@ class LBMicroGlobal(Policy):
         loads = np.zeros(world_size)
         parts = costliest_first(_pack_multiple(job), job.costs)
         for start in range(0, len(parts), world_size):
-            first_done = np.argsort(loads / speeds, kind="stable").tolist()
-            for rank, part in zip(first_done, parts[start : start + world_size], strict=True):
+            free = np.ones(world_size, dtype=bool)
+            for part in parts[start : start + world_size]:
+                cost = job.costs[part].sum()
+                rank = int(np.argmin(np.where(free, (loads + cost) / speeds, np.inf)))
                 microbatches[rank].append(part)
-                loads[rank] += job.costs[part].sum()
+                loads[rank] += cost
+                free[rank] = False
         return microbatches
 
 
 def equally_many(job: Job) -> Parts:
     """Balance the cost over ranks whose numbers of samples differ by at most one."""
-    costs = job.costs
-    num_missing = -costs.size % job.world_size
-    padded = np.concatenate([costs, np.zeros(num_missing)])
-    with_padding = balance(padded, job.world_size, equal_size=True, speeds=job.speeds)
-    ranks = [[sample for sample in mine if sample < costs.size] for mine in with_padding]
-    # One rank may have got several of the padding items.
-    while max(map(len, ranks)) - min(map(len, ranks)) > 1:
-        largest, smallest = max(ranks, key=len), min(ranks, key=len)
-        cheapest = min(largest, key=lambda sample: (costs[sample], sample))
-        largest.remove(cheapest)
-        smallest.append(cheapest)
-    return ranks
+    return balance(job.costs, job.world_size, equal_size=True, speeds=job.speeds)
 
 
 def pack_ranks(job: Job, ranks: Parts) -> list[Parts]:

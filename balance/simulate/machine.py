@@ -79,7 +79,7 @@ class Machine:
 
     def rates(self, plan: Plan) -> FloatArray:
         """True speed of each rank, (world_size,)."""
-        speeds = self.speeds or plan.speeds
+        speeds = plan.speeds if self.speeds is None else self.speeds
         return np.ones(plan.world_size) if speeds is None else as_speeds(speeds, plan.world_size)
 
 
