@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.policies.packing import first_fit_decreasing, min_microbatches, pack, pack_together
+from odc.balance.policies.packing import first_fit_decreasing, min_microbatches, pack, pack_together, smallest
 
 
 def fewest(lengths: list[int], limit: int) -> int:
@@ -115,3 +115,25 @@ def test_pack_together(ranks: list[list[int]], limit: int) -> None:
 @pytest.mark.parametrize("n", [1, 2, 17])
 def test_no_two_samples_fit_together(n: int) -> None:
     assert pack(np.full(n, 9), np.ones(n), 10) == [[i] for i in range(n)]
+
+
+def test_samples_just_over_a_third_of_the_limit_share_in_pairs() -> None:
+    """Their tokens would fit into a third fewer microbatches; no more than two fit into one."""
+    lengths = np.random.default_rng(0).integers(3340, 3400, 1000)
+    assert min_microbatches(lengths, 10_000) == 500
+
+
+@pytest.mark.parametrize(
+    ("low", "first_found"), [(1, 1), (1, 3), (10, 400), (10, 999), (5, 5), (999, 999), (1000, 1000)]
+)
+def test_smallest_number_in_few_tries(low: int, first_found: int) -> None:
+    tried = []
+
+    def attempt(number: int) -> int | None:
+        tried.append(number)
+        return number if number >= first_found else None
+
+    assert smallest(low, 1000, attempt) == first_found
+    assert len(tried) <= 4 + 11
+    assert min(tried) >= low
+    assert max(tried) <= 1000

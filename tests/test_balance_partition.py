@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -167,6 +168,34 @@ def test_refinement_keeps_a_second_limit() -> None:
     stuck = refine(costs, start, equal_size=False, limit=Limit(np.array([6, 6, 6, 6]), 12))
     assert makespan(costs, stuck) == 7.0  # swaps remain possible
     assert [len(part) for part in stuck] == [2, 2]
+
+
+def test_items_of_no_cost_are_spread() -> None:
+    costs = np.array([5.0, 4.0, 3.0] + [0.0] * 30)
+    assert max(map(len, longest_first(costs, 3, equal_size=False))) < 15
+
+
+def test_one_part_of_many_tiny_items_needs_little_memory() -> None:
+    """A table with a column for each of its items, in each row, would hold 9 million cells."""
+    rng = np.random.default_rng(0)
+    costs = np.concatenate([rng.uniform(900, 1000, 1000), rng.uniform(1e-4, 2e-4, 9000)])
+    tracemalloc.start()
+    parts = karmarkar_karp(costs, 1001)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6
+    assert sorted(itertools.chain(*parts)) == list(range(10000))
+    assert all(parts)
+
+
+def test_refinement_counts_what_its_table_leaves_out() -> None:
+    """3000 items of cost 1 beside the three that are exchanged: all of them weigh."""
+    costs = np.concatenate([np.ones(300_000), [500.0, 400.0, 300.0]])
+    start = [[*range(300_000)], [300_000, 300_001, 300_002]]
+    parts = refine(costs, start, equal_size=False, limit=Limit(np.ones(costs.size, dtype=np.int64), 300_001))
+    assert sum(map(len, parts)) == costs.size
+    assert max(map(len, parts)) <= 300_001
+    assert makespan(costs, parts) < makespan(costs, start)
 
 
 COSTS = st.lists(st.floats(0, 1e6) | st.integers(0, 20).map(float), max_size=40)

@@ -33,7 +33,7 @@ def largest_differencing(costs: FloatArray, k: int, *, equal_size: bool) -> Part
     (``len(costs)`` must be a multiple of ``k``).
 
     Ties: the lower index counts as the larger cost; of equal spreads the tuple made first goes first; of
-    equal loads the part whose first item has the lower index counts as the lighter one.
+    equal loads the part whose list of items compares as smaller counts as the lighter one.
 
     Most merges are of a full tuple with one that has few items, so parts without items are not stored: n
     items take O(n (log n + log k)) steps and O(n) memory, not O(n k).
@@ -115,7 +115,7 @@ def _merge(a: _Tuple, b: _Tuple, k: int) -> _Tuple:
     # The heaviest parts of b get the parts of a that hold nothing; the others, the lightest, meet items.
     num_meeting = max(0, len(a) + len(b) - k)
     merged = [
-        (load + other_load, items + other_items)
+        (load + other_load, _join(items, other_items))
         for (load, items), (other_load, other_items) in zip(a[:num_meeting], reversed(b[:num_meeting]), strict=True)
     ]
     merged += b[num_meeting:]
@@ -126,4 +126,12 @@ def _merge(a: _Tuple, b: _Tuple, k: int) -> _Tuple:
     else:
         a[:num_meeting] = merged
         a.sort()
+    return a
+
+
+def _join(a: list[int], b: list[int]) -> list[int]:
+    """Both lists, in the longer one: one item at a time would else take a copy of a long part each."""
+    if len(a) < len(b):
+        a, b = b, a
+    a.extend(b)
     return a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import numpy as np
@@ -114,41 +115,20 @@ def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | No
 
 
 def _almost_equal(costs: FloatArray, k: int, speeds: FloatArray | None, thorough: bool) -> Parts:
-    """Parts whose sizes differ by one: of equal sizes, with an item that is nothing in some of them."""
+    """Parts whose sizes differ by one: of equal sizes, with an item that is nothing in some of them.
+
+    The differencing method puts one item of each sorted group into each part, so none starts with two
+    nothings: they are the last items of the last group. A limit keeps it so.
+    """
     padded = np.append(costs, np.zeros(-costs.size % k))
-    is_nothing = np.arange(padded.size) >= costs.size
-    parts = _search(padded, k, True, speeds, thorough)
-    _one_each(padded, parts, is_nothing, np.ones(k) if speeds is None else speeds)
-    limit = Limit(is_nothing.astype(np.int64), 1)
+    limit = Limit((np.arange(padded.size) >= costs.size).astype(np.int64), 1)
+    parts = _differencing(padded, k, equal_size=True, speeds=speeds)
     parts = refine(padded, parts, equal_size=True, speeds=speeds, limit=limit)
     if thorough:
         target = lower_bound(costs, k, speeds=speeds) * (1 + CLOSE_ENOUGH)
         num_steps = _num_steps(costs.size)
         parts = resplit(padded, parts, equal_size=True, speeds=speeds, limit=limit, target=target, num_steps=num_steps)
     return [[item for item in part if item < costs.size] for part in parts]
-
-
-def _one_each(costs: FloatArray, parts: Parts, is_nothing: npt.NDArray[np.bool_], speeds: FloatArray) -> None:
-    """Swap items until no part holds nothing twice, each time where the later of two parts finishes earliest."""
-    while True:
-        counts = [int(is_nothing[part].sum()) for part in parts]
-        loads = part_loads(costs, parts)
-        swaps = [
-            (max((loads[a] + costs[item]) / speeds[a], (loads[b] - costs[item]) / speeds[b]), a, b, item)
-            for a in range(len(parts))
-            if counts[a] > 1
-            for b in range(len(parts))
-            if counts[b] == 0
-            for item in parts[b]
-        ]
-        if not swaps:
-            return
-        _, a, b, item = min(swaps)
-        nothing = next(other for other in parts[a] if is_nothing[other])
-        parts[a].remove(nothing)
-        parts[b].remove(item)
-        parts[a].append(item)
-        parts[b].append(nothing)
 
 
 def _num_steps(num_items: int) -> int:
@@ -182,15 +162,26 @@ def fill_empty(costs: FloatArray, parts: Parts) -> None:
 
     No part's cost or number of tokens rises above what the giving part had.
     """
-    for part in parts:
-        if not part:
-            givers = [other for other in parts if len(other) > 1]
-            if not givers:
-                return
-            giver = max(givers, key=lambda other: float(costs[other].sum()))
-            cheapest = min(giver, key=lambda item: (costs[item], item))
-            giver.remove(cheapest)
-            part.append(cheapest)
+    empty = [part for part in parts if not part]
+    if not empty:
+        return
+    loads = part_loads(costs, parts).tolist()
+    givers = [(-load, number) for number, load in enumerate(loads) if len(parts[number]) > 1]
+    heapq.heapify(givers)
+    cheapest_last: dict[int, list[int]] = {}
+    for part in empty:
+        if not givers:
+            return
+        load, number = givers[0]
+        if number not in cheapest_last:
+            cheapest_last[number] = sorted(parts[number], key=lambda item: (-costs[item], -item))
+        item = cheapest_last[number].pop()
+        parts[number].remove(item)
+        part.append(item)
+        if len(parts[number]) > 1:
+            heapq.heapreplace(givers, (load + float(costs[item]), number))
+        else:
+            heapq.heappop(givers)
 
 
 def canonical(parts: Parts) -> Parts:

@@ -18,6 +18,13 @@ MIN_GAIN = 1e-6
 CLOSE_ENOUGH = 1e-4
 
 _MAX_ROUNDS = 200
+# Where costs differ by orders of magnitude, some parts hold thousands of tiny items and most a few: a table of
+# all would be mostly holes. Only the costliest items of each part take part, in at most so many cells, or in
+# this many columns.
+_MAX_CELLS = 2**18
+_MIN_WIDTH = 16
+# Comparisons of all rounds together.
+_MAX_COMPARISONS = 2**28
 # Ways to pair parts that are tried before the heaviest one looks at all others.
 _NUM_PAIRINGS = 4
 # The heaviest part looks at this many others, the lightest.
@@ -57,7 +64,7 @@ def refine(
     table = _Table(costs, parts, equal_size=equal_size, speeds=speeds, limit=limit)
     active = np.arange(len(parts))
     shift = 0
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(table.num_rounds):
         if active.size < 2 or table.is_even(active):
             break
         order = active[np.argsort(-table.times[active], kind="stable")]
@@ -83,8 +90,14 @@ class _Table:
         self._capacity = 0 if limit is None else limit.capacity
         self._speeds = speeds
         self._room_needed = not equal_size
-        width = max(map(len, parts)) + (2 if self._room_needed else 0)
-        self._items = np.full((len(parts), width), -1, dtype=np.int64)
+        widest = max(map(len, parts))
+        width = min(widest, max(_MIN_WIDTH, _MAX_CELLS // len(parts)))
+        self._left_out: Parts = [[] for _ in parts]
+        if widest > width:
+            parts, self._left_out = _costliest(costs, parts, width)
+        self._fixed_loads = np.array([costs[items].sum() for items in self._left_out])
+        self._fixed_weights = np.array([0 if limit is None else limit.weights[i].sum() for i in self._left_out])
+        self._items = np.full((len(parts), width + (2 if self._room_needed else 0)), -1, dtype=np.int64)
         for row, items in enumerate(parts):
             self._items[row, : len(items)] = items
         self._costs = np.zeros(self._items.shape)
@@ -103,7 +116,17 @@ class _Table:
         return bool(self.times[rows].max() <= ideal * (1 + CLOSE_ENOUGH))
 
     def parts(self) -> Parts:
-        return [[item for item in row if item >= 0] for row in self._items.tolist()]
+        rows = self._items.tolist()
+        return [
+            [item for item in row if item >= 0] + left_out for row, left_out in zip(rows, self._left_out, strict=True)
+        ]
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds are worth their time: each compares all items of half the parts with others."""
+        height, width = self._items.shape
+        comparisons = height * width * (width if width <= _DENSE_WIDTH else 2 * _DENSE_WIDTH)
+        return min(_MAX_ROUNDS, max(10, _MAX_COMPARISONS // max(comparisons, 1)))
 
     def exchange(self, slow: IntArray, fast: IntArray) -> npt.NDArray[np.bool_]:
         """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
@@ -136,7 +159,7 @@ class _Table:
         if self._item_weights is not None:
             weights = self._item_weights[self._items]
             moved = weights[slow][:, given] - np.take_along_axis(weights[fast], np.atleast_2d(taken), axis=1)
-            totals = weights.sum(axis=1)[:, None]
+            totals = (weights.sum(axis=1) + self._fixed_weights)[:, None]
             times[np.maximum(totals[slow] - moved, totals[fast] + moved) > self._capacity] = np.inf
         if times.size == 0:
             return slow, fast, np.full(num_pairs, np.inf)
@@ -185,10 +208,16 @@ class _Table:
         self._items[rows] = np.take_along_axis(items, order, axis=1)
         self._costs[rows] = np.take_along_axis(costs, order, axis=1)
         # Summed anew: loads kept up to date by differences would drift.
-        self._loads[rows] = costs.sum(axis=1)
+        self._loads[rows] = costs.sum(axis=1) + self._fixed_loads[rows]
 
 
 def _share(slow: FloatArray, fast: FloatArray) -> FloatArray:
     """The part of two devices' work that the fast one should have."""
     share: FloatArray = fast / (slow + fast)
     return share
+
+
+def _costliest(costs: FloatArray, parts: Parts, num: int) -> tuple[Parts, Parts]:
+    """The ``num`` costliest items of each part, and the others."""
+    ordered = [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]
+    return [part[:num] for part in ordered], [part[num:] for part in ordered]

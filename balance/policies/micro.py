@@ -7,7 +7,7 @@ import numpy as np
 from odc.balance.partition import balance
 from odc.balance.partition.differencing import Parts
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
-from odc.balance.policies.packing import Packer, min_microbatches, pack_together
+from odc.balance.policies.packing import Packer, min_microbatches, pack_together, smallest
 
 
 class LBMicro(Policy):
@@ -68,7 +68,7 @@ def pack_ranks(job: Job, ranks: Parts) -> list[Parts]:
 def _pack_multiple(job: Job) -> Parts:
     """Pack into a multiple of ``world_size`` microbatches, the smallest at which a packing is found."""
     packer = Packer(job.lengths, job.costs, job.max_tokens)
-    num_each = -(-min_microbatches(job.lengths, job.max_tokens) // job.world_size)
-    while (parts := packer.into(num_each * job.world_size)) is None:
-        num_each += 1
-    return parts
+    low, high = min_microbatches(job.lengths, job.max_tokens), packer.enough
+    return smallest(
+        -(-low // job.world_size), -(-high // job.world_size), lambda num_each: packer.into(num_each * job.world_size)
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +11,11 @@ from odc.balance.checks import FloatArray, IntArray
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.kway import balance, canonical, fill_empty
 from odc.balance.partition.refine import Limit, refine
+
+T = TypeVar("T")
+
+# So many numbers of microbatches are tried one by one: most often the first or second works.
+_TRIES_FROM_BELOW = 4
 
 
 def pack(lengths: IntArray, costs: FloatArray, max_tokens: int) -> Parts:
@@ -28,17 +34,46 @@ def pack(lengths: IntArray, costs: FloatArray, max_tokens: int) -> Parts:
 def pack_together(lengths: Sequence[IntArray], costs: Sequence[FloatArray], max_tokens: int) -> list[Parts]:
     """:func:`pack` for several ranks that must all have the same number of microbatches (LB-Micro).
 
-    The number is the smallest at which every rank's packing succeeds. A rank with fewer samples than that
-    gets empty microbatches, the last ones; no other rank gets any.
+    The number is the smallest at which every rank's packing is found, see :func:`smallest`. A rank with fewer
+    samples than that gets empty microbatches, the last ones; no other rank gets any.
     """
     packers = [Packer(*mine, max_tokens) for mine in zip(lengths, costs, strict=True)]
-    num_microbatches = max(min_microbatches(mine, max_tokens) for mine in lengths)
-    while True:
-        packed = [packer.into(num_microbatches) for packer in packers]
-        found = [parts for parts in packed if parts is not None]
-        if len(found) == len(packed):
+
+    def into(num_microbatches: int) -> list[Parts] | None:
+        found = []
+        for packer in packers:
+            parts = packer.into(num_microbatches)
+            if parts is None:
+                return None
+            found.append(parts)
+        return found
+
+    return smallest(
+        max(min_microbatches(mine, max_tokens) for mine in lengths), max(packer.enough for packer in packers), into
+    )
+
+
+def smallest(low: int, high: int, attempt: Callable[[int], T | None]) -> T:
+    """The result of ``attempt`` for the smallest number from ``low`` to ``high`` at which it finds one.
+
+    It must find one at ``high``. After a few numbers from ``low`` on, the rest are bisected, as if one found
+    at a number meant one at every larger number; that is nearly so.
+    """
+    for number in range(low, min(low + _TRIES_FROM_BELOW, high)):
+        if (found := attempt(number)) is not None:
             return found
-        num_microbatches += 1
+    low, best = min(low + _TRIES_FROM_BELOW, high), None
+    while low < high:
+        middle = (low + high) // 2
+        found = attempt(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, found
+    if best is None:
+        best = attempt(high)
+    assert best is not None
+    return best
 
 
 class Packer:
@@ -53,6 +88,11 @@ class Packer:
         self._costs = costs
         self._max_tokens = max_tokens
         self._first_fit = first_fit_decreasing(lengths, max_tokens)
+
+    @property
+    def enough(self) -> int:
+        """A number of microbatches for which a packing is always found."""
+        return len(self._first_fit)
 
     def into(self, num_microbatches: int) -> Parts | None:
         """A packing into exactly ``num_microbatches``, or None if none was found.
@@ -83,7 +123,8 @@ def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
     Two samples longer than half the limit never share. For a threshold t up to half the limit, those longer
     than ``max_tokens - t`` share with no sample of at least t tokens; what the rest of the long ones leave
     free takes samples of t tokens and up to half the limit, and what remains of these needs microbatches of
-    its own. t = 0 gives at least the sum of all tokens over the limit.
+    its own. t = 0 gives at least the sum of all tokens over the limit. And no microbatch holds more samples
+    than fit of the shortest ones.
     """
     if lengths.size == 0:
         return 0
@@ -98,7 +139,8 @@ def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
     needed = sums[num_short] - sums[first]
     free = (last - num_short) * max_tokens - (sums[last] - sums[num_short])
     overflow = np.maximum(needed - free, 0)
-    return num_long + int((-(-overflow // max_tokens)).max())
+    most_together = int(np.searchsorted(sums, max_tokens, side="right")) - 1
+    return max(num_long + int((-(-overflow // max_tokens)).max()), -(-lengths.size // most_together))
 
 
 def first_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
