@@ -14,9 +14,8 @@ def longest_first(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatA
     """Longest processing time first: each item, the costliest first, goes where it would be finished first.
 
     Without ``speeds`` that is the lightest part. With ``equal_size`` a part that holds ``len(costs) / k``
-    items takes no more. Ties: the lower index counts as the larger cost; of parts that would finish together
-    the one with fewer items takes it (with ``speeds``: with the lower number), then the one with the lower
-    number.
+    items takes no more. Ties: the lower index counts as the larger cost, the part with the lower number as
+    the one that finishes first.
     """
     capacity = costs.size // k if equal_size else costs.size
     order = np.argsort(-costs, kind="stable").tolist()
@@ -35,13 +34,12 @@ def longest_first(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatA
 
 def _lightest_first(values: list[float], order: list[int], k: int, capacity: int) -> Parts:
     parts: Parts = [[] for _ in range(k)]
-    # By number of items as well: items that cost nothing would else all go to one part.
-    heap = [(0.0, 0, part) for part in range(k)]
+    heap = [(0.0, part) for part in range(k)]
     for item in order:
-        load, size, part = heap[0]
+        load, part = heap[0]
         parts[part].append(item)
-        if size + 1 == capacity:
+        if len(parts[part]) == capacity:
             heapq.heappop(heap)
         else:
-            heapq.heapreplace(heap, (load + values[item], size + 1, part))
+            heapq.heapreplace(heap, (load + values[item], part))
     return parts
