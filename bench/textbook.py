@@ -36,17 +36,22 @@ def optimal_makespan(costs: FloatArray, k: int, *, equal_size: bool) -> float:
     if k == 1:
         return float(costs.sum())
     n = costs.size
-    masks, differences, balances = np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int64)
     sums, sizes = np.zeros(1), np.zeros(1, np.int64)
-    for item, cost in enumerate(costs):
+    differences, balances = np.zeros(1), np.zeros(1, np.int8)
+    for cost in costs:
+        sums, sizes = np.concatenate([sums, sums + cost]), np.concatenate([sizes, sizes + 1])
         # An item is in neither of two parts, in the first, or in the second.
         differences = np.concatenate([differences, differences + cost, differences - cost])
-        balances = np.concatenate([balances, balances + 1, balances - 1])
-        masks = np.concatenate([masks, masks | 1 << item, masks | 1 << item])
-        sums, sizes = np.concatenate([sums, sums + cost]), np.concatenate([sizes, sizes + 1])
-    smallest = np.full(2**n, np.inf)
-    allowed = balances == 0 if equal_size else np.ones(masks.size, dtype=bool)
-    np.minimum.at(smallest, masks[allowed], np.abs(differences[allowed]))
+        if equal_size:
+            balances = np.concatenate([balances, balances + np.int8(1), balances - np.int8(1)])
+    smallest = np.abs(differences, out=differences)
+    if equal_size:
+        smallest[balances != 0] = np.inf
+    smallest = smallest.reshape((3,) * n)
+    for item in range(n):
+        neither, first, second = np.moveaxis(smallest, item, 0)
+        smallest = np.stack([neither, np.minimum(first, second)], axis=item)
+    smallest = smallest.ravel()  # by subset: bit i is item i
     in_two = (sums + smallest) / 2
     rest = in_two[::-1]  # of the complement
     if k == 2:
