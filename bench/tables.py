@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -117,25 +120,39 @@ def simulate_cells(cells: Sequence[Cell], num_samples: int) -> list[float]:
 
 
 def simulate_all(cells: Iterable[Cell], num_samples: int, num_jobs: int, console: Console) -> dict[Cell, float]:
-    """Simulate all cells in ``num_jobs`` processes."""
+    """Simulate all cells in ``num_jobs`` processes, which end at once if this is interrupted."""
     groups: dict[tuple[str, str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         groups[cell.dataset, cell.model, cell.minibatch_size].append(cell)
     simulated: dict[Cell, float] = {}
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ProcessPoolExecutor(num_jobs) as pool:
+    others = set(multiprocessing.active_children())
+    with Progress(*columns, console=console, transient=True) as progress, ProcessPoolExecutor(num_jobs) as pool:
         bar = progress.add_task("planning", total=sum(map(len, groups.values())))
         # The largest first, so that no process ends up alone with one.
         ordered = sorted(groups.values(), key=lambda group: -group[0].devices * group[0].minibatch_size)
-        futures = {pool.submit(simulate_cells, group, num_samples): group for group in ordered}
         try:
+            with _interrupts_later():
+                futures = {pool.submit(simulate_cells, group, num_samples): group for group in ordered}
             for future in as_completed(futures):
                 simulated.update(zip(futures[future], future.result(), strict=True))
                 progress.advance(bar, len(futures[future]))
         except BaseException:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             pool.shutdown(cancel_futures=True)
             raise
     return simulated
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C takes effect after the block. Processes started in it never see one: this process ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def rms_error(simulated: dict[Cell, float], dataset: str, model: str) -> float:
@@ -178,7 +195,12 @@ def main(
     cells = [c for c in read_cells() if c.dataset in (dataset or LAW_OF) and c.model in (model or COSTS)]
     if not cells:
         raise typer.BadParameter("the paper has no such rows (AIME has no 32B)")
-    simulated = simulate_all(cells, samples, jobs, Console(stderr=True))
+    progress_console = Console(stderr=True)
+    try:
+        simulated = simulate_all(cells, samples, jobs, progress_console)
+    except KeyboardInterrupt:
+        progress_console.print("interrupted")
+        raise typer.Exit(130) from None
     errors = {}
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, size in dict.fromkeys((cell.dataset, cell.model) for cell in cells):
