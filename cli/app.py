@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -39,9 +41,14 @@ def _options(
     """Options of the command itself."""
 
 
-app.command()(plan)
-app.command()(simulate)
-app.command()(info)
+def _paragraphs(command: Callable[..., Any]) -> str:
+    """The docstring, each paragraph on one line: help keeps the line breaks that it finds. Examples are indented."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(text if text.startswith(" ") else " ".join(text.split()) for text in paragraphs)
+
+
+for _command in (plan, simulate, info):
+    app.command(help=_paragraphs(_command))(_command)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Policies side by side on one dataset, and what to make of it."""
+"""Policies side by side on one dataset."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from odc.balance import Machine, Scenario, Simulation
+from odc.balance.checks import IntArray
 from odc.balance.plan import Comm
 from odc.balance.simulate import PlannedEpoch
 from odc.cli.costs import Training
+from odc.cli.output import gigabytes, significant
 
 BASELINE: tuple[str, Comm] = ("lb-micro", "collective")
-_COMM_NAMES: dict[Comm, str] = {"collective": "FSDP", "odc": "ODC"}
-# A gain below this is within what a cost model can be wrong about.
-_NOT_WORTH_IT = 1.02
-_GIB = 2**30
+COMM_NAMES: dict[Comm, str] = {"collective": "FSDP", "odc": "ODC"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +23,13 @@ class Comparison:
     """All simulations of one dataset, by policy and communication."""
 
     scenario: Scenario
+    lengths: IntArray
+    """Of the whole dataset, of which the scenario may have a part."""
+
+    training: Training
+    machines: Mapping[Comm, Machine]
     planned: Mapping[str, PlannedEpoch]
     simulations: Mapping[tuple[str, Comm], Simulation]
-    training: Training
 
     @property
     def baseline(self) -> Simulation:
@@ -38,9 +41,18 @@ class Comparison:
         candidates = [simulation for (_, kind), simulation in self.simulations.items() if kind == comm]
         return max(candidates, key=lambda simulation: simulation.samples_per_time, default=None)
 
+    def memory_bytes(self, simulation: Simulation) -> int:
+        """Peak per device, in the largest microbatch."""
+        return self.training.memory_bytes(simulation.peak_tokens)
+
+    def fits(self, simulation: Simulation) -> bool:
+        """Whether the device has that much memory."""
+        return self.memory_bytes(simulation) <= self.training.device.memory_bytes
+
 
 def compare(
     scenario: Scenario,
+    lengths: IntArray,
     policies: Sequence[str],
     training: Training,
     machines: Mapping[Comm, Machine],
@@ -53,94 +65,40 @@ def compare(
         kinds: tuple[Comm, ...] = ("collective", "odc") if epoch.policy.equal_counts else ("odc",)
         for comm in kinds:
             simulations[name, comm] = epoch.run(comm, machines[comm])
-    return Comparison(scenario, planned, simulations, training)
+    return Comparison(scenario, lengths, training, machines, planned, simulations)
 
 
-def table(comparison: Comparison, title: str) -> Table:
+def table(comparison: Comparison) -> Table:
     """One row per policy and communication, at most 80 columns wide."""
     best = max(comparison.simulations.values(), key=lambda simulation: simulation.samples_per_time)
-    memory_limit = comparison.training.device.memory_bytes
+    baseline = comparison.baseline
+    title = f"Waiting and throughput; speedup over {baseline.policy} with {COMM_NAMES[baseline.comm]}"
     result = Table(title=title, title_justify="left", expand=False)
     result.add_column("policy", no_wrap=True)
     result.add_column("with", no_wrap=True)
     for name in ("bubble", "samples/s", "speedup", "planning", "memory"):
         result.add_column(name, justify="right", no_wrap=True)
     for simulation in comparison.simulations.values():
-        memory = comparison.training.memory_bytes(simulation.peak_tokens)
+        memory = gigabytes(comparison.memory_bytes(simulation))
         result.add_row(
             simulation.policy,
-            _COMM_NAMES[simulation.comm],
+            COMM_NAMES[simulation.comm],
             f"{simulation.bubble_rate:.1%}",
-            f"{simulation.samples_per_time:.3g}",
-            f"{simulation.speedup(comparison.baseline):.2f}x",
-            f"{1e3 * simulation.planning_s:.1f} ms",
-            f"{memory / _GIB:.0f} GiB" if memory <= memory_limit else f"[red]{memory / _GIB:.0f} GiB[/red]",
+            significant(simulation.samples_per_time),
+            f"{simulation.speedup(baseline):.2f}x",
+            _duration(simulation.planning_s),
+            memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
             style="bold green" if simulation is best else None,
         )
     return result
 
 
-def recommend(comparison: Comparison) -> str:
-    """What to use and why, in a sentence or two."""
-    odc, fsdp = comparison.best("odc"), comparison.best("collective")
-    if odc is None or fsdp is None:
-        only = odc or fsdp or comparison.baseline
-        return f"{_COMM_NAMES[only.comm]} with {only.policy} is the fastest of these."
-    gain = odc.speedup(fsdp)
-    if gain < _NOT_WORTH_IT:
-        return (
-            f"Stay with FSDP and {fsdp.policy}: ranks wait for {fsdp.bubble_rate:.1%} of the time, and ODC would "
-            f"bring {max(gain - 1, 0):.1%} more samples/s."
-        )
-    text = (
-        f"Use ODC with {odc.policy}: {gain:.2f}x the samples/s of the best plan for FSDP ({fsdp.policy}), waiting "
-        f"{fsdp.bubble_rate:.1%} -> {odc.bubble_rate:.1%}."
-    )
-    fixed = share_fixed_by_largest(comparison.planned[odc.policy])
-    if odc.bubble_rate > 0.05 and fixed > 0.5:
-        size = comparison.scenario.minibatch_size
-        text += (
-            f" What is left is the longest sample, which takes longer than a fair share in {fixed:.0%} of the "
-            f"minibatches: a minibatch size above {size} would hide it."
-        )
-    return text
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
-def share_fixed_by_largest(epoch: PlannedEpoch) -> float:
-    """Part of the minibatches in which one sample alone costs more than the mean rank."""
-    plans = [minibatch.plan for minibatch in epoch.minibatches]
-    fixed = [bool(plan.costs.max() > plan.microbatch_times().sum() / plan.world_size) for plan in plans]
-    return sum(fixed) / len(fixed)
-
-
-def memory_note(training: Training, max_tokens: int) -> str:
-    """How the limit on tokens compares with what would fit."""
-    limit = training.most_tokens()
-    memory = f"{training.device.memory_bytes / 1e9:.0f} GB"
-    if limit == 0:
-        return (
-            f"the model's sharded state alone needs {training.state.bytes / 1e9:.0f} GB of {memory}: more ranks needed"
-        )
-    verdict = "fits" if max_tokens <= limit else "does not fit"
-    return f"estimate: {memory} hold a microbatch of {limit:,} tokens; the limit of {max_tokens:,} {verdict}"
-
-
-def to_json(comparison: Comparison) -> dict[str, object]:
+def to_json(comparison: Comparison, recommendation: str) -> dict[str, object]:
     """Everything in the table, for machines. Times in seconds."""
-    rows = [
-        {
-            "policy": simulation.policy,
-            "comm": simulation.comm,
-            "bubble_rate": simulation.bubble_rate,
-            "samples_per_s": simulation.samples_per_time,
-            "tokens_per_s": simulation.num_tokens / simulation.total,
-            "speedup": simulation.speedup(comparison.baseline),
-            "planning_s_per_minibatch": simulation.planning_s,
-            "peak_tokens": simulation.peak_tokens,
-            "memory_bytes": comparison.training.memory_bytes(simulation.peak_tokens),
-        }
-        for simulation in comparison.simulations.values()
-    ]
     baseline = comparison.baseline
     scenario = comparison.scenario
     return {
@@ -150,15 +108,32 @@ def to_json(comparison: Comparison) -> dict[str, object]:
         "num_minibatches": int(baseline.makespans.size),
         "costs": comparison.training.about,
         "baseline": {"policy": baseline.policy, "comm": baseline.comm},
-        "policies": rows,
-        "recommendation": recommend(comparison),
+        "policies": [_row(comparison, simulation) for simulation in comparison.simulations.values()],
+        "recommendation": recommendation,
+    }
+
+
+def _row(comparison: Comparison, simulation: Simulation) -> dict[str, object]:
+    return {
+        "policy": simulation.policy,
+        "comm": simulation.comm,
+        "bubble_rate": simulation.bubble_rate,
+        "samples_per_s": simulation.samples_per_time,
+        "tokens_per_s": simulation.num_tokens / simulation.total,
+        "speedup": simulation.speedup(comparison.baseline),
+        "planning_s_per_minibatch": simulation.planning_s,
+        "peak_tokens": simulation.peak_tokens,
+        "memory_bytes": comparison.memory_bytes(simulation),
+        "fits": comparison.fits(simulation),
     }
 
 
 def at_minibatch_sizes(comparison: Comparison, sizes: Sequence[int]) -> dict[int, tuple[Simulation, Simulation]]:
-    """The paper's baseline and LB-Mini with ODC at other minibatch sizes."""
+    """The paper's baseline and LB-Mini with ODC at other minibatch sizes, on the same machines."""
     found = {}
+    machines = comparison.machines
     for size in sizes:
         scenario = replace(comparison.scenario, minibatch_size=size, batch_size=None)
-        found[size] = scenario.plan("lb-micro").run("collective"), scenario.plan("lb-mini").run("odc")
+        baseline = scenario.plan("lb-micro").run("collective", machines["collective"])
+        found[size] = baseline, scenario.plan("lb-mini").run("odc", machines["odc"])
     return found

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost
+from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost, preset_names
 from odc.balance.checks import FloatArray
 from odc.cli.devices import DEVICES, Device
+from odc.cli.lengths import MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Training:
     activations: ActivationMemory
     state: ShardedState
     device: Device
+    recompute: bool
 
     def memory_bytes(self, peak_tokens: int) -> int:
         """Peak per device when the largest microbatch has so many tokens."""
@@ -77,12 +79,14 @@ def make_training(
     Raises:
         ValueError: something cannot be read or is not known.
     """
+    _check_model(model)
     hardware = DEVICES[device]
     cost: CostModel = TimedTransformer(TransformerCost.from_config(model), mfu * hardware.flops_per_s)
     about, microbatch_s = f"FLOPs of {model} at {mfu:.0%} of the peak of one {device.upper()}", 0.0
     if timings is not None:
         fit = fit_cost(*read_timings(timings))
-        cost, microbatch_s, about = fit.cost, fit.microbatch_s, f"fitted to {timings}: {fit.explain()}"
+        cost, microbatch_s = fit.cost, fit.microbatch_s
+        about = f"fitted to {timings} ({'; '.join(fit.explain().splitlines())})"
     return Training(
         cost,
         microbatch_s,
@@ -90,28 +94,58 @@ def make_training(
         ActivationMemory.from_config(model, recompute=recompute, logits="chunked"),
         ShardedState.from_config(model, world_size),
         hardware,
+        recompute,
     )
 
 
+def _check_model(model: str) -> None:
+    path = Path(model)
+    if model.lower() in preset_names():
+        return
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(f"--model {model} is a folder without a config.json: there is no {path / 'config.json'}")
+    elif not path.exists():
+        raise ValueError(
+            f"--model {model!r} is neither a file nor a preset: give the path of a config.json, or one of "
+            f"{', '.join(preset_names())}"
+        )
+
+
 def read_timings(path: Path) -> tuple[list[int], list[float]]:
-    """Pairs of length and seconds from a CSV with two columns; a first line of names is skipped.
+    """Pairs of length and seconds from a CSV with two columns; a first line that starts with a name is skipped.
 
     Raises:
-        ValueError: the file is missing, or a line is not such a pair.
+        ValueError: the file is missing or not text, or a line is not such a pair.
+        OSError: the file cannot be read.
     """
     if not path.exists():
         raise ValueError(f"there is no file {str(path)!r}: expected a CSV of measured lengths and seconds")
-    lengths, seconds = [], []
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.reader(file), 1):
-            if not row or (number == 1 and not row[0].strip().isdigit()):
-                continue
-            try:
-                length, time_s = row
-                lengths.append(int(length))
-                seconds.append(float(time_s))
-            except ValueError:
-                raise ValueError(f"{path}, line {number}: {','.join(row)!r} is not 'length,seconds'") from None
-    if not np.isfinite(seconds).all():
-        raise ValueError(f"{path}: every time must be a finite number of seconds")
-    return lengths, seconds
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [(number, row) for number, row in enumerate(csv.reader(file), 1) if row]
+    except (UnicodeDecodeError, csv.Error):
+        raise ValueError(f"{path} is not text: expected a CSV of measured lengths and seconds") from None
+    if rows and not _is_number(rows[0][1][0]):
+        rows = rows[1:]
+    pairs = [_as_pair(row, f"{path}, line {number}") for number, row in rows]
+    return [length for length, _ in pairs], [seconds for _, seconds in pairs]
+
+
+def _as_pair(row: list[str], where: str) -> tuple[int, float]:
+    if len(row) != 2 or not all(map(_is_number, row)):
+        raise ValueError(f"{where}: {','.join(row)[:40]!r} is not 'length,seconds'")
+    length, seconds = map(float, row)
+    if not length.is_integer() or not 1 <= length <= MOST_TOKENS:
+        raise ValueError(f"{where}: the length is {row[0].strip()}, expected an integer of at least 1")
+    if not 0 < seconds < np.inf:
+        raise ValueError(f"{where}: the time is {row[1].strip()}, expected a finite number of seconds above 0")
+    return int(length), seconds
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

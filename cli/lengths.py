@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,9 @@ from odc.balance.checks import IntArray, as_lengths
 _LENGTH_FIELDS = ("length", "num_tokens", "seq_len", "seqlen", "input_length", "n_tokens")
 _TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
 _TEXT_FIELDS = ("text", "content", "prompt")
+
+# Sums of lengths stay exact far above this.
+MOST_TOKENS = 10**12
 
 CountTokens = Callable[[str], int]
 
@@ -34,6 +36,7 @@ def read_lengths(source: str, *, num_samples: int, field: str | None, count_toke
 
     Raises:
         ValueError: there is no such file or law, or something in it is not a length.
+        OSError: the file cannot be read.
     """
     if source == "-":
         return _from_lines(sys.stdin, "standard input")
@@ -46,53 +49,84 @@ def read_lengths(source: str, *, num_samples: int, field: str | None, count_toke
         raise ValueError(f"{source!r} is a folder: expected a file with lengths")
     if path.suffix == ".npy":
         return _checked(_load_npy(path), source)
-    with path.open(encoding="utf-8") as lines:
+    if path.suffix == ".json":
+        raise ValueError(f"{source} is one JSON document: expected .jsonl, one object per line")
+    # Bytes that are not UTF-8 become surrogates, which _numbered finds: so the line is known.
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         if path.suffix in (".jsonl", ".ndjson"):
-            return _checked(np.array(list(_from_objects(lines, source, field, count_tokens))), source)
+            return _checked(_as_array(_from_objects(lines, source, field, count_tokens)), source)
         return _from_lines(lines, source)
 
 
-def _load_npy(path: Path) -> Any:
+def _load_npy(path: Path) -> IntArray:
     try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        values = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path} cannot be read as an array of lengths: {error}") from None
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{path} holds several arrays: expected one, of lengths")
+    if values.dtype.kind == "f":
+        raise ValueError(f"{path} has dtype {values.dtype}: expected integers; save it with .astype(int)")
+    return values
+
+
+def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
+    """Each line that is not blank, and where it is."""
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            text = line.removeprefix("\ufeff").strip() if number == 1 else line.strip()
+            text.encode()
+            if text:
+                yield text, f"{source}, line {number}"
+    except UnicodeDecodeError:
+        raise _not_text(source, number + 1) from None
+    except UnicodeEncodeError:
+        raise _not_text(source, number) from None
+
+
+def _not_text(source: str, number: int) -> ValueError:
+    return ValueError(f"{source}, line {number} is not text in UTF-8: expected one integer per line, .jsonl or .npy")
 
 
 def _from_lines(lines: Iterable[str], source: str) -> IntArray:
-    values = []
-    try:
-        for number, line in enumerate(lines, 1):
-            text = line.strip()
-            if text and not text.startswith("#"):
-                values.append(_as_integer(text, f"{source}, line {number}"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{source} is not text: expected one integer per line, .jsonl or .npy") from None
-    return _checked(np.array(values, dtype=np.int64), source)
+    numbered = _numbered(lines, source)
+    return _checked(_as_array(_as_integer(text, where) for text, where in numbered if text[0] != "#"), source)
+
+
+def _as_array(values: Iterable[int]) -> IntArray:
+    return np.fromiter(values, dtype=np.int64)
 
 
 def _as_integer(text: str, where: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError(f"{where}: {text[:40]!r} is not an integer; expected one length in tokens per line") from None
+    return _in_range(value, where)
+
+
+def _in_range(value: int, where: str) -> int:
+    if value < 1:
+        raise ValueError(f"{where} is {value}: expected a length of at least 1 token")
+    if value > MOST_TOKENS:
+        raise ValueError(f"{where} is {str(value)[:20]}...: expected a length in tokens, at most {MOST_TOKENS:,}")
+    return value
 
 
 def _from_objects(lines: Iterable[str], source: str, field: str | None, count_tokens: CountTokens) -> Iterator[int]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{source}, line {number}"
+    for line, where in _numbered(lines, source):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where} holds a {type(record).__name__}: expected an object")
         field = field or _find_field(record, where)
         if field not in record:
             raise ValueError(f"{where} has no field {field!r}, only {', '.join(map(repr, record))}")
-        yield _length_of(record[field], f"{where}, field {field!r}", count_tokens)
+        place = f"{where}, field {field!r}"
+        yield _in_range(_length_of(record[field], place, count_tokens), place)
 
 
 def _find_field(record: dict[str, object], where: str) -> str:
@@ -116,10 +150,11 @@ def _length_of(value: object, where: str, count_tokens: CountTokens) -> int:
     return value
 
 
-def _checked(values: Any, source: str) -> IntArray:
+def _checked(values: IntArray, source: str) -> IntArray:
     lengths = as_lengths(values, name=f"{source}: lengths")
     if lengths.size == 0:
         raise ValueError(f"{source} holds no lengths")
+    _in_range(int(lengths.max()), f"the longest sample of {source}")
     return lengths
 
 

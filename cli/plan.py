@@ -3,103 +3,63 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.markup import escape
 
 from odc.balance import Machine, Scenario, policy_names
 from odc.balance.checks import IntArray
 from odc.balance.plan import Comm
-from odc.balance.streams import random_stream
-from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
+from odc.cli import options
+from odc.cli.advice import memory_note, recommend
+from odc.cli.comparison import Comparison, compare, table, to_json
 from odc.cli.costs import Training, make_training
 from odc.cli.lengths import read_lengths, token_counter
+from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
+from odc.cli.samples import check_enough, cut, describe, some_of
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
-_TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
-WIDTH = 80  # columns where there is no terminal
-
-Model = Annotated[str, typer.Option("--model", help="A preset, e.g. qwen2.5-7b, or the path of a model's config.json.")]
-DeviceName = Annotated[
-    Literal["a100", "h100", "h200", "b200"], typer.Option("--device", help="For seconds and memory.")
-]
-Mfu = Annotated[float, typer.Option("--mfu", min=0.01, max=1.0, help="Achieved over peak FLOPs.")]
-Recompute = Annotated[
-    bool, typer.Option("--recompute/--keep-activations", help="Whether the backward computes activations anew.")
-]
-Timings = Annotated[
-    Path | None,
-    typer.Option("--timings", help="CSV of measured 'length,seconds' to fit the costs to, instead of FLOPs."),
-]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples to take of a length law.")]
-Field = Annotated[str | None, typer.Option("--field", help="Field of the JSONL objects: length, tokens or text.")]
-Tokenizer = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json, to count tokens of text.")]
-CharsPerToken = Annotated[
-    float, typer.Option("--chars-per-token", min=0.1, help="To estimate tokens of text without a tokenizer.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw pictures into this file (.png, .svg, .pdf).")]
-Lengths = Annotated[
-    str,
-    typer.Argument(
-        help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens or "
-        "text per object), .npy, or a law: longalign, swesmith, aime.",
-        show_default=False,
-    ),
-]
 
 
 def plan(
-    lengths: Lengths,
+    lengths: options.Lengths,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")] = 8,
     minibatch_size: Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples per rank and step.")] = 4,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=1, help="Most tokens in a microbatch; default: longest sample.")
     ] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut samples longer than --max-tokens.")] = False,
-    model: Model = "qwen2.5-7b",
-    device: DeviceName = "h100",
-    mfu: Mfu = 0.4,
-    recompute: Recompute = True,
-    timings: Timings = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help=f"Repeatable; 'all', or of: {', '.join(policy_names())}.", show_default=False),
-    ] = None,
+    model: options.Model = "qwen2.5-7b",
+    device: options.DeviceName = "h100",
+    mfu: options.Mfu = 0.4,
+    recompute: options.Recompute = True,
+    timings: options.Timings = None,
+    policy: options.Policies = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Samples per rank that verl-native balances together.")
     ] = None,
     speeds: Annotated[
         str | None, typer.Option("--speeds", help="Comma-separated speed of each rank, e.g. 1,1,1,0.8.")
     ] = None,
-    noise: Annotated[
-        float, typer.Option("--noise", min=0.0, help="Relative error of the cost estimates, e.g. 0.2.", **_TRUTH)
-    ] = 0.0,
-    gather_ms: Annotated[
-        float, typer.Option("--gather-ms", min=0.0, help="Time to gather one layer with collectives.", **_TRUTH)
-    ] = 0.0,
-    scatter_ms: Annotated[
-        float, typer.Option("--scatter-ms", min=0.0, help="Time to reduce-scatter one layer.", **_TRUTH)
-    ] = 0.0,
-    odc_slower: Annotated[
-        float, typer.Option("--odc-slower", min=0.0, help="ODC's transfers take so many times as long.", **_TRUTH)
-    ] = 1.0,
-    overlap: Annotated[
-        float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
-    ] = 1.0,
+    noise: options.Noise = 0.0,
+    gather_ms: options.GatherMs = 0.0,
+    scatter_ms: options.ScatterMs = 0.0,
+    odc_slower: options.OdcSlower = 1.0,
+    overlap: options.Overlap = 1.0,
     minibatches: Annotated[int, typer.Option("--minibatches", min=1, help="Plan at most so many.")] = 200,
-    samples: Samples = 10_000,
-    field: Field = None,
-    tokenizer: Tokenizer = None,
-    chars_per_token: CharsPerToken = 4.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the shuffle.")] = 0,
-    as_json: AsJson = False,
-    plot: Plot = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="How many samples to take of a length law; of files, all are read.")
+    ] = 10_000,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
+    chars_per_token: options.CharsPerToken = 4.0,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    plot: options.Plot = None,
 ) -> None:
     """Show what each balancing policy would do to a dataset: waiting, samples/s, planning time, memory.
 
@@ -108,16 +68,19 @@ def plan(
 
     Examples:
 
-        odc plan lengths.txt --world-size 16 --minibatch-size 8 --max-tokens 65536
+        odc plan lengths.txt --world-size 16 --max-tokens 65536
 
-        odc plan data.jsonl --field text --model path/to/config.json --plot plan.png
+        odc plan data.jsonl --field text --plot plan.png
     """
-    try:
-        tokens = read_lengths(
-            lengths, num_samples=samples, field=field, count_tokens=token_counter(tokenizer, chars_per_token)
-        )
-        if truncate and max_tokens is not None:
-            tokens = np.minimum(tokens, max_tokens)
+    with errors_in_one_line():
+        check_plot(plot)
+        check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
+        check_finite(overlap=overlap, chars_per_token=chars_per_token)
+        policies = chosen_policies(policy)
+        count_tokens = token_counter(tokenizer, chars_per_token)
+        tokens = read_lengths(lengths, num_samples=samples, field=field, count_tokens=count_tokens)
+        tokens = cut(tokens, max_tokens, truncate=truncate)
+        check_enough(tokens.size, lengths, minibatch_size, world_size)
         training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
         scenario = Scenario(
             some_of(tokens, minibatches * world_size * minibatch_size, seed),
@@ -131,29 +94,14 @@ def plan(
             seed=seed,
         )
         machines = _machines(gather_ms / 1e3, scatter_ms / 1e3, odc_slower, overlap, noise, seed, recompute=recompute)
-        comparison = _compare_all(scenario, chosen_policies(policy), training, machines)
+        comparison = _compare_all(scenario, tokens, policies, training, machines)
+        recommendation = recommend(comparison)
         if plot is not None:
             _draw(plot, comparison)
-    except ValueError as error:
-        fail(error)
     if as_json:
-        typer.echo(json.dumps(to_json(comparison)))
+        typer.echo(json.dumps(to_json(comparison, recommendation)))
         return
-    _show(comparison, tokens, plot)
-
-
-def fail(error: Exception) -> None:
-    """Print what is wrong and exit with 2, as for a wrong option."""
-    Console(stderr=True).print("[red]error:[/red]", str(error), highlight=False, soft_wrap=True)
-    raise typer.Exit(2) from None
-
-
-def some_of(lengths: IntArray, most: int, seed: int) -> IntArray:
-    """At most so many of the samples, drawn at random."""
-    if lengths.size <= most:
-        return lengths
-    order = np.argsort(random_stream("some", seed).random_raw(lengths.size), kind="stable")
-    return lengths[np.sort(order[:most])]
+    _show(comparison, recommendation, plot)
 
 
 def chosen_policies(given: list[str] | None) -> list[str]:
@@ -174,9 +122,12 @@ def _speeds(given: str | None) -> tuple[float, ...] | None:
     if given is None:
         return None
     try:
-        return tuple(float(speed) for speed in given.split(","))
+        speeds = tuple(float(speed) for speed in given.split(","))
     except ValueError:
         raise ValueError(f"--speeds {given!r}: expected one number per rank, separated by commas") from None
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"--speeds {given!r}: expected every speed to be finite and greater than 0")
+    return speeds
 
 
 def _machines(
@@ -190,50 +141,36 @@ def _machines(
     }
 
 
-def progress_bar() -> Progress:
-    """On standard error, gone when done, so that standard output holds the result alone."""
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
 def _compare_all(
-    scenario: Scenario, policies: list[str], training: Training, machines: dict[Comm, Machine]
+    scenario: Scenario, tokens: IntArray, policies: list[str], training: Training, machines: dict[Comm, Machine]
 ) -> Comparison:
     with progress_bar() as progress:
         bar = progress.add_task("planning", total=len(scenario.sampler("none")) * len(policies))
-        return compare(scenario, policies, training, machines, lambda: progress.advance(bar))
+        return compare(scenario, tokens, policies, training, machines, lambda: progress.advance(bar))
 
 
 def _draw(path: Path, comparison: Comparison) -> None:
-    try:
-        from odc.cli.plots import plot_plan
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'odc[plot]'") from None
+    from odc.cli.plots import plot_plan  # matplotlib takes a while to import
+
     with progress_bar() as progress:
         progress.add_task("drawing", total=None)
         plot_plan(path, comparison)
 
 
-def _show(comparison: Comparison, tokens: IntArray, plot: Path | None) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+def _show(comparison: Comparison, recommendation: str, plot: Path | None) -> None:
+    console = output()
     scenario, training = comparison.scenario, comparison.training
-    shortest, median, longest = np.percentile(tokens, [0, 50, 100]).astype(int)
+    longest = int(comparison.lengths.max())
     console.print(
-        f"{tokens.size:,} samples, {tokens.sum():,} tokens; shortest {shortest:,}, median {median:,}, longest "
-        f"{longest:,}. {scenario.world_size} ranks, {scenario.minibatch_size} samples each per minibatch, "
-        f"{comparison.baseline.makespans.size} minibatches planned.",
+        f"{describe(comparison.lengths)}. {scenario.world_size} ranks, {scenario.minibatch_size} samples each per "
+        f"minibatch, {comparison.baseline.makespans.size} minibatches planned.",
         highlight=False,
     )
-    console.print(table(comparison, "Waiting and throughput by policy"))
-    baseline = comparison.baseline
+    console.print(table(comparison))
+    note = memory_note(training, int(scenario.max_tokens or longest))
     console.print(
-        f"Speedup over {baseline.policy} with {'FSDP' if baseline.comm == 'collective' else 'ODC'}. Costs: "
-        f"{training.about}. Memory per device: {memory_note(training, int(scenario.max_tokens or longest))}.",
-        style="dim",
-        highlight=False,
+        f"Costs: {escape(training.about)}. Memory per device is an estimate: {note}.", style="dim", highlight=False
     )
-    console.print(f"\n[bold]{recommend(comparison)}[/bold]", highlight=False)
+    console.print(f"\n[bold]{escape(recommendation)}[/bold]", highlight=False)
     if plot is not None:
-        console.print(f"Pictures: {plot}", highlight=False)
+        console.print(f"Pictures: {escape(str(plot))}", highlight=False)

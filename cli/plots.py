@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from odc.balance import Plan
+from odc.balance.checks import IntArray
 from odc.balance.plan import Comm
 from odc.balance.simulate import PlannedEpoch
 from odc.balance.simulate.studies import Point
@@ -20,6 +21,7 @@ _COMPUTE = ("#7a9cc6", "#a9c0dd")
 _WAIT = "#d1495b"
 _COLLECTIVE, _ODC = "#c9a227", "#1f3b5c"
 _SIZES = (1, 2, 4, 8, 16)
+_MOST_RANKS = 16  # more bars than these cannot be told apart
 _LABELS = {
     "minibatch_size": "samples per device and minibatch",
     "max_length": "longest sample (tokens)",
@@ -34,7 +36,7 @@ def plot_plan(path: Path, comparison: Comparison) -> None:
     """Four panels: lengths, one minibatch under FSDP and under ODC, and curves over minibatch sizes."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     top_left, top_right, low_left, low_right = figure.subplots(2, 2).flat
-    _plot_lengths(top_left, np.asarray(comparison.scenario.lengths))
+    _plot_lengths(top_left, np.asarray(comparison.scenario.lengths), comparison.lengths.size)
     _plot_sizes(low_left, low_right, comparison)
     _plot_minibatch(top_right, comparison)
     figure.savefig(path, dpi=130)
@@ -54,14 +56,15 @@ def plot_studies(path: Path, studies: Mapping[str, Sequence[Point]]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _plot_lengths(axes: Axes, lengths: np.ndarray) -> None:
+def _plot_lengths(axes: Axes, lengths: IntArray, num_all: int) -> None:
     low, high = lengths.min(), max(lengths.max(), lengths.min() + 1)
     bins = np.geomspace(low, high, 50) if high > 20 * low else np.linspace(low, high, 50)
     axes.hist(lengths, bins=bins.tolist(), color=_COMPUTE[0])
     if high > 20 * low:
         axes.set_xscale("log")
     axes.axvline(float(np.median(lengths)), color="black", linewidth=1, label=f"median {np.median(lengths):,.0f}")
-    axes.set_title(f"{lengths.size:,} samples, longest {lengths.max():,} tokens", loc="left")
+    part = f" of {num_all:,}" if num_all > lengths.size else ""
+    axes.set_title(f"{lengths.size:,}{part} samples, longest {lengths.max():,} tokens", loc="left")
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("samples")
     axes.legend(frameon=False)
@@ -77,20 +80,36 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     for epoch, comm in bars:
         plan = epoch.minibatches[number].plan
         longest = max(longest, plan.makespan(comm))
-        for rank in range(plan.world_size):
+        ranks = _ranks_to_show(plan)
+        for rank in ranks:
             _plot_rank(axes, plan, rank, comm, height)
             ticks.append((height, f"{rank}"))
             height -= 1
-        axes.text(0, height + plan.world_size + 0.6, f"{plan.policy}, {'FSDP' if comm == 'collective' else 'ODC'}")
+        axes.text(0, height + len(ranks) + 0.6, f"{plan.policy}, {'FSDP' if comm == 'collective' else 'ODC'}")
         height -= 1.4
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.set_xlim(0, longest * 1.01)
     axes.set_ylim(height + 0.6, 1.8)
-    axes.set_title(f"Minibatch {number}: what each rank does", loc="left")
+    axes.set_title(_timeline_title(comparison, number), loc="left")
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
     handles = [Patch(color=_COMPUTE[0], label="microbatch"), Patch(color=_WAIT, label="waiting")]
     axes.legend(handles=handles, frameon=False, loc="lower right")
+
+
+def _ranks_to_show(plan: Plan) -> list[int]:
+    """The first ranks, and the one with the most work: the others wait for it at the end."""
+    slowest = int(plan.microbatch_times().sum(axis=1).argmax())
+    first = [rank for rank in range(plan.world_size) if rank != slowest][: _MOST_RANKS - 1]
+    return sorted([*first, slowest])
+
+
+def _timeline_title(comparison: Comparison, number: int) -> str:
+    world_size = comparison.scenario.world_size
+    what = f"what {_MOST_RANKS} of {world_size} ranks do" if world_size > _MOST_RANKS else "what each rank does"
+    machines = comparison.machines.values()
+    differs = any(machine.noise or machine.gather or machine.scatter for machine in machines)
+    return f"Minibatch {number}: {what}{', as planned' if differs else ''}"
 
 
 def _plot_rank(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> None:
@@ -128,11 +147,11 @@ def _plot_sizes(bubbles: Axes, acceleration: Axes, comparison: Comparison) -> No
     acceleration.plot(sizes, gains, "o-", color=_ODC)
     acceleration.set_title("Acceleration of ODC by minibatch size", loc="left")
     acceleration.set_ylabel("more samples/s (%)")
-    for axes in (bubbles, acceleration):
+    for axes, lowest in ((bubbles, 0.0), (acceleration, min(0.0, *gains))):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("samples per rank and minibatch")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(1.1 * lowest, max(1.0, axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
 
 

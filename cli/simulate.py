@@ -9,36 +9,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from odc.balance import Scenario
+from odc.balance.checks import IntArray
 from odc.balance.simulate.studies import FACTORS, Point, Setting, study
+from odc.cli import options
 from odc.cli.costs import make_training
 from odc.cli.lengths import read_lengths, token_counter
-from odc.cli.plan import (
-    WIDTH,
-    AsJson,
-    CharsPerToken,
-    DeviceName,
-    Field,
-    Lengths,
-    Mfu,
-    Model,
-    Plot,
-    Samples,
-    Timings,
-    Tokenizer,
-    fail,
-    progress_bar,
-    some_of,
-)
+from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
+from odc.cli.samples import check_enough, describe, some_of
 
 PAPER_FACTORS = ("minibatch_size", "max_length", "packing_ratio", "devices")
+_LARGEST_VALUE = 10**12
 
 
 def simulate(
-    lengths: Lengths = "longalign",
+    lengths: options.Lengths = "longalign",
     factor: Annotated[
         list[str] | None,
         typer.Option("--factor", help=f"Repeatable; of: {', '.join(FACTORS)}. Default: the paper's four."),
@@ -50,17 +38,19 @@ def simulate(
     minibatch_size: Annotated[
         int, typer.Option("--minibatch-size", min=1, help="Samples per device and step where they do not vary.")
     ] = 4,
-    model: Model = "qwen2.5-1.5b",
-    device: DeviceName = "a100",
-    mfu: Mfu = 0.4,
-    timings: Timings = None,
-    samples: Samples = 4096,
-    field: Field = None,
-    tokenizer: Tokenizer = None,
-    chars_per_token: CharsPerToken = 4.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the shuffle.")] = 0,
-    as_json: AsJson = False,
-    plot: Plot = None,
+    model: options.Model = "qwen2.5-1.5b",
+    device: options.DeviceName = "a100",
+    mfu: options.Mfu = 0.4,
+    timings: options.Timings = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Most samples to use, of a length law or of a file.")
+    ] = 4096,
+    field: options.Field = None,
+    tokenizer: options.Tokenizer = None,
+    chars_per_token: options.CharsPerToken = 4.0,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    plot: options.Plot = None,
 ) -> None:
     """Vary one factor at a time and show how much faster ODC with LB-Mini is than FSDP with LB-Micro.
 
@@ -72,40 +62,47 @@ def simulate(
 
         odc simulate --plot figure10.png
 
-        odc simulate lengths.txt --factor minibatch_size --values 2,4,8 --model qwen2.5-7b
+        odc simulate lengths.txt --factor minibatch_size --values 2,4,8
     """
-    try:
+    with errors_in_one_line():
+        check_plot(plot)
+        check_finite(mfu=mfu, chars_per_token=chars_per_token)
         factors = _chosen(factor)
         numbers = _numbers(values, factors)
-        tokens = read_lengths(
-            lengths, num_samples=samples, field=field, count_tokens=token_counter(tokenizer, chars_per_token)
-        )
+        count_tokens = token_counter(tokenizer, chars_per_token)
+        tokens = read_lengths(lengths, num_samples=samples, field=field, count_tokens=count_tokens)
+        used = some_of(tokens, samples, seed)
+        golden = Setting(minibatch_size=minibatch_size, devices=world_size)
+        _check_all_enough(used.size, lengths, factors, numbers, golden)
         training = make_training(model, device, mfu, world_size, recompute=True, timings=timings)
         scenario = Scenario(
-            some_of(tokens, samples, seed),
-            training.cost,
-            world_size,
-            minibatch_size,
-            microbatch_cost=training.microbatch_s,
-            seed=seed,
+            used, training.cost, world_size, minibatch_size, microbatch_cost=training.microbatch_s, seed=seed
         )
-        golden = Setting(minibatch_size=minibatch_size, devices=world_size)
         found = _run(scenario, factors, numbers, golden)
         if plot is not None:
             _draw(plot, found)
-    except ValueError as error:
-        fail(error)
     if as_json:
-        typer.echo(json.dumps(_to_json(found, training.about)))
+        typer.echo(
+            json.dumps({"samples_read": tokens.size, "samples_used": used.size, **_to_json(found, training.about)})
+        )
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    _show(found, _header(tokens, used), training.about, plot)
+
+
+def _header(read: IntArray, used: IntArray) -> str:
+    if used.size == read.size:
+        return f"{describe(read)}; all are used."
+    return f"{describe(read)}; {used.size:,} samples with {used.sum():,} tokens are used (--samples)."
+
+
+def _show(found: Mapping[str, Sequence[Point]], header: str, about: str, plot: Path | None) -> None:
+    console = output()
+    console.print(header, highlight=False)
     for name, points in found.items():
         console.print(_table(name, points))
-    console.print(f"Costs: {training.about}.", style="dim", highlight=False)
+    console.print(f"Costs: {escape(about)}.", style="dim", highlight=False)
     if plot is not None:
-        console.print(f"Pictures: {plot}", highlight=False)
+        console.print(f"Pictures: {escape(str(plot))}", highlight=False)
 
 
 def _chosen(given: list[str] | None) -> list[str]:
@@ -121,9 +118,23 @@ def _numbers(values: str | None, factors: Sequence[str]) -> list[float] | None:
     if len(factors) != 1:
         raise ValueError("--values is for a single factor: name it with --factor")
     try:
-        return [float(value) for value in values.split(",")]
+        numbers = [float(value) for value in values.split(",")]
     except ValueError:
         raise ValueError(f"--values {values!r}: expected numbers separated by commas") from None
+    if not all(abs(number) <= _LARGEST_VALUE for number in numbers):
+        raise ValueError(f"--values {values!r}: expected finite numbers, at most {_LARGEST_VALUE:,}")
+    return numbers
+
+
+def _check_all_enough(
+    num_samples: int, source: str, factors: Sequence[str], values: Sequence[float] | None, golden: Setting
+) -> None:
+    """Before the first study, not after minutes of it."""
+    for name in factors:
+        for value in values or FACTORS[name]:
+            setting = golden.at(name, value)
+            wanted_by = f" at {name}={value:g}" if name in ("minibatch_size", "devices") else ""
+            check_enough(num_samples, source, setting.minibatch_size, setting.devices, wanted_by)
 
 
 def _run(
@@ -139,10 +150,8 @@ def _run(
 
 
 def _draw(path: Path, found: Mapping[str, Sequence[Point]]) -> None:
-    try:
-        from odc.cli.plots import plot_studies
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'odc[plot]'") from None
+    from odc.cli.plots import plot_studies  # matplotlib takes a while to import
+
     plot_studies(path, found)
 
 

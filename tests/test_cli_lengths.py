@@ -37,7 +37,9 @@ def test_npy(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([5, 6], dtype=np.int32))
     assert read(tmp_path / "a.npy") == [5, 6]
     np.save(tmp_path / "floats.npy", np.array([5.0, np.nan]))
-    with pytest.raises(ValueError, match="dtype float64: expected integers"):
+    with pytest.raises(
+        ValueError, match=r"floats.npy has dtype float64: expected integers; save it with .astype\(int\)"
+    ):
         read(tmp_path / "floats.npy")
     with pytest.raises(ValueError, match="cannot be read as an array"):
         read(write(tmp_path / "not.npy", "12"))
@@ -71,8 +73,10 @@ def test_jsonl(tmp_path: Path, records: list[dict[str, object]], field: str | No
         ('{"id": 1}', "text", "line 1 has no field 'text', only 'id'"),
         ('{"length": 1.5}', None, "field 'length' is 1.5: expected an integer, a list of tokens, or text"),
         ('{"length": true}', None, "field 'length' is True"),
-        ('{"length": 0}', None, r"lengths\[0\] is 0: expected at least 1"),
-        ('{"length": -4}', None, r"lengths\[0\] is -4: expected at least 1"),
+        ("[" * 100_000, None, "line 1 is not JSON"),
+        ('{"length": 1' + "0" * 30 + "}", None, "line 1, field 'length' is 1000.*at most 1,000,000,000,000"),
+        ('{"length": 0}', None, "line 1, field 'length' is 0: expected a length of at least 1"),
+        ('{"length": -4}', None, "line 1, field 'length' is -4: expected a length of at least 1"),
     ],
 )
 def test_bad_jsonl(tmp_path: Path, line: str, field: str | None, message: str) -> None:
@@ -90,8 +94,30 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder"):
         read(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not text"):
+    with pytest.raises(ValueError, match="line 1 is not text"):
         read(tmp_path / "binary")
+    with pytest.raises(ValueError, match="line 3 is 0: expected a length of at least 1"):
+        read(write(tmp_path / "zero.txt", "4\n5\n0\n"))
+    with pytest.raises(ValueError, match="line 2 is 1000.*at most"):
+        read(write(tmp_path / "large.txt", f"4\n{10**30}\n"))
+    with pytest.raises(ValueError, match=r"a.json is one JSON document: expected .jsonl"):
+        read(write(tmp_path / "a.json", "[4]"))
+
+
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.txt"):
+        first = b'{"text": "abc"}' if name == "a.jsonl" else b"3"
+        (tmp_path / name).write_bytes(first + b"\n\n\xe9\n")
+        with pytest.raises(ValueError, match=f"{name}, line 3 is not text in UTF-8"):
+            read(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "7\n8\n"), ("a.jsonl", '{"length": 7}\n{"length": 8}\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read(tmp_path / name) == [7, 8]
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbf10,1.0\n20,2.0\n")
+    assert read_timings(tmp_path / "t.csv") == ([10, 20], [1.0, 2.0])
 
 
 def test_a_law_by_name() -> None:
@@ -119,6 +145,17 @@ def test_timings(tmp_path: Path) -> None:
         read_timings(write(tmp_path / "nan.csv", "10,nan\n"))
     with pytest.raises(ValueError, match="there is no file"):
         read_timings(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"10,1.0\n\xff,2\n")
+    with pytest.raises(ValueError, match="is not text"):
+        read_timings(tmp_path / "binary.csv")
+
+
+def test_timings_skip_names_only(tmp_path: Path) -> None:
+    assert read_timings(write(tmp_path / "a.csv", "1e3,0.5\n2000.0,1\n")) == ([1000, 2000], [0.5, 1.0])
+    with pytest.raises(ValueError, match=r"line 1: the length is 1.5, expected an integer"):
+        read_timings(write(tmp_path / "b.csv", "1.5,0.5\n2000,1\n"))
+    with pytest.raises(ValueError, match=r"line 1: '100,fast' is not 'length,seconds'"):
+        read_timings(write(tmp_path / "c.csv", "100,fast\n2000,1\n"))
 
 
 def test_costs_of_a_model_on_a_device() -> None:

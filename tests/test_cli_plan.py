@@ -97,7 +97,8 @@ def test_a_slow_rank_gets_less() -> None:
 def test_long_samples_are_refused_or_cut() -> None:
     result = call("plan", "longalign", *SMALL, "--max-tokens", "20000")
     assert result.exit_code == 2
-    assert "longer than max_tokens=20000" in result.stderr
+    assert "longer than --max-tokens 20000: raise --max-tokens to 65" in result.stderr
+    assert "cut them with --truncate" in result.stderr
     assert plan_json("longalign", *SMALL, "--max-tokens", "20000", "--truncate")["max_tokens"] == 20000
 
 
@@ -105,9 +106,9 @@ def test_long_samples_are_refused_or_cut() -> None:
     ("arguments", "message"),
     [
         (["nowhere.txt"], "neither a file nor a length law"),
-        (["aime", "--model", "qwen9"], "qwen9"),
+        (["aime", "--model", "qwen9"], "'qwen9' is neither a file nor a preset"),
         (["aime", "--policy", "lb-nano"], "'lb-nano' is not known"),
-        (["aime", "--samples", "10"], "lower minibatch_size"),
+        (["aime", "--samples", "10"], "lower --minibatch-size or --world-size, or raise --samples"),
         (["aime", "--timings", "none.csv"], "there is no file"),
         (["aime", "--policy", "verl-native", "--batch-size", "6"], "batch_size=6: expected a multiple"),
     ],
@@ -163,6 +164,15 @@ def test_help_teaches() -> None:
         result = call(command, "--help")
         assert result.exit_code == 0
         assert "Examples" in result.stdout
+        examples = [line for line in result.stdout.splitlines() if line.strip().startswith(f"odc {command}")]
+        assert len(examples) == 2
+        assert max(map(len, map(str.rstrip, examples))) < 70
+
+
+def test_help_is_readable_at_80_columns() -> None:
+    text = call("plan", "--help").stdout
+    assert "--no-recompute " in text
+    assert "is trained" not in [" ".join(line.split()[:2]) for line in text.splitlines()]  # a break of the source
 
 
 def test_planning_needs_no_torch() -> None:

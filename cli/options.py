@@ -1,0 +1,65 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from odc.balance import policy_names
+
+_TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
+
+Lengths = Annotated[
+    str,
+    typer.Argument(
+        help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens or "
+        "text per object), .npy, or a law: longalign, swesmith, aime.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="A preset, e.g. qwen2.5-7b (an unknown name lists them all), or the path of a model's config.json.",
+    ),
+]
+DeviceName = Annotated[
+    Literal["a100", "h100", "h200", "b200"], typer.Option("--device", help="For seconds and memory.")
+]
+Mfu = Annotated[float, typer.Option("--mfu", min=0.01, max=1.0, help="Achieved over peak FLOPs.")]
+Recompute = Annotated[
+    bool, typer.Option("--recompute/--no-recompute", help="Whether the backward computes activations anew.")
+]
+Timings = Annotated[
+    Path | None,
+    typer.Option("--timings", help="CSV of measured 'length,seconds' to fit the costs to, instead of FLOPs."),
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help=f"Repeatable; 'all', or of: {', '.join(policy_names())}.", show_default=False),
+]
+Field = Annotated[str | None, typer.Option("--field", help="Field of the JSONL objects: length, tokens or text.")]
+Tokenizer = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json, to count tokens of text.")]
+CharsPerToken = Annotated[
+    float, typer.Option("--chars-per-token", min=0.1, help="To estimate tokens of text without a tokenizer.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the shuffle.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw pictures into this file (.png, .svg, .pdf).")]
+
+Noise = Annotated[
+    float, typer.Option("--noise", min=0.0, help="Relative error of the cost estimates, e.g. 0.2.", **_TRUTH)
+]
+GatherMs = Annotated[
+    float, typer.Option("--gather-ms", min=0.0, help="Time to gather one layer with collectives.", **_TRUTH)
+]
+ScatterMs = Annotated[float, typer.Option("--scatter-ms", min=0.0, help="Time to reduce-scatter one layer.", **_TRUTH)]
+OdcSlower = Annotated[
+    float, typer.Option("--odc-slower", min=0.0, help="ODC's transfers take so many times as long.", **_TRUTH)
+]
+Overlap = Annotated[
+    float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
+]

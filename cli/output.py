@@ -1,0 +1,94 @@
+"""How commands print: width, progress, numbers, and errors in one line instead of a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+_WIDTH = 80  # columns where there is no terminal
+_PICTURES = (".png", ".svg", ".pdf")
+_LONGEST_NAME = 100  # characters of a path in a message
+
+
+def output() -> Console:
+    """Standard output: as wide as the terminal, or 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def progress_bar() -> Progress:
+    """On standard error, gone when done, so that standard output holds the result alone."""
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """What users can cause ends the command with one line and status 2; Ctrl-C with 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(130) from None
+    except (ValueError, OverflowError, OSError, MemoryError, RecursionError) as error:
+        line = f"[red]error:[/red] {escape(' '.join(_explain(error).split()))}"
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        name = str(error.filename or "")
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        return f"{error.strerror}: {shown!r}" if name else error.strerror
+    if isinstance(error, OverflowError):
+        return f"a number is too large: {error}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}" if str(error) else "not enough memory"
+    return str(error) or type(error).__name__
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that could not be saved, before anything is computed.
+
+    Raises:
+        ValueError: no such folder, a folder itself, another suffix, or matplotlib is missing.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--plot {path} is a folder: expected a file in it, e.g. {path / 'plan.png'}")
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"--plot {path} ends in {path.suffix!r}: expected one of {', '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {str(path.parent)!r}; make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'odc[plot]'")
+
+
+def check_finite(**options: float) -> None:
+    """Raises ValueError for an option, named with underscores, that is infinite or NaN."""
+    for name, value in options.items():
+        if not math.isfinite(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a finite number")
+
+
+def significant(value: float) -> str:
+    """Three significant digits, never with an exponent: 24,100 or 2.10."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    rounded = float(f"{value:.2e}")
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """In GB of 10^9 bytes, as data sheets have it; rounded up, so that what does not fit looks like it."""
+    return f"{math.ceil(num_bytes / 1e9):,} GB"
