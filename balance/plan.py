@@ -56,13 +56,13 @@ class Plan:
         ]
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
         lengths.flags.writeable = costs.flags.writeable = False
-        for name, value in (("microbatches", microbatches), ("lengths", lengths), ("costs", costs)):
-            object.__setattr__(self, name, value)
-        as_count(self.max_tokens, "max_tokens")
-        as_cost(self.microbatch_cost, "microbatch_cost")
+        checked: dict[str, object] = {"microbatches": microbatches, "lengths": lengths, "costs": costs}
+        checked["max_tokens"] = as_count(self.max_tokens, "max_tokens")
+        checked["microbatch_cost"] = as_cost(self.microbatch_cost, "microbatch_cost")
         if self.speeds is not None:
-            speeds = as_speeds(self.speeds, len(microbatches))
-            object.__setattr__(self, "speeds", tuple(speeds.tolist()))
+            checked["speeds"] = tuple(as_speeds(self.speeds, len(microbatches)).tolist())
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         self._check_samples()
         self._check_limit()
 
@@ -136,8 +136,8 @@ class Plan:
     def explain(self) -> str:
         """A short text for people: what each rank got, and how much of the time it would wait."""
         lines = [
-            f"{self.policy}: {self.num_samples} samples, {int(self.lengths.sum())} tokens "
-            f"on {self.world_size} ranks, at most {self.max_tokens} tokens a microbatch",
+            f"{self.policy}: {_count(self.num_samples, 'sample')}, {_count(int(self.lengths.sum()), 'token')} "
+            f"on {_count(self.world_size, 'rank')}, at most {_count(self.max_tokens, 'token')} a microbatch",
             f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, "
             f"{self.bubble_rate('collective'):.1%} with collectives",
         ]
@@ -146,9 +146,9 @@ class Plan:
         for rank, mine in enumerate(self.microbatches):
             num_empty = sum(not microbatch for microbatch in mine)
             lines.append(
-                f"rank {rank}: {sum(map(len, mine))} samples in {len(mine)} microbatches"
+                f"rank {rank}: {_count(sum(map(len, mine)), 'sample')} in {_count(len(mine), 'microbatch')}"
                 + (f" ({num_empty} empty)" if num_empty else "")
-                + f", {self.tokens(rank)} tokens, {loads[rank] / mean:.0%} of the mean time"
+                + f", {_count(self.tokens(rank), 'token')}, {loads[rank] / mean:.0%} of the mean time"
             )
         return "\n".join(lines)
 
@@ -200,6 +200,11 @@ def sum_by_microbatch(microbatches: Sequence[Sequence[Sequence[int]]], values: F
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     sums = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
     return sums.reshape(len(microbatches), width)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def makespan(times: FloatArray, comm: Comm) -> float:

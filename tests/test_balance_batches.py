@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from odc.balance import (
     get_policy,
     sample_lengths,
 )
+from odc.balance.policies import micro
 from odc.balance.policies.base import Job
 
 
@@ -156,7 +158,7 @@ def test_verl_native_lets_every_rank_shuffle_its_share() -> None:
     job = Job.create(lengths, world_size=2, max_tokens=1000, cost=LinearCost())
 
     def cut(seed: int) -> list[list[list[int]]]:
-        planned = policy.plan_batch(job, 4, seed)
+        planned = list(policy.plan_batch(job, 4, seed))
         return [[sorted(itertools.chain(*m.of_rank(rank))) for m in planned] for rank in range(2)]
 
     assert cut(0) == cut(0)
@@ -192,6 +194,37 @@ def test_a_resumed_stream_is_the_tail_of_the_whole_one(name: str, drop_last: boo
     assert len(whole) == 2 * per_batch + 3 + (not drop_last)
     for first in (0, 1, per_batch - 1, per_batch, per_batch + 7, 2 * per_batch + 1, len(whole) - 1, len(whole)):
         assert as_lists(sampler.starting_at(first)) == whole[first:]
+
+
+@pytest.mark.parametrize("name", ["verl-native", "lb-micro"])
+def test_minibatches_are_packed_when_they_are_due(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack_together = micro.pack_together
+
+    def count(lengths: Sequence[np.ndarray], costs: Sequence[np.ndarray], max_tokens: int) -> object:
+        packed.append(sum(mine.size for mine in lengths))
+        return pack_together(lengths, costs, max_tokens)
+
+    monkeypatch.setattr(micro, "pack_together", count)
+    sampler = stream(name, batch_size=None)
+    minibatches = sampler.starting_at(0)
+    assert not packed
+    next(minibatches)
+    assert packed == [WORLD_SIZE * MINIBATCH_SIZE]
+    packed.clear()
+    assert len(list(sampler.starting_at(len(sampler) - 2))) == 2
+    assert packed == [WORLD_SIZE * MINIBATCH_SIZE] * 2
+
+
+@pytest.mark.parametrize("name", ["verl-native", "lb-mini"])
+def test_a_batch_from_a_later_minibatch_on(name: str) -> None:
+    policy, lengths = get_policy(name), np.arange(1, 60)
+    job = Job.create(lengths, world_size=2, max_tokens=1000, cost=LinearCost())
+    whole = [(m.samples.tolist(), m.plan.microbatches) for m in policy.plan_batch(job, 4, 7)]
+    assert len(whole) == 8
+    for first in range(10):
+        tail = [(m.samples.tolist(), m.plan.microbatches) for m in policy.plan_batch(job, 4, 7, first=first)]
+        assert tail == whole[first:]
 
 
 def test_verl_native_idles_more_than_verl_optimized() -> None:

@@ -75,7 +75,7 @@ def set_tolerance(monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
         monkeypatch.setattr(module, "TOLERANCE", tolerance)
 
 
-COST = st.floats(0, 1e6) | st.integers(0, 12).map(float) | st.floats(0.2, 1.0)
+COST = st.just(0.0) | st.floats(1e-140, 1e6) | st.integers(0, 12).map(float) | st.floats(0.2, 1.0)
 INSTANCE = st.tuples(st.lists(COST, max_size=7), st.integers(1, 4))
 SPEEDS = st.lists(st.sampled_from([0.25, 1.0, 1.0, 3.0]) | st.floats(0.1, 10), min_size=4, max_size=4)
 QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -204,6 +204,68 @@ def test_time_limit(time_limit_s: float) -> None:
     assert result.lower_bound <= best * (1 + 1e-12)
     assert result.gap == pytest.approx(result.makespan / result.lower_bound - 1)
     assert "above the optimum" in result.explain()
+
+
+def crowded(n: int = 220, k: int = 100) -> tuple[np.ndarray, int]:
+    """Two or three items a part: no heuristic meets the bound."""
+    return np.random.default_rng(0).lognormal(9.0, 0.3, n), k
+
+
+@pytest.mark.parametrize("speeds", [None, np.linspace(0.7, 1.3, 1150)], ids=["alike", "speeds"])
+def test_a_program_that_would_be_too_large_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, speeds: np.ndarray | None
+) -> None:
+    """About 2 million variables would take pulp 40 seconds and 4 GB."""
+    monkeypatch.setattr(mip, "_find_solver", None)
+    monkeypatch.setattr(mip, "_write_model", None)
+    costs, k = crowded(2500, 1150)
+    result = exact_partition(costs, k, speeds=speeds, time_limit_s=2)
+    check(result, costs, k, speeds)
+    assert 0 < result.gap < 0.1
+    assert result.seconds < 2
+
+
+@pytest.mark.usefixtures("cbc_only", "strict")
+def test_the_cap_is_on_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[float] = []
+
+    def run_cbc(cbc: str, limit_s: float, model: IO[bytes], solution: IO[bytes]) -> tuple[str, float]:
+        solved.append(limit_s)
+        return "", 0.0
+
+    monkeypatch.setattr(mip, "run_cbc", run_cbc)
+    for too_many, num_solved in ((0, 1), (1, 0)):
+        solved.clear()
+        # 63 items in 9 parts: the first 8 items may go to fewer parts.
+        monkeypatch.setattr(mip, "MAX_VARIABLES", 63 * 9 - 36 - too_many)
+        exact_partition(hard(), 9)
+        assert len(solved) == num_solved
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 5), min_size=1, max_size=12), st.lists(st.floats(0.1, 5), min_size=1, max_size=5))
+def test_variables_are_counted_before_they_are_made(costs: list[float], speeds: list[float]) -> None:
+    problem = Instance(np.array(costs), np.array(speeds), None, 0.0)
+    target = sum(costs) / max(speeds)  # what one part takes for all
+    assert mip.count_variables(problem, target) == len(mip._allowed_pairs(problem.sorted_costs, problem.speeds, target))
+
+
+@pytest.mark.usefixtures("cbc_only", "strict")
+def test_building_stops_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock strikes while the variables are made, of which there are 17,000."""
+    costs, k = crowded()
+    asked: list[int] = []
+
+    def seconds_left(problem: Instance) -> float:
+        asked.append(1)
+        return 1.0 if len(asked) < 4 else -1.0
+
+    monkeypatch.setattr(Instance, "seconds_left", seconds_left)
+    monkeypatch.setattr(mip, "run_cbc", None)
+    result = exact_partition(costs, k)
+    check(result, costs, k)
+    assert result.gap > 0
+    assert len(asked) < 8
 
 
 def test_empty_parts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

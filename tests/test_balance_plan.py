@@ -109,5 +109,12 @@ def test_explain() -> None:
         "by-hand: 3 samples, 6 tokens on 2 ranks, at most 10 tokens a microbatch",
         "bubble rate 42.9% with ODC, 42.9% with collectives",
         "rank 0: 2 samples in 2 microbatches, 3 tokens, 175% of the mean time",
-        "rank 1: 1 samples in 2 microbatches (1 empty), 3 tokens, 25% of the mean time",
+        "rank 1: 1 sample in 2 microbatches (1 empty), 3 tokens, 25% of the mean time",
     ]
+
+
+def test_explain_one_of_each() -> None:
+    text = Plan([[[0]]], np.array([1]), np.ones(1), 1, "by-hand").explain().splitlines()
+    assert text[0] == "by-hand: 1 sample, 1 token on 1 rank, at most 1 token a microbatch"
+    assert text[2] == "rank 0: 1 sample in 1 microbatch, 1 token, 100% of the mean time"
+    assert "rank 0: 0 samples in 0 microbatches, 0 tokens" in make([[]], []).explain()

@@ -446,8 +446,25 @@ def test_bad_scenarios(action: Callable[[], object], message: str) -> None:
         ({"forward_share": 1.01}, "forward_share=1.01: expected a number from 0 to 1"),
         ({"num_layers": 0}, "num_layers=0: expected an integer of at least 1"),
         ({"seed": -1}, "seed=-1: expected an integer of at least 0"),
+        ({"speeds": ()}, "speeds has 0 entries: expected one for each of the 1 devices"),
+        ({"speeds": [[1.0, 2.0]]}, r"speeds has shape \(1, 2\)"),
+        ({"speeds": (1.0, -1.0)}, r"speeds\[1\] is -1.0"),
     ],
 )
 def test_bad_machines(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Machine(**options)
+
+
+def test_machines_take_numbers_of_any_kind() -> None:
+    plain = Machine(noise=0.5, speeds=(1.0, 0.5), gather=2.0, num_layers=3)
+    machine = Machine(
+        noise=np.float32(0.5),  # type: ignore[arg-type]
+        speeds=np.array([1, 0.5]),  # type: ignore[arg-type]
+        gather=np.int64(2),  # type: ignore[arg-type]
+        num_layers=np.int32(3),  # type: ignore[arg-type]
+    )
+    assert machine == plain
+    assert hash(machine) == hash(plain)
+    assert machine.speeds == (1.0, 0.5)
+    assert {type(speed) for speed in machine.speeds} == {float}

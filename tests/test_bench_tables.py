@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -205,6 +207,43 @@ def test_only_a_fitted_row_that_is_too_far_off_fails(
     else:
         tables.main(["LongAlign"], [model], 2048)
         assert "expected at most" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """Ctrl-C of a terminal goes to all processes of the group, workers included."""
+    command = [sys.executable, "-m", "odc.bench.tables", "--samples", "2000000", "--jobs", "2"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(group := members(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(group) == 3
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        begin = time.monotonic()
+        out, err = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 3
+        assert (process.returncode, out, err.split()) == (130, "", ["interrupted"])
+        assert not members(process.pid)
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            found.append(int(folder.name))
+    return found
 
 
 def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:

@@ -22,7 +22,7 @@ class MinibatchSampler:
     the same plans. Iterating yields the :class:`PlannedMinibatch` objects of the current epoch.
 
     Args:
-        lengths: tokens of each sample of the dataset, at least 1.
+        lengths: tokens of each sample of the dataset, at least 1 each and at most 2**53 in all.
         minibatch_size: samples per rank in a minibatch; a global minibatch has ``world_size`` times that.
         world_size: number of ranks.
         policy: a name for :func:`~odc.balance.get_policy`, or a policy.
@@ -66,7 +66,7 @@ class MinibatchSampler:
         self.cost = cost
         longest = int(self.lengths.max(initial=1))
         self.max_tokens = longest if max_tokens is None else as_count(max_tokens, "max_tokens")
-        self.seed = as_count(seed, "seed", minimum=0)
+        self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.epoch = 0
@@ -101,10 +101,10 @@ class MinibatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank."""
-        self.epoch = as_count(epoch, "epoch", minimum=0)
+        self.epoch = as_count(epoch, "epoch", minimum=0, maximum=None)
 
     def starting_at(self, first: int) -> Iterator[PlannedMinibatch]:
-        """The minibatches of the current epoch from number ``first`` on; earlier batches are not planned."""
+        """The minibatches of the current epoch from number ``first`` on; earlier ones are not packed."""
         first = as_count(first, "first", minimum=0)
         order = self._order()
         if self.drop_last:
@@ -112,8 +112,8 @@ class MinibatchSampler:
         per_batch = self.batch_size // self.minibatch_size
         for batch in range(first // per_batch, -(-len(self) // per_batch)):
             samples = order[batch * self.batch_size * self.world_size :][: self.batch_size * self.world_size]
-            planned = self.policy.plan_batch(self._job.of(samples), self.minibatch_size, self._batch_seed(batch))
-            for minibatch in planned[max(0, first - batch * per_batch) :]:
+            seed, skipped = self._batch_seed(batch), max(0, first - batch * per_batch)
+            for minibatch in self.policy.plan_batch(self._job.of(samples), self.minibatch_size, seed, skipped):
                 yield PlannedMinibatch(samples[minibatch.samples], minibatch.plan)
 
     def _batch_size(self, given: int | None) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, as_costs, as_count, as_speeds
+from odc.balance.checks import MAX_PARTS, FloatArray, as_costs, as_count, as_speeds
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.cover import MAX_ITEMS, search_covers
 from odc.balance.partition.differencing import Parts
@@ -65,14 +65,17 @@ def exact_partition(
     The makespan is the largest total cost of a part, divided by the part's speed if there are ``speeds``.
     The best of ``start`` and the heuristics is what a solver must beat; if that meets a lower bound, none
     is started. Up to 40 items are searched by :mod:`odc.balance.partition.cover`; more items, and instances
-    for which that would take too much memory, are a mixed integer program for the solver CBC.
+    for which that would take too much memory, are a mixed integer program for the solver CBC. A program of more
+    than 100,000 variables, about one per item and part, is not tried: then, as where the time is over, the
+    result is the best of ``start`` and the heuristics, with the gap to the bound that is known.
 
     Args:
-        costs: one number per item, finite and at least 0.
+        costs: one number per item, 0 or at least 1e-140, at most 1e140 in all.
         k: number of parts, at least 1.
         equal_size: all parts get ``len(costs) / k`` items.
-        speeds: one number above 0 per part. Default: all 1.
-        time_limit_s: for all of it; may be exceeded by 2 seconds.
+        speeds: one number per part, from 1e-9 to 1e9. Default: all 1.
+        time_limit_s: for all of it; may be exceeded by 2 seconds, and by what the heuristics need (what
+            :func:`odc.balance.karmarkar_karp` takes).
         start: ``k`` lists of indices, together every index once.
 
     Returns:
@@ -85,7 +88,7 @@ def exact_partition(
         RuntimeError: CBC is needed and is not there, or fails.
     """
     begin = time.perf_counter()
-    instance = _checked(as_costs(costs), as_count(k, "k"), equal_size, speeds, time_limit_s, start)
+    instance = _checked(as_costs(costs), as_count(k, "k", maximum=MAX_PARTS), equal_size, speeds, time_limit_s, start)
     if not instance.proved and instance.costs.size <= MAX_ITEMS:
         search_covers(instance)
     if not instance.proved and instance.seconds_left() > 0:

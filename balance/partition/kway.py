@@ -31,11 +31,11 @@ def karmarkar_karp(
     result is never worse than either method by itself.
 
     Args:
-        costs: one number per item, finite and at least 0.
+        costs: one number per item, 0 or at least 1e-140, at most 1e140 in all.
         k: number of parts, at least 1.
         equal_size: all parts get ``len(costs) / k`` items.
         speeds: part p takes its total cost divided by ``speeds[p]``, (k,), greater than 0; the makespan is
-            the longest such time. Default: all the same.
+            the longest such time. From 1e-9 to 1e9. Default: all the same.
 
     Returns:
         ``k`` lists of indices, each ascending; together every index once. Without ``speeds``, parts are

@@ -14,12 +14,19 @@ import tempfile
 import time
 from typing import IO, Any
 
+import numpy as np
+
 from odc.balance.checks import FloatArray
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.instance import ROUNDING, TOLERANCE, Instance
 
 # CBC looks at its clock rarely: it is killed this many seconds after the time limit.
 GRACE_S = 2.0
+
+# Larger programs are left alone: pulp takes about 2 KB and 20 us to write a variable, all in one go at the end,
+# and CBC closes no gap in programs of this size anyway.
+MAX_VARIABLES = 100_000
+_CLOCK_EVERY = 1000  # variables
 
 # CBC's tolerances are absolute, about 1e-7: it gets costs for which the lower bound is this number.
 _SCALE = 1000.0
@@ -31,17 +38,21 @@ _Pair = tuple[int, int]
 def solve_mip(instance: Instance) -> None:
     """Let CBC look for a partition that is better by half of ``TOLERANCE`` or more.
 
+    Does nothing if the program would have more than ``MAX_VARIABLES``, or if the time is over before it is written.
+
     Raises:
         ImportError: pulp is not installed.
         RuntimeError: CBC is not there, or fails.
     """
-    pulp, cbc = _find_solver()
     unit = instance.bound
+    target = instance.makespan / unit * (1 - TOLERANCE / 2)
+    if count_variables(instance, target * unit) > MAX_VARIABLES:
+        return
+    pulp, cbc = _find_solver()
     with tempfile.TemporaryFile() as model, tempfile.TemporaryFile() as solution:
-        target = instance.makespan / unit * (1 - TOLERANCE / 2)
         pairs = _write_model(pulp, instance, target, unit, model)
         limit_s = instance.seconds_left()
-        if limit_s <= 0:
+        if pairs is None or limit_s <= 0:
             return
         log, seconds = run_cbc(cbc, limit_s, model, solution)
         solution.seek(0)
@@ -128,8 +139,11 @@ def _path(file: IO[bytes]) -> str:
     return f"/proc/self/fd/{file.fileno()}"
 
 
-def _write_model(pulp: Any, instance: Instance, target: float, unit: float, file: IO[bytes]) -> list[_Pair]:
-    """Write the program for makespans of at most ``target``; variable x<i> is the i-th pair returned."""
+def _write_model(pulp: Any, instance: Instance, target: float, unit: float, file: IO[bytes]) -> list[_Pair] | None:
+    """Write the program for makespans of at most ``target``; variable x<i> is the i-th pair returned.
+
+    None if the time is over before that.
+    """
     costs, target = instance.sorted_costs / unit * _SCALE, target * _SCALE
     program = pulp.LpProblem("partition", pulp.LpMinimize)
     makespan = program.add_variable("M", _SCALE * (1 - 1e-9), target)
@@ -138,6 +152,8 @@ def _write_model(pulp: Any, instance: Instance, target: float, unit: float, file
     by_item: list[list[Any]] = [[] for _ in costs]
     by_part: list[list[tuple[Any, float]]] = [[] for _ in instance.speeds]
     for number, (item, part) in enumerate(pairs):
+        if number % _CLOCK_EVERY == 0 and instance.seconds_left() <= 0:
+            return None
         variable = program.add_variable(f"x{number}", 0, 1, "Binary")
         by_item[item].append(variable)
         by_part[part].append((variable, float(costs[item])))
@@ -150,8 +166,19 @@ def _write_model(pulp: Any, instance: Instance, target: float, unit: float, file
         program.addConstraint(load >= float(costs.sum()) * (1 - 1e-9) - target * float(instance.speeds.sum() - speed))
         if instance.part_size is not None:
             program.addConstraint(pulp.LpAffineExpression([(x, 1.0) for x, _ in terms]) == instance.part_size)
+    if instance.seconds_left() <= 0:
+        return None
     program.writeMPS(_path(file))
     return pairs
+
+
+def count_variables(instance: Instance, target: float) -> int:
+    """About as many as :func:`_allowed_pairs` returns, without listing them."""
+    num_items, speeds = instance.costs.size, instance.speeds
+    if (speeds == speeds[0]).all():
+        return int(np.minimum(np.arange(1, num_items + 1), speeds.size).sum())
+    too_slow = np.searchsorted(np.sort(speeds), instance.sorted_costs / target * (1 - ROUNDING))
+    return num_items * speeds.size - int(too_slow.sum())
 
 
 def _allowed_pairs(costs: FloatArray, speeds: FloatArray, target: float) -> list[_Pair]:

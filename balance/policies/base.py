@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_lengths, as_speeds, check_fit
+from odc.balance.checks import MAX_PARTS, FloatArray, IntArray, as_cost, as_count, as_lengths, as_speeds, check_fit
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Plan, PlannedMinibatch
@@ -44,11 +44,15 @@ class Job:
     ) -> Job:
         """Check the arguments of :meth:`Policy.plan` and work out the costs."""
         tokens = as_lengths(lengths)
-        world_size, max_tokens = as_count(world_size, "world_size"), as_count(max_tokens, "max_tokens")
+        world_size = as_count(world_size, "world_size", maximum=MAX_PARTS)
+        max_tokens = as_count(max_tokens, "max_tokens")
         rates = None if speeds is None else as_speeds(speeds, world_size)
         check_fit(tokens, max_tokens)
         fixed = as_cost(microbatch_cost, "microbatch_cost")
-        return cls(tokens, evaluate(cost, tokens), world_size, max_tokens, fixed, rates)
+        # A cost that overflows is refused as infinite; no warning besides.
+        with np.errstate(over="ignore", invalid="ignore"):
+            costs = evaluate(cost, tokens)
+        return cls(tokens, costs, world_size, max_tokens, fixed, rates)
 
     def of(self, samples: Sequence[int] | IntArray) -> Job:
         """The same for some of the samples."""
@@ -89,12 +93,13 @@ class Policy(ABC):
         """Plan one minibatch.
 
         Args:
-            lengths: tokens of each sample of the global minibatch, integers of at least 1; may be empty.
+            lengths: tokens of each sample of the global minibatch, integers of at least 1, at most 2**53 in all;
+                may be empty.
             world_size: number of ranks.
             max_tokens: most tokens in one microbatch, what memory allows.
-            cost: what a sample costs, see :mod:`odc.balance.costs`.
+            cost: what a sample costs, see :mod:`odc.balance.costs`: 0 or at least 1e-140, at most 1e140 in all.
             microbatch_cost: what every microbatch costs besides its samples, in the unit of ``cost``.
-            speeds: of each rank, (world_size,), greater than 0: rank r takes ``cost / speeds[r]``. Default:
+            speeds: of each rank, (world_size,), from 1e-9 to 1e9: rank r takes ``cost / speeds[r]``. Default:
                 all the same. "none" and "local-sort" do not make use of them.
 
         Raises:
@@ -110,17 +115,16 @@ class Policy(ABC):
         )
         return self._plan(job)
 
-    def plan_batch(self, job: Job, minibatch_size: int, seed: int) -> list[PlannedMinibatch]:
-        """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each.
+    def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
+        """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each when it is due.
 
-        In the order given, the last one possibly smaller; ``seed`` is for policies that shuffle.
+        In the order given, the last one possibly smaller, from minibatch number ``first`` on; those before it
+        are not planned. ``seed`` is for policies that shuffle.
         """
         global_size = minibatch_size * job.world_size
-        minibatches = []
-        for start in range(0, job.lengths.size, global_size):
+        for start in range(first * global_size, job.lengths.size, global_size):
             samples = np.arange(start, min(start + global_size, job.lengths.size))
-            minibatches.append(PlannedMinibatch(samples, self._plan(job.of(samples))))
-        return minibatches
+            yield PlannedMinibatch(samples, self._plan(job.of(samples)))
 
     @abstractmethod
     def assign(self, job: Job) -> list[Parts]:

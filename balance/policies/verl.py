@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from odc.balance.plan import PlannedMinibatch
@@ -26,16 +28,18 @@ class VerlNative(LBMicro):
     name = "verl-native"
     two_level = True
 
-    def plan_batch(self, job: Job, minibatch_size: int, seed: int) -> list[PlannedMinibatch]:
+    def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
+        # The shares of the batch are fixed at once, the microbatches of a minibatch when it is due.
         ranks = [_shuffled(mine, seed, rank) for rank, mine in enumerate(equally_many(job))]
-        minibatches = []
-        for start in range(0, max(map(len, ranks)), minibatch_size):
-            shares = [mine[start : start + minibatch_size] for mine in ranks]
-            samples = np.array(sorted(sample for share in shares for sample in share), dtype=np.int64)
-            own = job.of(samples)
-            numbered = [np.searchsorted(samples, share).tolist() for share in shares]
-            minibatches.append(PlannedMinibatch(samples, self.to_plan(own, pack_ranks(own, numbered))))
-        return minibatches
+        starts = range(first * minibatch_size, max(map(len, ranks)), minibatch_size)
+        return (self._minibatch(job, [mine[start : start + minibatch_size] for mine in ranks]) for start in starts)
+
+    def _minibatch(self, job: Job, shares: list[list[int]]) -> PlannedMinibatch:
+        """The ranks' ``shares`` of the batch, each packed."""
+        samples = np.array(sorted(sample for share in shares for sample in share), dtype=np.int64)
+        own = job.of(samples)
+        numbered = [np.searchsorted(samples, share).tolist() for share in shares]
+        return PlannedMinibatch(samples, self.to_plan(own, pack_ranks(own, numbered)))
 
 
 def _shuffled(samples: list[int], seed: int, rank: int) -> list[int]:

@@ -103,7 +103,7 @@ def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
         ValueError: there is no law of that name, or a number is out of range.
     """
     law = _get(law)
-    num_samples, seed = as_count(num_samples, "num_samples"), as_count(seed, "seed", minimum=0)
+    num_samples, seed = as_count(num_samples, "num_samples"), as_count(seed, "seed", minimum=0, maximum=None)
     numbers = uniform(random_stream("lengths", seed), 2 * num_samples)
     return _rounded(law, numbers[:num_samples], numbers[num_samples:])
 

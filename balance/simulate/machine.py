@@ -39,7 +39,7 @@ class Machine:
     """Standard deviation of a sample's true cost over its estimate; the factor is lognormal with mean 1."""
 
     speeds: tuple[float, ...] | None = None
-    """True speed of each rank; None: those of the plan."""
+    """True speed of each rank, one number from 1e-9 to 1e9 each; None: those of the plan."""
 
     gather: float = 0.0
     """Time of one gather of one layer's parameters; two per layer and microbatch, forward and backward."""
@@ -60,13 +60,18 @@ class Machine:
     """Of the noise."""
 
     def __post_init__(self) -> None:
+        checked: dict[str, object] = {}
         for name in ("noise", "gather", "scatter", "overlap", "forward_share"):
-            as_cost(getattr(self, name), name)
+            checked[name] = as_cost(getattr(self, name), name)
         for name in ("overlap", "forward_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number from 0 to 1")
-        as_count(self.num_layers, "num_layers")
-        as_count(self.seed, "seed", minimum=0)
+        checked["num_layers"] = as_count(self.num_layers, "num_layers")
+        checked["seed"] = as_count(self.seed, "seed", minimum=0, maximum=None)
+        if self.speeds is not None:
+            checked["speeds"] = tuple(as_speeds(self.speeds, max(1, np.size(self.speeds))).tolist())
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def noise_factors(self, num_samples: int) -> FloatArray:
         """True cost over estimated cost of every sample of a dataset, (num_samples,)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from odc.balance.checks import IntArray, as_cost, as_count, as_lengths
+from odc.balance.checks import MAX_COUNT, IntArray, as_cost, as_count, as_lengths
 from odc.balance.simulate.machine import Machine
 from odc.balance.simulate.simulator import Scenario, Simulation
 
@@ -68,7 +68,7 @@ class Setting:
             raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
         changed: dict[str, Any] = {factor: float(value)}
         if factor in ("minibatch_size", "devices", "max_length"):
-            if value != int(value):
+            if not float(value).is_integer():
                 raise ValueError(f"{factor}={value}: expected an integer")
             changed = {factor: as_count(int(value), factor)}
         return replace(self, **changed)
@@ -86,7 +86,7 @@ FACTORS: dict[str, tuple[float, ...]] = {
 
 
 def run_setting(scenario: Scenario, setting: Setting, value: float) -> Point:
-    """Simulate one point; ``scenario`` gives lengths, cost and seed, and the setting the rest."""
+    """Simulate one point; ``scenario`` gives lengths, costs and seed, and the setting the rest."""
     lengths = setting.scaled(as_lengths(scenario.lengths))
     chosen = replace(
         scenario,
@@ -94,6 +94,8 @@ def run_setting(scenario: Scenario, setting: Setting, value: float) -> Point:
         minibatch_size=setting.minibatch_size,
         world_size=setting.devices,
         max_tokens=int(_at_least_one(setting.packing_ratio) * lengths.max()),
+        batch_size=None,
+        speeds=None,
     )
     slow = (1.0,) * (setting.devices - 1) + (1 / (1 + as_cost(setting.slowdown, "slowdown")),)
     machine = Machine(noise=setting.noise, speeds=slow if setting.slowdown else None)
@@ -112,7 +114,7 @@ def study(
     """Vary one factor and hold the others at the golden setting.
 
     Args:
-        scenario: lengths, cost model and seed; its other fields are replaced.
+        scenario: lengths, cost model, cost of a microbatch and seed; its other fields are replaced.
         factor: one of :data:`FACTORS`.
         values: of the factor; default: those of :data:`FACTORS`.
         golden: the fixed setting, by default the one of the paper's Table 1.
@@ -132,6 +134,8 @@ def study(
 
 
 def _at_least_one(ratio: float) -> float:
+    if ratio > MAX_COUNT:
+        raise ValueError(f"packing_ratio={ratio}: expected at most 2**53")
     if not ratio >= 1:
         raise ValueError(f"packing_ratio={ratio}: expected at least 1, or the longest sample has no microbatch")
     return ratio
