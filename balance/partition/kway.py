@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, as_costs, as_count, as_speeds
+from odc.balance.checks import MAX_PARTS, FloatArray, as_costs, as_count, as_speeds
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts, largest_differencing
 from odc.balance.partition.greedy import longest_first
@@ -51,7 +51,7 @@ def karmarkar_karp(
             is not a multiple of ``k``; a speed is missing or not a finite number above 0.
     """
     array = as_costs(costs)
-    k = as_count(k, "k")
+    k = as_count(k, "k", maximum=MAX_PARTS)
     if equal_size and array.size % k:
         raise ValueError(
             f"{array.size} items cannot be split into k={k} parts of equal size: expected a multiple of {k}; "
