@@ -60,7 +60,7 @@ def hard() -> np.ndarray:
 @pytest.fixture
 def cbc_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs a search goes to CBC."""
-    pytest.importorskip("pulp")
+    pytest.importorskip("pulp", reason="pulp is an optional package (extra: exact)")
     monkeypatch.setattr(exact, "MAX_ITEMS", 0)
 
 
@@ -126,7 +126,7 @@ def test_mip_against_exhaustive_search(
 @pytest.mark.parametrize("speeds", [None, [0.5, 1.0, 0.5, 1.0]])
 def test_from_nothing(monkeypatch: pytest.MonkeyPatch, max_items: int, speeds: list[float] | None) -> None:
     if not max_items:
-        pytest.importorskip("pulp")
+        pytest.importorskip("pulp", reason="pulp is an optional package (extra: exact)")
     monkeypatch.setattr(exact, "MAX_ITEMS", max_items)
     monkeypatch.setattr(exact, "balance", chunks)
     rng = np.random.default_rng(3)
@@ -135,7 +135,7 @@ def test_from_nothing(monkeypatch: pytest.MonkeyPatch, max_items: int, speeds: l
 
 
 def test_search_and_mip_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pulp")
+    pytest.importorskip("pulp", reason="pulp is an optional package (extra: exact)")
     rng = np.random.default_rng(4)
     instances = [(rng.uniform(0.2, 1.0, n), n // 2, None) for n in (16, 16, 18)]
     instances += [(rng.uniform(0.2, 1.0, 10), 3, rng.choice([0.5, 0.8, 1.0], 3)) for _ in range(3)]
