@@ -33,7 +33,7 @@ bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (r
 	mkdir -p runs
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m odc.bench.primitives --json runs/primitives.json
 
-bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 20 minutes)
+bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 10 minutes)
 	$(PY) -m odc.bench.tables --json runs/tables.json
 	$(PY) -m odc.bench.partition_speed --json runs/partition_speed.json
 	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json

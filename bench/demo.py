@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from odc.bench.demo_runs import CONFIGURATIONS, ChildError, Run, run_child, train
 from odc.bench.demo_summary import quietest, summarize, table
 from odc.bench.demo_trace import write_trace
 from odc.bench.environment import describe_environment
+from odc.bench.progress import progress_bar
 
 SCRIPT = Path("examples/sft.py")
 WIDTH = 100  # columns of the table
@@ -77,8 +77,7 @@ def _run_all(console: Console, out: Path, repetitions: int, ranks: int, sizes: d
     for name, value in sizes.items():
         options += [f"--{name}", str(value)]
     turns = [(repetition, c) for repetition in range(1, repetitions + 1) for c in CONFIGURATIONS]
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console, transient=False) as progress:
         task = progress.add_task("preparing data", total=len(turns) * sizes["minibatches"])
         prepare = [sys.executable, str(SCRIPT.with_name("sft_data.py")), "--data", str(data)]
         run_child(prepare, out / "logs", lambda _: None)

@@ -21,19 +21,21 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
-from odc.balance import QuadraticCost, karmarkar_karp
+from odc.balance import karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts, largest_differencing
 from odc.balance.partition.exact import exact_partition
 from odc.balance.simulate.laws import law_names, sample_lengths
 from odc.bench.environment import describe_environment
+from odc.bench.paper_costs import paper_cost
+from odc.bench.progress import progress_bar
 from odc.bench.textbook import optimal_makespan
 
-COST = QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
+COST = paper_cost("1.5B")
 DEVICES = 8
 MINIBATCH_SIZES = (2, 4, 8, 16)
 NEAR_BOUND = 0.001
@@ -116,8 +118,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Compare LB-Mini's partitions with optimal ones. Exits with 1 if they are further off than they should be."""
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         random = [measure_random(instances, equal_size, progress) for equal_size in (False, True)]
         laws = [
             measure_law(law, size, minibatches, time_limit_s, progress)

@@ -4,11 +4,10 @@
     python -m odc.bench.tables --model 1.5B --dataset LongAlign --json runs/tables.json
 
 Lengths are spread evenly over the shipped laws, which were fitted to the 1.5B rows; nothing was fitted to the
-other sizes. Costs are ``a s**2 + b s`` for 1.5B and 7B, fitted with the laws, and counted FLOPs for 14B and
-32B. A global minibatch is the next ``devices * minibatch size`` samples of the shuffled set, a microbatch has
-at most as many tokens as the longest sample, and the bubble rate is idle time over total time of all
-minibatches. "Native" balances batches of 256 samples per device before it cuts them, which the paper does not
-state.
+other sizes. Costs: see :mod:`odc.bench.paper_costs`. A global minibatch is the next ``devices * minibatch size``
+samples of the shuffled set, a microbatch has at most as many tokens as the longest sample, and the bubble rate
+is idle time over total time of all minibatches. "Native" balances batches of 256 samples per device before it
+cuts them, which the paper does not state.
 
 Not covered: Tables 3 and 5 (throughput), which need GPUs.
 """
@@ -32,23 +31,16 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from odc.balance import CostModel, QuadraticCost, TransformerCost
 from odc.balance.plan import Comm
 from odc.balance.simulate.laws import even_lengths
 from odc.balance.simulate.simulator import PlannedEpoch, Scenario
 from odc.bench.environment import describe_environment
+from odc.bench.paper_costs import MODELS, paper_cost
+from odc.bench.progress import progress_bar
 
-COSTS: dict[str, CostModel | str] = {
-    "1.5B": QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000),
-    "7B": QuadraticCost(4.348357 / 32000**2, 8.768377 / 32000),
-    "14B": "deepseek-r1-distill-qwen-14b",
-    "32B": "deepseek-r1-distill-qwen-32b",
-}
 LAW_OF = {"LongAlign": "longalign", "SWE-Smith": "swesmith", "AIME": "aime"}
-# In RL, verl asks for equally many samples per device (section 5.2).
 POLICY_OF = {
     "LocalSort": "local-sort",
     "LB-Micro": "lb-micro",
@@ -79,6 +71,7 @@ class Cell:
     @property
     def policy(self) -> str:
         policy = POLICY_OF[self.method.partition(" ")[2]]
+        # In RL, verl asks for equally many samples per device (section 5.2).
         return "lb-mini-equal" if (policy, self.dataset) == ("lb-mini", "AIME") else policy
 
 
@@ -102,10 +95,9 @@ def read_cells() -> list[Cell]:
 def simulate_cells(cells: Sequence[Cell], num_samples: int) -> list[float]:
     """Bubble rates (percent) of cells that share dataset, model, devices and minibatch size."""
     first = cells[0]
-    cost = COSTS[first.model]
     scenario = Scenario(
         even_lengths(LAW_OF[first.dataset], num_samples),
-        TransformerCost.from_config(cost) if isinstance(cost, str) else cost,
+        paper_cost(first.model),
         first.devices,
         first.minibatch_size,
         batch_size=max(NATIVE_BATCH_SIZE, first.minibatch_size),
@@ -125,9 +117,8 @@ def simulate_all(cells: Iterable[Cell], num_samples: int, num_jobs: int, console
     for cell in cells:
         groups[cell.dataset, cell.model, cell.minibatch_size].append(cell)
     simulated: dict[Cell, float] = {}
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     others = set(multiprocessing.active_children())
-    with Progress(*columns, console=console, transient=True) as progress, ProcessPoolExecutor(num_jobs) as pool:
+    with progress_bar(console) as progress, ProcessPoolExecutor(num_jobs) as pool:
         bar = progress.add_task("planning", total=sum(map(len, groups.values())))
         # The largest first, so that no process ends up alone with one.
         ordered = sorted(groups.values(), key=lambda group: -group[0].devices * group[0].minibatch_size)
@@ -182,17 +173,17 @@ def show(simulated: dict[Cell, float], dataset: str, model: str) -> Table:
 
 def main(
     dataset: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(LAW_OF)}.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(COSTS)}.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(MODELS)}.")] = None,
     samples: Annotated[int, typer.Option(min=1024, help="Samples per dataset; fewer are faster and noisier.")] = 20_000,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all cells to this file.")] = None,
 ) -> None:
     """Simulate Tables 4 and 6 of the paper. Exits with 1 if a fitted row is further off than it should be."""
-    for name, given, known in (("--dataset", dataset, LAW_OF), ("--model", model, COSTS)):
+    for name, given, known in (("--dataset", dataset, LAW_OF), ("--model", model, MODELS)):
         for value in given or ():
             if value not in known:
                 raise typer.BadParameter(f"{value!r}: expected one of {', '.join(known)}", param_hint=name)
-    cells = [c for c in read_cells() if c.dataset in (dataset or LAW_OF) and c.model in (model or COSTS)]
+    cells = [c for c in read_cells() if c.dataset in (dataset or LAW_OF) and c.model in (model or MODELS)]
     if not cells:
         raise typer.BadParameter("the paper has no such rows (AIME has no 32B)")
     progress_console = Console(stderr=True)

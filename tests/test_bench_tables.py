@@ -18,10 +18,11 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.balance import QuadraticCost, TransformerCost
+from odc.balance import QuadraticCost
 from odc.balance.costs import evaluate
 from odc.balance.partition.differencing import largest_differencing
 from odc.bench import tables, textbook
+from odc.bench.paper_costs import paper_cost
 from odc.bench.tables import Cell, read_cells, rms_error, simulate_cells
 
 SFT_METHODS = {"Collective LocalSort", "ODC LocalSort", "Collective LB-Micro", "ODC LB-Micro", "ODC LB-Mini"}
@@ -89,12 +90,10 @@ def test_cost_models_grow_with_the_model() -> None:
     lengths = np.array([1000, 60_000])
     shares = []
     for name in ("1.5B", "7B", "14B", "32B"):
-        cost = tables.COSTS[name]
-        model = TransformerCost.from_config(cost) if isinstance(cost, str) else cost
-        costs = evaluate(model, lengths)
+        costs = evaluate(paper_cost(name), lengths)
         shares.append(costs[1] / costs[0] / 60)  # 1 without attention
     assert all(share > 1.2 for share in shares)
-    assert tables.COSTS["1.5B"] == QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
+    assert paper_cost("1.5B") == QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
 
 
 @pytest.mark.parametrize(("model", "minibatch_size"), [("1.5B", 4), ("7B", 8), ("14B", 4)])

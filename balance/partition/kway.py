@@ -34,8 +34,8 @@ def karmarkar_karp(
         costs: one number per item, 0 or at least 1e-140, at most 1e140 in all.
         k: number of parts, at least 1.
         equal_size: all parts get ``len(costs) / k`` items.
-        speeds: part p takes its total cost divided by ``speeds[p]``, (k,), greater than 0; the makespan is
-            the longest such time. From 1e-9 to 1e9. Default: all the same.
+        speeds: part p takes its total cost divided by ``speeds[p]``, (k,), from 1e-9 to 1e9; the makespan is
+            the longest such time. Default: all the same.
 
     Returns:
         ``k`` lists of indices, each ascending; together every index once. Without ``speeds``, parts are
@@ -47,8 +47,8 @@ def karmarkar_karp(
         differencing method wins.
 
     Raises:
-        ValueError: a cost is negative, infinite or NaN; ``k`` is below 1; ``equal_size`` and ``len(costs)``
-            is not a multiple of ``k``; a speed is missing or not a finite number above 0.
+        ValueError: a cost or a speed is out of range or NaN, or a speed is missing; ``k`` is out of range;
+            ``equal_size`` and ``len(costs)`` is not a multiple of ``k``.
     """
     array = as_costs(costs)
     k = as_count(k, "k", maximum=MAX_PARTS)

@@ -64,8 +64,7 @@ class Setting:
         Raises:
             ValueError: there is no such factor, or it takes integers and this is none.
         """
-        if factor not in FACTORS:
-            raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
+        _check_factor(factor)
         changed: dict[str, Any] = {factor: float(value)}
         if factor in ("minibatch_size", "devices", "max_length"):
             if not float(value).is_integer():
@@ -123,14 +122,18 @@ def study(
     Raises:
         ValueError: there is no such factor, or a value is out of range.
     """
-    if factor not in FACTORS:
-        raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
+    _check_factor(factor)
     points = []
     for value in FACTORS[factor] if values is None else values:
         points.append(run_setting(scenario, (golden or Setting()).at(factor, value), value))
         if on_point:
             on_point()
     return points
+
+
+def _check_factor(factor: str) -> None:
+    if factor not in FACTORS:
+        raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
 
 
 def _at_least_one(ratio: float) -> float:
