@@ -84,7 +84,7 @@ def measure(n: int, k: int, repetitions: int) -> dict[str, Any]:
 # The library by itself: what this benchmark imports needs more memory than the partition.
 _MEMORY_SCRIPT = """
 import sys
-from odc.balance import karmarkar_karp
+from odc.balance import QuadraticCost, karmarkar_karp
 from odc.balance.simulate.laws import sample_lengths
 n, k = map(int, sys.argv[1:])
 karmarkar_karp(QuadraticCost(1.0, 80000.0)(sample_lengths("longalign", n)), k)
