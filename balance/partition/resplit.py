@@ -40,6 +40,8 @@ def resplit(
 
     Deterministic: the random numbers always start from the same seed.
     """
+    if sum(sorted(map(len, parts))[:2]) > _MAX_ITEMS:
+        return parts  # no two of them can be split anew
     walk = _Walk(costs, parts, equal_size, speeds, limit)
     rng = random.Random(0)
     num_parts = len(parts)
