@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,10 +19,26 @@ from odc.errors import ConfigError
 TIMEOUT = "ODC_TIMEOUT"  # seconds without progress after which a wait fails
 FAULT = "ODC_FAULT"  # fault injection, see odc/faults.py
 HOST_ID = "ODC_HOST_ID"  # pretend to be another host (tests)
+ADDRESS = "ODC_ADDRESS"  # where ranks of other hosts reach those of this one
+TRANSFERS = "ODC_TRANSFER_TABLE"  # a file that says when a kernel beats copy engines
 TRANSPORT = "ODC_TRANSPORT"  # overrides transport=
 ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
+COPY_THREAD = "ODC_COPY_THREAD"  # overrides copy_thread=
+NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
+
+# Variables of other libraries, which ODC does not act on: ``odc doctor`` explains them.
+FOREIGN = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
+    "NVSHMEM_HOME",
+    "NVSHMEM_LIB_DIR",
+    "NVSHMEM_SYMMETRIC_SIZE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 ACCUMULATE_MODES = ("auto", "direct", "daemon")
+COPY_THREAD_MODES = ("auto", "on", "off")
 ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -45,17 +62,30 @@ class RuntimeConfig:
     timeout_s: float = 600.0
     """Seconds without progress of the awaited rank after which a wait raises."""
 
+    copy_thread: str = "auto"
+    """Whether gathers on a CPU may overlap with compute, in a thread: "on", "off", or "auto": where this host has more
+    usable cores than ranks. May differ between ranks."""
+
     fault: str = ""
     """Fault to inject, see :mod:`odc.faults`. May differ between ranks."""
 
     host_id: str = ""
     """Replaces the detected host identity if not empty. May differ between ranks."""
 
+    transfer_table: str = ""
+    """Path of a measured :class:`~odc.cuda.transfers.TransferTable`; empty: copy engines always. May differ between
+    ranks."""
+
+    address: str = ""
+    """This host's IP address in the network that all hosts share; empty: found out. May differ between ranks."""
+
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
             raise _bad_option("accumulate", self.accumulate, f"one of {', '.join(ACCUMULATE_MODES)}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
             raise _bad_option("accumulate_dtype", self.accumulate_dtype, "torch.float32 or torch.float64")
+        if self.copy_thread not in COPY_THREAD_MODES:
+            raise _bad_option("copy_thread", self.copy_thread, f"one of {', '.join(COPY_THREAD_MODES)}")
         if not (isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < math.inf):
             raise _bad_option("timeout_s", self.timeout_s, "a number of seconds greater than 0")
 
@@ -82,8 +112,11 @@ class RuntimeConfig:
             accumulate_dtype=accumulate_dtype,
             deterministic=deterministic,
             timeout_s=_read_seconds(env, TIMEOUT, timeout_s),
+            copy_thread=env.get(COPY_THREAD, "auto"),
             fault=env.get(FAULT, ""),
             host_id=env.get(HOST_ID, ""),
+            address=env.get(ADDRESS, ""),
+            transfer_table=env.get(TRANSFERS, ""),
         )
 
     def shared(self) -> dict[str, str]:
@@ -96,6 +129,77 @@ class RuntimeConfig:
         }
 
 
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What torchrun tells each rank it starts."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+    """Whether the key-value store lives in torchrun's own process, and so outlives the ranks."""
+    attempt: str = "0"
+    """Distinguishes restarts."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
+        """From ``environ`` (default: the process's own); a process started without torchrun is rank 0 of 1.
+
+        Raises:
+            ConfigError: a variable has a value that torchrun would not set.
+        """
+        env = os.environ if environ is None else environ
+        world_size = _read_integer(env, "WORLD_SIZE", 1, 1, None)
+        return cls(
+            rank=_read_integer(env, "RANK", 0, 0, world_size - 1),
+            local_rank=_read_integer(env, "LOCAL_RANK", 0, 0, None),
+            world_size=world_size,
+            master_addr=env.get("MASTER_ADDR", ""),
+            master_port=_read_integer(env, "MASTER_PORT", 0, 0, 65535),
+            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+
+def master_address(environ: Mapping[str, str] | None = None) -> str:
+    """Where torchrun's first host is, or ""."""
+    return (os.environ if environ is None else environ).get("MASTER_ADDR", "")
+
+
+def nvshmem_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where ``NVSHMEM_LIB_DIR`` says that NVSHMEM's libraries are, as for torch; None if it is not set."""
+    return (os.environ if environ is None else environ).get("NVSHMEM_LIB_DIR") or None
+
+
+def nvshmem_heap_bytes(environ: Mapping[str, str] | None = None) -> int | None:
+    """What ``NVSHMEM_SYMMETRIC_SIZE`` says, in bytes; None if it is not set.
+
+    Raises:
+        ConfigError: it is not a number of bytes, with K, M, G or T behind it or not.
+    """
+    env = os.environ if environ is None else environ
+    text = env.get(NVSHMEM_HEAP, "").strip()
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.upper())
+    if match is None:
+        raise _bad_option(NVSHMEM_HEAP, text, "a number of bytes, perhaps with K, M, G or T behind it")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
+
+
+def set_nvshmem_heap_bytes(num_bytes: int) -> None:
+    """Tell NVSHMEM, which reads nothing but its variables, how large a heap to make when it starts."""
+    os.environ[NVSHMEM_HEAP] = str(num_bytes)
+
+
+def foreign_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of ``FOREIGN`` that are set in ``environ`` (default: the process's own)."""
+    env = os.environ if environ is None else environ
+    return {name: env[name] for name in FOREIGN if name in env}
+
+
 def _read_seconds(env: Mapping[str, str], name: str, default: float) -> float:
     text = env.get(name)
     if text is None:
@@ -104,6 +208,18 @@ def _read_seconds(env: Mapping[str, str], name: str, default: float) -> float:
         return float(text)
     except ValueError:
         raise _bad_option(name, text, "a number of seconds") from None
+
+
+def _read_integer(env: Mapping[str, str], name: str, default: int, least: int, most: int | None) -> int:
+    text = env.get(name, str(default))
+    expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    try:
+        value = int(text)
+    except ValueError:
+        raise _bad_option(name, text, expected) from None
+    if value < least or (most is not None and value > most):
+        raise _bad_option(name, text, expected)
+    return value
 
 
 def _bad_option(option: str, value: object, expected: str) -> ConfigError:

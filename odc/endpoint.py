@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from odc.engine import Engine
 from odc.faults import FaultInjector
 from odc.stats import Stats
 from odc.transports.base import Transport
@@ -18,6 +19,10 @@ class Endpoint:
     waiter: Waiter
     faults: FaultInjector
     stats: Stats
+
+    @property
+    def engine(self) -> Engine:
+        return self.transport.engine
 
     @property
     def rank(self) -> int:

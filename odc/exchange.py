@@ -5,16 +5,30 @@ Used while a runtime is created and by nothing after that. Every exchange is col
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from odc.config import RuntimeConfig
 from odc.errors import SetupError
 
+logger = logging.getLogger("odc")
+
 MAX_PAYLOAD_BYTES = 64 << 20
+_LEAST_TIMEOUT_S = 600.0
+_FIRST_WARNING_S = 10.0
+_FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 2e-3
+T = TypeVar("T")
+
+
+class BrokenExchangeError(SetupError):
+    """The process group has failed: a rank has ended, or cannot be reached."""
 
 
 class Exchange(Protocol):
@@ -29,11 +43,19 @@ class Exchange(Protocol):
 
 
 class ProcessGroupExchange:
-    """Exchange over a ``torch.distributed`` group, with tensors of bytes."""
+    """Exchange over a ``torch.distributed`` group, with tensors of bytes. Waits can be interrupted."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._group = group
-        self._device = device or torch.device("cpu")
+        self._timeout_s = setup_timeout_s() if timeout_s is None else timeout_s
+        # Where one backend serves both, as gloo does, host memory is the surer way.
+        serves_hosts = "cpu:" in dist.get_backend_config(group)
+        self._device = torch.device("cpu") if device is None or serves_hosts else device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -52,8 +74,48 @@ class ProcessGroupExchange:
     def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         local = row.to(self._device)
         rows = [torch.empty_like(local) for _ in range(self.world_size)]
-        dist.all_gather(rows, local, group=self._group)
+        work = dist.all_gather(rows, local, group=self._group, async_op=True)
+        try:
+            self._await(work)
+        except BaseException:
+            _keep_for_ever(self._group or dist.group.WORLD)
+            raise
+        try:
+            work.wait()
+        except RuntimeError as problem:
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+            raise BrokenExchangeError(f"set-up cannot go on, a rank has ended or is out of reach: {reason}") from None
         return [r.cpu() for r in rows]
+
+    def _await(self, work: dist.Work) -> None:
+        """Not by ``work.wait()``, inside which Ctrl-C is not heard."""
+        started, pause_s, warn_after_s = time.monotonic(), _FIRST_POLL_S, _FIRST_WARNING_S
+        while not work.is_completed():
+            waited_s = time.monotonic() - started
+            if waited_s > self._timeout_s:
+                raise SetupError(
+                    f"rank {self.rank} has waited {waited_s:.0f} s in set-up for the other ranks: not all of them have "
+                    "come here. Every rank has to patch its model, and none may have failed before. If they are only "
+                    f"slow, raise timeout_s or ODC_TIMEOUT above {self._timeout_s:g} s."
+                )
+            if waited_s > warn_after_s:
+                logger.warning("odc: rank %d has waited %.0f s in set-up for the other ranks", self.rank, waited_s)
+                warn_after_s *= 2
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+
+def setup_timeout_s(timeout_s: float | None = None) -> float:
+    """How long set-up waits for the others, by default as ``ODC_TIMEOUT`` says, and never for less than ten minutes: a
+    short limit on silence in training must not be one on how long ranks load their checkpoints."""
+    wanted = RuntimeConfig.from_environment().timeout_s if timeout_s is None else timeout_s
+    return max(wanted, _LEAST_TIMEOUT_S)
+
+
+def _keep_for_ever(group: object) -> None:
+    """Never let ``group`` be destroyed: it would wait, at the end of this process, for an operation that is under way,
+    and nothing else takes one back."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def gather_json(exchange: Exchange, value: Any) -> list[Any]:
@@ -73,6 +135,21 @@ def raise_together(exchange: Exchange, error: BaseException | None) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise SetupError(f"set-up failed on rank {rank}: {text}")
+
+
+def together(exchange: Exchange, action: Callable[[], T]) -> T:
+    """What ``action``, which must not be collective itself, returns here; if it fails on any rank, it fails on all.
+
+    Raises:
+        as :func:`raise_together`.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    raise_together(exchange, error)
+    return result
 
 
 def require_agreement(exchange: Exchange, tables: Mapping[str, Mapping[str, str]]) -> None:

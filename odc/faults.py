@@ -29,6 +29,7 @@ POINTS = (
     "scatter.after_commit",
     "publish.before",
     "publish.after",
+    "open.before",
     "finish.before",
     "finish.before_done",
     "finish.after_done",

@@ -6,14 +6,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from odc.accumulators import AccumulatorStore
 from odc.endpoint import Endpoint
 from odc.errors import ProtocolError
-from odc.kernels import copy_chunked
+from odc.threads import HelperThread
 from odc.transports.base import aligned
 from odc.units import UnitSpec
+from odc.waiting import GONE
 
 
 class Pusher(ABC):
@@ -71,8 +73,8 @@ class DirectPusher(Pusher):
         """Nothing runs in the background."""
 
 
-# Header of a slot: int64 words.
-_UNIT, _MINIBATCH, _NUMEL, _PRESENT = range(4)
+# Header of a slot: int64 words. The number counts the client's pushes to this owner, from 1.
+_NUMBER, _UNIT, _MINIBATCH, _NUMEL, _PRESENT = range(5)
 
 
 class DaemonPusher(Pusher):
@@ -94,12 +96,17 @@ class DaemonPusher(Pusher):
         self._units = units
         self._rank = end.rank
         self._posted_at, self._acked_at = signals_at, signals_at + end.world_size
-        self._slot_bytes = aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
+        self._slot_bytes = self.slot_bytes(units)
         self._header_words = _PRESENT + max((len(u.params) for u in units), default=0)
         self._slots = end.transport.allocate(end.world_size * self._slot_bytes, "slots")
-        self._headers = end.transport.allocate(8 * end.world_size * self._header_words, "slot headers")
+        self._headers = end.transport.allocate_host(8 * end.world_size * self._header_words, "slot headers")
         self._sent = [0] * end.world_size
         self._daemon = AccumulationDaemon(self, units, end, store, on_failure)
+
+    @staticmethod
+    def slot_bytes(units: Sequence[UnitSpec]) -> int:
+        """Size of one client's slot."""
+        return aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
 
     @property
     def num_bytes(self) -> int:
@@ -108,24 +115,33 @@ class DaemonPusher(Pusher):
     def start(self) -> None:
         self._daemon.start()
 
-    def slot(self, owner: int, client: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def slot(self, client: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """What ``client`` has put into its slot here."""
         start = client * self._slot_bytes
-        return self._slots.peer(owner)[start : start + numel * dtype.itemsize].view(dtype)
+        return self._slots.local[start : start + numel * dtype.itemsize].view(dtype)
 
-    def header(self, owner: int, client: int) -> torch.Tensor:
+    def header(self, client: int) -> torch.Tensor:
+        """What ``client`` says of its slot here."""
         start = client * self._header_words
-        return self._headers.peer(owner).view(torch.int64)[start : start + self._header_words]
+        return self._headers.local.view(torch.int64)[start : start + self._header_words]
 
     def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
         self._await_acks([owner], f"slot at rank {owner} for {self._units[unit].name!r}")
-        slot = self.slot(owner, self._rank, grads.dtype, grads.numel())
-        copy_chunked(slot, grads, self._end.waiter.after_scatter_chunk)
-        header = self.header(owner, self._rank)
-        header[:_PRESENT] = torch.tensor([unit, minibatch, grads.numel()])
-        header[_PRESENT : _PRESENT + len(present)] = torch.tensor(list(present), dtype=torch.int64)
+        try:
+            self._fill_slot(owner, unit, grads, present, minibatch)
+        except GONE as error:
+            raise self._end.waiter.explain(error, f"push to unit {self._units[unit].name!r}") from None
         self._end.faults.hit("scatter.before_post")
         self._sent[owner] += 1
         self._end.transport.post(owner, self._posted_at + self._rank, daemon=True)
+
+    def _fill_slot(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
+        """This rank's slot at ``owner``, and the words that tell its daemon what is in it."""
+        transport, after_chunk = self._end.transport, self._end.waiter.after_scatter_chunk
+        transport.write(self._slots, owner, self._rank * self._slot_bytes, grads, after_chunk)
+        number = self._sent[owner] + 1
+        header = np.array([number, unit, minibatch, grads.numel(), *present], dtype=np.int64)
+        transport.write_host(self._headers, owner, 8 * self._rank * self._header_words, header.tobytes())
 
     def drain(self) -> None:
         self._await_acks(range(self._end.world_size), "acknowledgement of this rank's pushes")
@@ -135,9 +151,15 @@ class DaemonPusher(Pusher):
             lambda: [r for r in owners if self._end.transport.count(self._acked_at + r) < self._sent[r]],
             lambda: what,
         )
+        for owner in owners:
+            self._end.transport.order_after(self._acked_at + owner, self._sent[owner])
 
     def posted(self, client: int) -> int:
         return self._end.transport.count(self._posted_at + client)
+
+    def order_after(self, client: int, posted: int) -> None:
+        """The daemon's stream goes on when the slot of that push is filled. See :meth:`Transport.order_after`."""
+        self._end.transport.order_after(self._posted_at + client, posted)
 
     def acknowledge(self, client: int) -> None:
         self._end.transport.post(client, self._acked_at + self._rank)
@@ -167,16 +189,17 @@ class AccumulationDaemon:
         self._on_failure = on_failure
         self._handled = [0] * end.world_size
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="odc-accumulation", daemon=True)
+        self._thread = HelperThread(self._run, "odc-accumulation")
 
     def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                if not self._serve_round():
-                    self._end.transport.block(1.0, [], daemon=True)
+            with self._end.engine.background():
+                while not self._stopping.is_set():
+                    if not self._serve_round():
+                        self._end.transport.block(1.0, [], daemon=True)
         except BaseException as error:  # whatever it is must reach the training loop
             self._on_failure(error)
 
@@ -193,9 +216,14 @@ class AccumulationDaemon:
 
     def _add(self, client: int) -> None:
         rank = self._end.rank
-        words = self._pusher.header(rank, client).tolist()
-        unit_index, minibatch, numel = words[:_PRESENT]
-        units = self._units
+        words = self._pusher.header(client).tolist()
+        number, unit_index, minibatch, numel = words[:_PRESENT]
+        units, expected_number = self._units, self._handled[client] + 1
+        if number != expected_number:
+            raise ProtocolError(
+                f"rank {client} announced its push {number} where {expected_number} comes next: twice the same, or out "
+                "of order"
+            )
         if not 0 <= unit_index < len(units):
             raise ProtocolError(f"rank {client} pushed to unit {unit_index}: there are {len(units)}")
         unit = units[unit_index]
@@ -203,7 +231,9 @@ class AccumulationDaemon:
         expected = sum(p.numel for p, here in zip(unit.params, present, strict=True) if here)
         if numel != expected:
             raise ProtocolError(f"rank {client} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
-        grads = self._pusher.slot(rank, client, unit.grad_dtype, numel)
+        grads = self._pusher.slot(client, unit.grad_dtype, numel)
+        # The client's stream had waited for this rank's sums to be open before it posted: that order holds here too.
+        self._pusher.order_after(client, number)
         self._store.add(rank, client, unit_index, grads, present, minibatch, daemon=True)
 
     def stop(self) -> None:

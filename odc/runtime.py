@@ -6,31 +6,40 @@ benchmarks and the protocol tests build theirs directly.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from odc._version import __version__
-from odc.accumulators import AccumulatorStore, PerClientStore, SharedStore
+from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
+from odc.copier import CopyThread
+from odc.cuda.transfers import TransferTable
 from odc.endpoint import Endpoint
-from odc.errors import OdcError
-from odc.exchange import Exchange, require_agreement
+from odc.errors import ConfigError, OdcError
+from odc.exchange import Exchange, raise_together, require_agreement, together
 from odc.faults import FaultInjector
+from odc.leaving import Closable, Leaving, shut_down
 from odc.protocol import MinibatchProtocol, State
 from odc.pushers import DaemonPusher, DirectPusher, Pusher
 from odc.stats import Stats
 from odc.timeline import Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import Transport, aligned
+from odc.transports._descriptors import require_descriptors
+from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Failure, Waiter
+from odc.watchdog import StreamWatchdog
 
 
 class Runtime:
@@ -46,18 +55,24 @@ class Runtime:
         self._failure = Failure()
         self._failure_lock = threading.Lock()
         self._closed = False
-        self._finalizer: weakref.finalize[[Pusher, Transport], Runtime] | None = None
+        self._pid = os.getpid()
+        self._finalizer: weakref.finalize[[], Runtime] | None = None
         self.faults = FaultInjector(config.fault, topology.rank)
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
+        transport.use_check(self._waiter.check)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
-        store_class: type[SharedStore] | type[PerClientStore] = PerClientStore if config.deterministic else SharedStore
+        plan = StorePlan.of(config, transport.engine, topology.num_hosts)
         protocol_signals = MinibatchProtocol.num_signals(len(self.units), topology.world_size)
         num_signals = protocol_signals + Pusher.num_signals(topology.world_size)
-        transport.open(num_signals=num_signals, num_locks=store_class.num_locks(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
+        slots = 0 if plan.is_direct else topology.world_size * DaemonPusher.slot_bytes(units)
+        transport.reserve(offsets[-1] + slots + plan.shared_bytes(units))
+        transport.open(num_signals=num_signals, num_locks=plan.num_locks(self.units))
         self._published = transport.allocate(offsets[-1], "published shards")
-        self._store: AccumulatorStore = store_class(end, self.units, config.accumulate_dtype)
-        self._pusher = self._make_pusher(end, protocol_signals)
+        self._store: AccumulatorStore = plan.make(end, self.units)
+        self._pusher = self._make_pusher(end, protocol_signals, plan.is_direct)
+        self._copier: CopyThread | None = None
+        self._watchdog: StreamWatchdog | None = None
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._pusher)
 
     @classmethod
@@ -82,23 +97,50 @@ class Runtime:
         """
         config = config or RuntimeConfig()
         require_agreement(exchange, {**_own_tables(config, units), **(agreement or {})})
-        topology = Topology.discover(exchange, config.host_id)
-        transport_class = registry.choose(config.transport, topology, device or torch.device("cpu"))
-        transport = transport_class(exchange, topology, config.timeout_s)
+        # What follows opens a file. Who is on this host is not known yet.
+        together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
+        transfers = _load_transfers(exchange, config)
+        topology = Topology.discover(exchange, config.host_id, config.address)
+        device = device or HOST
+        transport_class = registry.choose(config.transport, topology, device, exchange)
+        transport = transport_class(exchange, topology, config.timeout_s, device)
         try:
             runtime = cls(transport, config, units)
-            runtime.faults.hit("setup")
-            transport.seal()
         except BaseException:
             transport.close()
             raise
-        runtime._pusher.start()
+        try:
+            runtime._complete(transfers)
+        except BaseException:
+            shut_down(runtime._parts())
+            raise
         # An interpreter that ends without close() must still tell its peers so.
-        runtime._finalizer = weakref.finalize(runtime, _shut_down, runtime._pusher, transport)
+        leaving = Leaving(runtime._parts(), transport, runtime._whoami)
+        runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
         return runtime
 
-    def _make_pusher(self, end: Endpoint, signals_at: int) -> Pusher:
-        if self.config.accumulate != "daemon":  # on host memory "auto" is direct: one pass less over the gradient
+    def _complete(self, transfers: TransferTable | None) -> None:
+        """The rest of set-up. Collective."""
+        self.faults.hit("setup")
+        self._transport.seal()
+        if transfers is not None:
+            self._transport.engine.choose_by(transfers)
+        together(self._transport.exchange, self._start_threads)
+
+    def _parts(self) -> list[Closable]:
+        """What has to be closed, in this order."""
+        parts = (self._watchdog, self._copier, self._pusher, self._transport)
+        return [part for part in parts if part is not None]
+
+    def _start_threads(self) -> None:
+        self._pusher.start()
+        if _wants_copy_thread(self.config, self.topology, self._published):
+            self._copier = CopyThread()
+        if self._transport.engine.has_streams:
+            self._watchdog = StreamWatchdog(self._transport, _weak_abort(self))
+
+    def _make_pusher(self, end: Endpoint, signals_at: int, is_direct: bool) -> Pusher:
+        if is_direct:
             return DirectPusher(end.rank, self._store)
         return DaemonPusher(end, self._store, self.units, signals_at, _weak_abort(self))
 
@@ -119,7 +161,31 @@ class Runtime:
 
     def published_shard(self, unit: int) -> torch.Tensor:
         """This rank's own shard of ``unit`` as the others read it; not to be written."""
+        self._require_own_process()
         return self._protocol.shard(unit, self.topology.rank)
+
+    @property
+    def sums_stay(self) -> bool:
+        """Whether tensors of :meth:`gradient` stay valid until the sums are opened, not just until the next call."""
+        return self._store.sums_stay
+
+    @property
+    def holds_sums(self) -> bool:
+        """See :meth:`odc.protocol.MinibatchProtocol.holds_sums`."""
+        return self._protocol.holds_sums
+
+    def hold_gradients(self) -> None:
+        """From now on the tensors of :meth:`gradient` stay this rank's until :meth:`open_sums` or :meth:`begin`."""
+        self._protocol.hold_gradients = True
+
+    def at_home(self) -> AbstractContextManager[object]:
+        """See :meth:`odc.engine.Engine.at_home`."""
+        return self._transport.engine.at_home()
+
+    def open_sums(self) -> None:
+        """See :meth:`odc.protocol.MinibatchProtocol.open_sums`."""
+        with self._reporting():
+            self._protocol.open_sums()
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
@@ -141,6 +207,25 @@ class Runtime:
         _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
         with self._reporting():
             self._protocol.gather(unit, out, own_in_place)
+
+    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
+        """A :meth:`gather` that overlaps with what this thread does until it calls the returned function.
+
+        None if the gather is complete on return: without a copy thread, and where an owner has to be waited for.
+        """
+        if self._copier is not None:
+            spec = self.units[unit]
+            _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
+            with self._reporting():
+                wait = self._protocol.gather_ahead(self._copier, unit, out, own_in_place)
+            if wait is not None:
+                return functools.partial(self._reported, wait)
+        self.gather(unit, out, own_in_place=own_in_place)
+        return None
+
+    def _reported(self, operation: Callable[[], None]) -> None:
+        with self._reporting():
+            operation()
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.scatter_accumulate`.
@@ -165,10 +250,24 @@ class Runtime:
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""
+        self._require_own_process()
         return self._protocol.gradient(unit)
+
+    def wait_for_work(self, work: dist.Work, what: str, *, on_host: bool) -> None:
+        """Wait for a collective on a process group, with this runtime's limit, warnings and abort notices.
+
+        Args:
+            on_host: it works on host memory. On a device only the current stream waits, and the process group has a
+                watchdog of its own for what never completes.
+        """
+        with self._reporting():
+            if on_host:
+                self._waiter.wait_for_work(work.is_completed, what)
+            work.wait()  # raises what went wrong
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
+        self._require_own_process()
         if self._closed:
             raise OdcError("this runtime is closed")
         try:
@@ -177,14 +276,32 @@ class Runtime:
             self.abort(error)
             raise
 
+    def _require_own_process(self) -> None:
+        """A forked child has a copy of this object, and none of the memory behind it."""
+        if os.getpid() != self._pid:
+            raise OdcError(
+                f"this runtime belongs to process {self._pid}; a process forked from it (a DataLoader worker, say) "
+                "cannot communicate"
+            )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has told the others of an error, or been told of one."""
+        return self._failure.error is not None
+
+    @property
+    def _whoami(self) -> str:
+        return f"rank {self.topology.rank} (pid {self.topology.pids[self.topology.rank]})"
+
     def abort(self, error: BaseException) -> None:
         """Tell every peer that this rank has failed, once; they raise ``AbortedError`` at their next operation."""
+        if os.getpid() != self._pid:
+            return  # a forked child's failures are its own
         with self._failure_lock:
             if self._closed or self._failure.error is not None:
                 return
             self._failure.error = error
-        text = f"rank {self.topology.rank} (pid {self.topology.pids[self.topology.rank]}): "
-        self._transport.abort_peers(text + f"{type(error).__name__}: {error}")
+        self._transport.abort_peers(f"{self._whoami}: {type(error).__name__}: {error}")
         self._transport.wake_self()
 
     # Observation
@@ -199,8 +316,10 @@ class Runtime:
         """Bytes of this rank's shared memory, by purpose."""
         return {
             "published_shards": self._published.num_bytes,
-            "accumulators": self._store.num_bytes,
+            "sums": self._store.num_bytes - self._store.num_spare_bytes,
+            "spare_sums": self._store.num_spare_bytes,
             "slots": self._pusher.num_bytes,
+            "transport": self._transport.extra_bytes,
         }
 
     @property
@@ -213,7 +332,9 @@ class Runtime:
             return
         self._closed = True
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()
+            if os.getpid() == self._pid:  # a forked child has nothing to release
+                shut_down(self._parts())
 
     def __enter__(self) -> Runtime:
         return self
@@ -236,9 +357,22 @@ def _weak_abort(runtime: Runtime) -> Callable[[BaseException], None]:
     return abort
 
 
-def _shut_down(pusher: Pusher, transport: Transport) -> None:
-    pusher.close()
-    transport.close()
+def _wants_copy_thread(config: RuntimeConfig, topology: Topology, published: SymmetricBuffer) -> bool:
+    """On a GPU streams do this; on a CPU a thread needs a core that no rank computes on."""
+    if config.copy_thread != "auto" or published.local.device.type != "cpu":
+        return config.copy_thread == "on" and published.local.device.type == "cpu"
+    ranks_here = topology.host_ids.count(topology.host_ids[topology.rank])
+    return len(os.sched_getaffinity(0)) > ranks_here
+
+
+def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> TransferTable | None:
+    table, problem = None, None
+    try:
+        table = TransferTable.load(Path(config.transfer_table)) if config.transfer_table else None
+    except ConfigError as error:
+        problem = error
+    raise_together(exchange, problem)
+    return table
 
 
 def _own_tables(config: RuntimeConfig, units: Sequence[UnitSpec]) -> dict[str, dict[str, str]]:

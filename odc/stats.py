@@ -26,5 +26,10 @@ class Stats:
     wait_s: float = 0.0
     """Blocked until another rank did something; part of the times above."""
 
+    @property
+    def communication_s(self) -> float:
+        """Wall-clock seconds inside ODC's operations, waiting included."""
+        return self.gather_s + self.push_s + self.publish_s + self.finish_s
+
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

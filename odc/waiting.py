@@ -22,7 +22,12 @@ logger = logging.getLogger("odc")
 
 _SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
 _FIRST_WARNING_S = 10.0
+_FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 2e-3  # between two looks at a collective of a process group
 _ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
+
+
+GONE = (PeerClosedError, PeerDiedError, PeerSilentError)
+"""What a transfer raises when its rank is not there any more."""
 
 
 @dataclass
@@ -95,6 +100,43 @@ class Waiter:
                 self._transport.set_waiting_on(None)
                 self._account(what, started_ns)
 
+    def wait_for_work(self, is_completed: Callable[[], bool], what: str) -> None:
+        """Return when a collective on a process group is complete; that group sees the deaths of its own ranks.
+
+        Raises:
+            PeerSilentError: it was not for the whole limit.
+            AbortedError, OdcError: a rank of this transport, or this rank, has failed meanwhile.
+        """
+        started_ns = time.monotonic_ns()
+        pause_s, warn_after = _FIRST_POLL_S, _FIRST_WARNING_S
+        try:
+            while not is_completed():
+                self._faults.hit("wait")
+                self.check()
+                waited_s = (time.monotonic_ns() - started_ns) * 1e-9
+                text = f"{self._whoami()} waited {waited_s:.1f} s for {what}" + self._where()
+                if waited_s > self._timeout_s:
+                    raise PeerSilentError(
+                        f"{text}. If they are only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+                    )
+                if waited_s > warn_after:
+                    logger.warning("%s", text)
+                    warn_after *= 2
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        finally:
+            self._transport.tick()
+            self._account(lambda: what, started_ns)
+
+    def explain(self, error: OdcError, what: str) -> OdcError:
+        """The error of a transfer that found its rank gone (one of :data:`GONE`), with what was being done, and when.
+
+        Raises:
+            AbortedError, OdcError: this rank or another one has failed; that is the better account.
+        """
+        self.check()
+        return type(error)(f"{self._whoami()}: {what}{self._where()}: {error}")
+
     def after_scatter_chunk(self) -> None:
         """Called after each chunk of a push: progress that others can see, and a fault point."""
         self._transport.tick()
@@ -151,9 +193,11 @@ class Waiter:
             )
 
     def _describe(self, rank: int, what: Callable[[], str], waited_s: float) -> str:
-        where = f", {self.context}" if self.context else ""
         peer = self._transport.topology.describe(rank)
-        return f"{self._whoami()} waited {waited_s:.1f} s for {peer}: {what()}{where}"
+        return f"{self._whoami()} waited {waited_s:.1f} s for {peer}: {what()}{self._where()}"
+
+    def _where(self) -> str:
+        return f", {self.context}" if self.context else ""
 
     def _whoami(self) -> str:
         return f"rank {self._transport.topology.rank}"

@@ -5,6 +5,7 @@ Layout: status words | abort text | locks | signals. Every rank has one block of
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -27,6 +28,16 @@ T = TypeVar("T")
 def control_bytes(num_signals: int, num_locks: int) -> int:
     """Size of a block with room for the caller's signals and locks and our own one of each."""
     return _STATUS_BYTES + _TEXT_BYTES + (num_locks + 1) * MUTEX_BYTES + (num_signals + 1) * SEMAPHORE_BYTES
+
+
+class Closing(enum.Enum):
+    """Whether and how a rank has ended its part."""
+
+    OPEN = 0
+    COMPLETE = 1
+    """Closed after all its work was done."""
+    FAILED = 2
+    """Closed after an error, its own or another rank's: work may be undone."""
 
 
 class _Lazy(Generic[T]):
@@ -96,11 +107,12 @@ class ControlBlock:
         self._status[_WAITING_ON] = 0 if rank is None else rank + 1
 
     @property
-    def closed(self) -> bool:
-        return bool(self._status[_CLOSED])
+    def closed(self) -> Closing:
+        return Closing(int(self._status[_CLOSED]))
 
-    def set_closed(self) -> None:
-        self._status[_CLOSED] = 1
+    @closed.setter
+    def closed(self, how: Closing) -> None:
+        self._status[_CLOSED] = how.value
 
     def leave_abort(self, text: str) -> bool:
         """Store an abort notice unless one is there (the first cause is the one to tell)."""

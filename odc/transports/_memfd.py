@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -128,12 +129,20 @@ def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:
     address = libc().mmap(None, num_bytes, protection, flags, fd, 0)
     if address in (None, _MAP_FAILED):
         reason = os.strerror(ctypes.get_errno())
-        raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {reason}")
+        raise SetupError(f"cannot map {num_bytes / 2**20:.1f} MiB of shared memory: {reason}{_address_space()}")
     libc().madvise(address, num_bytes, _MADV_DONTFORK)
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
     # The tensor holds the array, the array's end unmaps. At interpreter exit the kernel does it.
     weakref.finalize(memory, _unmap, address, num_bytes, os.getpid()).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _address_space() -> str:
+    """What to do about it, if it may be the limit of address space."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f". The address space of a process is limited to {limit / 2**20:.0f} MiB here: `ulimit -v unlimited`"
 
 
 def _unmap(address: int, num_bytes: int, owner_pid: int) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 
 from odc.errors import SetupError
-from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
 
 _FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
@@ -25,34 +24,42 @@ _MIN_BACKLOG = 128
 
 
 class Mesh:
-    """One connected socket per pair of ranks, once :meth:`connect` has returned."""
+    """One connected socket per pair of ranks of a host, once :meth:`connect` has returned."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
+        self._ranks = topology.ranks_here()
         self._sequence = 0
         self._timeout_s = 0.0
         self._key = secrets.token_bytes(16)
         self._peers: dict[int, socket.socket] = {}
+        self._listener: socket.socket | None = None
 
-    def connect(self, exchange: Exchange, timeout_s: float) -> None:
-        """Connect to every rank. Collective.
+    def listen(self) -> list[str]:
+        """Open this rank's door; what the others need to find it."""
+        address = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0odc-{address}")
+        self._listener.listen(max(_MIN_BACKLOG, self._topology.world_size))
+        return [address, self._key.hex()]
+
+    def connect(self, rows: Sequence[Sequence[str]], timeout_s: float) -> None:
+        """Connect to every rank of this host. ``rows``: what :meth:`listen` returned, of all ranks.
 
         Raises:
             SetupError, OSError: a rank did not come within ``timeout_s``.
         """
+        assert self._listener is not None
         self._timeout_s = timeout_s
-        address = secrets.token_hex(16)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(f"\0odc-{address}")
-            listener.listen(max(_MIN_BACKLOG, self._topology.world_size))
-            rows = gather_json(exchange, [address, self._key.hex()])
-            # All ranks use the key of rank 0: one key per job, known to its members only.
-            self._key = bytes.fromhex(rows[0][1])
-            deadline = time.monotonic() + timeout_s
-            for peer in range(self._topology.rank):
+        # All use the key of the host's first rank: one key per job and host, known to its members only.
+        self._key = bytes.fromhex(rows[self._ranks[0]][1])
+        deadline = time.monotonic() + timeout_s
+        for peer in self._ranks:
+            if peer < self._topology.rank:
                 self._call(peer, str(rows[peer][0]), deadline)
-            while len(self._peers) < self._topology.world_size - 1:
-                self._answer(listener, deadline)
+        while len(self._peers) < len(self._ranks) - 1:
+            self._answer(self._listener, deadline)
+        self._listener.close()
 
     def _call(self, peer: int, address: str, deadline: float) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,7 +80,7 @@ class Mesh:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            missing = [r for r in range(self._topology.rank + 1, self._topology.world_size) if r not in self._peers]
+            missing = [r for r in self._ranks if r > self._topology.rank and r not in self._peers]
             raise SetupError(f"ranks {missing} did not connect within {self._timeout_s:g} s") from None
         if _credentials(connection)[1] != os.getuid():
             connection.close()  # another user: not even listened to
@@ -88,7 +95,7 @@ class Mesh:
         except (OSError, SetupError):
             connection.close()
             return
-        wanted = self._topology.rank < peer < self._topology.world_size and peer not in self._peers
+        wanted = peer in self._ranks and peer > self._topology.rank and peer not in self._peers
         if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
             connection.close()
             return
@@ -100,18 +107,18 @@ class Mesh:
         return _credentials(self._peers[rank])[0]
 
     def swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
-        """Send ``value`` and descriptors to every peer; return what each peer sent. Collective.
+        """Send ``value`` and descriptors to every peer of this host; return what each sent. Collective.
 
         In rounds, sending to one rank and receiving from another: Linux limits the descriptors of a user that are
         under way, and all-to-all at once exceeds a limit of 1024 with 24 ranks.
         """
         self._sequence += 1
-        world_size, rank = self._topology.world_size, self._topology.rank
+        number, own = len(self._ranks), self._ranks.index(self._topology.rank)
         received: dict[int, tuple[int, list[int]]] = {}
         try:
-            for step in range(1, world_size):
-                self._send((rank + step) % world_size, value, fds)
-                source = (rank - step) % world_size
+            for step in range(1, number):
+                self._send(self._ranks[(own + step) % number], value, fds)
+                source = self._ranks[(own - step) % number]
                 received[source] = self._receive(source, len(fds))
         except BaseException:
             for _, passed in received.values():
@@ -148,6 +155,8 @@ class Mesh:
         return int(value), list(fds)
 
     def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         for connection in self._peers.values():
             connection.close()
         self._peers = {}

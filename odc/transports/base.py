@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
+from odc.engine import AfterChunk, CpuEngine, Engine, no_op
+from odc.errors import UnsupportedError
 from odc.exchange import Exchange
 from odc.topology import Topology
 
+HOST = torch.device("cpu")
 _ALIGN_BYTES = 64
 
 
@@ -33,7 +36,9 @@ class SymmetricBuffer:
     one-dimensional uint8 tensors of ``num_bytes`` elements.
     """
 
-    def __init__(self, rank: int, views: Sequence[torch.Tensor | None], label: str) -> None:
+    def __init__(self, rank: int, views: Sequence[torch.Tensor | None], label: str, number: int = 0) -> None:
+        self.number = number
+        """The same on all ranks, and no other buffer's."""
         self._rank = rank
         self._views = list(views)
         self.label = label
@@ -56,6 +61,10 @@ class SymmetricBuffer:
         if view is None:
             raise ValueError(f"buffer {self.label!r} of rank {rank} is not addressable from rank {self._rank}")
         return view
+
+    def reaches(self, rank: int) -> bool:
+        """Whether ``rank``'s copy is addressable from here."""
+        return bool(self._views) and self._views[rank] is not None
 
     def release(self) -> None:
         """Forget the views. The memory goes when the last tensor that uses it does."""
@@ -88,40 +97,153 @@ class Transport(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float) -> None:
+    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
+        self.exchange: Exchange = exchange
+        """For the rest of set-up."""
         self.topology = topology
+        self.device = device
+        """Where tensors travel."""
+        self._engine: Engine = CpuEngine()
 
     @classmethod
     @abstractmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
-        """Why this transport cannot serve this group, or None. Must give the same answer on every rank."""
+        """Why this transport cannot serve this rank in this group, or None. Allocates nothing."""
 
     @abstractmethod
     def open(self, *, num_signals: int, num_locks: int) -> None:
         """Create ``num_signals`` signals (all 0) and ``num_locks`` locks on every rank."""
 
+    @property
+    def engine(self) -> Engine:
+        """What moves and adds bytes in the memory of :meth:`allocate`."""
+        return self._engine
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory where the model computes that this rank spends beyond what was asked of :meth:`allocate`."""
+        return 0
+
     @abstractmethod
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
-        """``num_bytes`` of zeroed memory on every rank.
+        """``num_bytes`` of zeroed memory on every rank, where the model computes.
 
         Raises:
             SetupError: on all ranks, if one of them cannot provide the memory.
         """
 
+    def allocate_private(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        """As :meth:`allocate`, for this rank's eyes only."""
+        views: list[torch.Tensor | None] = [None] * self.topology.world_size
+        views[self.topology.rank] = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
+        return SymmetricBuffer(self.topology.rank, views, label)
+
+    def use_check(self, check: Callable[[], None]) -> None:
+        """Have transfers that take long call ``check``, which raises if this rank or another one has failed."""
+        return
+
+    def reserve(self, num_bytes: int) -> None:
+        """So much will be asked of :meth:`allocate` in all. Collective; before :meth:`open`.
+
+        Raises:
+            SetupError: on all ranks, if that is known to be too much.
+        """
+        return
+
+    @abstractmethod
+    def allocate_host(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        """As :meth:`allocate`, in memory that the processors of all ranks of a host can read and write."""
+
     @abstractmethod
     def seal(self) -> None:
         """End of set-up: prove every pair with a pattern, release what only set-up needs."""
 
+    # Memory of ranks that may be on other hosts. Offsets are in bytes, tensors are flat, bytes travel as they are,
+    # and as with the engine's work it happens in the order of the current stream.
+
+    def read(
+        self,
+        out: torch.Tensor,
+        buffer: SymmetricBuffer,
+        rank: int,
+        offset_bytes: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Fill ``out`` from ``rank``'s copy of a buffer of :meth:`allocate`."""
+        if not buffer.reaches(rank):
+            self._read_far(out, buffer, rank, offset_bytes, after_chunk)
+            return
+        source = buffer.peer(rank)[offset_bytes : offset_bytes + out.nbytes].view(out.dtype)
+        self.engine.copy(out, source, after_chunk)
+
+    def read_all(
+        self,
+        parts: Sequence[tuple[torch.Tensor, int]],
+        buffer: SymmetricBuffer,
+        offset_bytes: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """:meth:`read` each (out, rank), in this order or all at once; the tensors are equally long."""
+        for out, rank in parts:
+            self.read(out, buffer, rank, offset_bytes, after_chunk)
+
+    def write(
+        self,
+        buffer: SymmetricBuffer,
+        rank: int,
+        offset_bytes: int,
+        source: torch.Tensor,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Put ``source`` into ``rank``'s copy of a buffer of :meth:`allocate`, before this thread's next post to it."""
+        if not buffer.reaches(rank):
+            self._write_far(buffer, rank, offset_bytes, source, after_chunk)
+            return
+        out = buffer.peer(rank)[offset_bytes : offset_bytes + source.nbytes].view(source.dtype)
+        self.engine.copy(out, source, after_chunk)
+
+    def _read_far(
+        self, out: torch.Tensor, buffer: SymmetricBuffer, rank: int, offset_bytes: int, after_chunk: AfterChunk
+    ) -> None:
+        """:meth:`read` from a rank whose memory has no address here."""
+        buffer.peer(rank)  # raises: this transport has no other way
+
+    def _write_far(
+        self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
+    ) -> None:
+        """:meth:`write` to a rank whose memory has no address here."""
+        buffer.peer(rank)  # raises: this transport has no other way
+
+    def write_host(self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, data: bytes) -> None:
+        """Put ``data`` into ``rank``'s copy of a buffer of :meth:`allocate_host`, before this thread's next post to
+        it."""
+        target = buffer.peer(rank)[offset_bytes : offset_bytes + len(data)]
+        target.numpy()[:] = memoryview(data)
+
     # Signals are counters in the waiter's own memory. post() is a release, count() an acquire: whatever the poster
-    # wrote before its n-th post is visible to the reader that counts n.
+    # wrote before its n-th post is visible to the reader that counts n. What the poster's *stream* writes has only been
+    # asked for by then: order_after() carries the order on to the reader's stream.
 
     @abstractmethod
     def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
-        """Add one to signal ``index`` of ``rank`` and wake its training loop, or its daemon thread."""
+        """Add one to signal ``index`` of ``rank`` and wake its training loop, or its daemon thread.
+
+        A signal has one poster: the same thread of the same rank, or at least never two at a time.
+        """
 
     @abstractmethod
     def count(self, index: int) -> int:
         """How often signal ``index`` of this rank has been posted. One thread per signal may count it."""
+
+    def order_after(self, index: int, count: int) -> None:
+        """What this thread's current stream is given from now on runs after all that the poster's stream had been
+        given before the ``count``-th post of signal ``index`` of this rank.
+
+        Only after :meth:`count` has returned at least ``count``. A stream thus waits only for work that has been
+        submitted already, so streams cannot wait for each other in a circle, and a host that waits for its device
+        (``torch.cuda.synchronize()``) waits for no other host. Host memory needs nothing: :meth:`count` orders it.
+        """
+        return
 
     @abstractmethod
     def block(self, timeout_s: float, ranks: Sequence[int], *, daemon: bool = False) -> None:
@@ -166,6 +288,17 @@ class Transport(ABC):
     @abstractmethod
     def peer_state(self, rank: int) -> PeerState:
         """Whether ``rank`` is alive, has closed its session, or is dead. Cheap."""
+
+    def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
+        """Sleep until a rank has died that may have left work undone which a stream here waits for; that rank.
+
+        Returns None when ``stop_fd`` becomes readable or the time is over. Transports with streams only.
+        """
+        raise UnsupportedError(f"{self.name} has no streams to watch")
+
+    def release_streams(self) -> None:
+        """Let streams of this rank go on that wait for a dead rank. What they compute then is not valid."""
+        return
 
     @abstractmethod
     def describe_peer(self, rank: int) -> str:

@@ -7,12 +7,18 @@ import importlib
 import torch
 
 from odc.errors import ConfigError, SetupError
+from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
 from odc.transports.base import Transport
 
 # In the order in which "auto" tries them. Classes are imported on use: a transport may need libraries that are
 # not installed.
-_LOCATIONS = {"shm": "odc.transports.shm:ShmTransport"}
+_LOCATIONS = {
+    "shm": "odc.transports.shm:ShmTransport",
+    "tcp": "odc.transports.tcp:TcpTransport",
+    "cuda_ipc": "odc.transports.cuda_ipc:CudaIpcTransport",
+    "nvshmem": "odc.transports.nvshmem:NvshmemTransport",
+}
 
 
 def names() -> list[str]:
@@ -34,8 +40,11 @@ def load(name: str) -> type[Transport]:
     return cls
 
 
-def choose(name: str, topology: Topology, device: torch.device) -> type[Transport]:
+def choose(name: str, topology: Topology, device: torch.device, exchange: Exchange | None = None) -> type[Transport]:
     """The transport called ``name``, or the first available one for "auto".
+
+    Args:
+        exchange: asks all ranks, so that all choose the same one; None: only this rank counts.
 
     Raises:
         ConfigError: no transport has this name.
@@ -43,11 +52,21 @@ def choose(name: str, topology: Topology, device: torch.device) -> type[Transpor
     """
     if name != "auto" and name not in _LOCATIONS:
         raise ConfigError(f"transport={name!r} is unknown: expected auto or one of {', '.join(_LOCATIONS)}")
-    reasons = []
+    refused = []
     for candidate in _LOCATIONS if name == "auto" else [name]:
         cls = load(candidate)
-        reason = cls.unavailable(topology, device)
+        reason = _first_reason(cls.unavailable(topology, device), exchange)
         if reason is None:
             return cls
-        reasons.append(f"{candidate}: {reason}")
-    raise SetupError(f"no transport can serve this group of {topology.world_size} ranks. " + "; ".join(reasons))
+        refused.append(f"{candidate}: {reason}")
+    raise SetupError(f"no transport can serve this group of {topology.world_size} ranks. " + "; ".join(refused))
+
+
+def _first_reason(reason: str | None, exchange: Exchange | None) -> str | None:
+    """Why the first rank that cannot use a transport cannot; the rank is named where others can."""
+    by_rank = [reason] if exchange is None else gather_json(exchange, reason)
+    found = {rank: str(text) for rank, text in enumerate(by_rank) if text is not None}
+    if not found:
+        return None
+    rank, text = next(iter(found.items()))
+    return text if len(found) == len(by_rank) else f"on rank {rank}: {text}"

@@ -1,0 +1,61 @@
+"""What a check says: a status, what was found, what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Status(str, enum.Enum):
+    """How well one thing serves ODC."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Works, but slower, less far or untested."""
+    MISSING = "missing"
+    """Not here, and this machine could use it; CPU training works without."""
+    NOT_NEEDED = "not needed"
+    ERROR = "error"
+    """CPU training does not work until this is put right."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. ``advice`` is empty where there is nothing to do."""
+
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A finding under the name of its check."""
+
+    check: str
+    finding: Finding
+
+    def to_json(self) -> dict[str, str]:
+        """``check``, ``status``, ``found`` and ``advice``, as text."""
+        finding = self.finding
+        return {"check": self.check, "status": finding.status.value, "found": finding.found, "advice": finding.advice}
+
+
+def ok(found: str, advice: str = "") -> Finding:
+    return Finding(Status.OK, found, advice)
+
+
+def warning(found: str, advice: str) -> Finding:
+    return Finding(Status.WARNING, found, advice)
+
+
+def missing(found: str, advice: str) -> Finding:
+    return Finding(Status.MISSING, found, advice)
+
+
+def not_needed(found: str, advice: str = "") -> Finding:
+    return Finding(Status.NOT_NEEDED, found, advice)
+
+
+def error(found: str, advice: str) -> Finding:
+    return Finding(Status.ERROR, found, advice)

@@ -1,0 +1,148 @@
+"""Limits of the process and of the machine, judged from their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from odc.doctor.finding import Finding, error, not_needed, ok, warning
+from odc.doctor.rdma import DOCKER
+
+UNLIMITED = -1  # resource.RLIM_INFINITY on Linux
+_ENOUGH_RANKS = 64  # on one host
+_ENOUGH_DESCRIPTORS = 65536
+_SMALL_MEMORY_BYTES = 2**30
+_DOCKER_SHM_BYTES = 64 * 2**20
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_CPU_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A soft and a hard limit, as ``getrlimit`` has them."""
+
+    soft: int
+    hard: int
+
+    @property
+    def unlimited(self) -> bool:
+        return self.soft == UNLIMITED
+
+    def describe(self) -> str:
+        return f"soft limit {_number(self.soft)}, hard limit {_number(self.hard)}"
+
+
+def _number(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else f"{value:,}"
+
+
+def size(num_bytes: int) -> str:
+    """In GiB, or in MiB below one."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def memory(available: int | None) -> Finding:
+    """What shared memory can be reserved from."""
+    if available is None:
+        return warning("unknown: neither /proc/meminfo nor a control group tells", "Mount /proc in this container.")
+    found = f"{size(available)} available (the machine's, or what the container's limit leaves)"
+    if available < _SMALL_MEMORY_BYTES:
+        return warning(found, "Free memory, or raise the container's limit: docker run --memory=16g")
+    return ok(found)
+
+
+def shm_folder(total: int | None) -> Finding:
+    """The size of /dev/shm, which ODC leaves alone and DataLoader workers fill."""
+    if total is None:
+        return warning("no /dev/shm", "ODC does not use it, DataLoader workers do: docker run --shm-size=8g")
+    if total <= _DOCKER_SHM_BYTES:
+        advice = "ODC does not use it, DataLoader workers do: docker run --shm-size=8g (or --ipc=host)"
+        return warning(size(total), advice)
+    return ok(f"{size(total)} (for DataLoader workers; ODC does not use it)")
+
+
+def descriptors(limit: Limit, used: int, per_rank: int, spare: int) -> Finding:
+    """How many ranks of one host the limit of open files allows; units cost no descriptors."""
+    if limit.unlimited:
+        return ok("unlimited")
+    ranks = max(limit.soft - used - spare, 0) // per_rank
+    found = f"{limit.describe()}: enough for {ranks:,} ranks on this host, with any number of units"
+    if ranks >= _ENOUGH_RANKS:
+        return ok(found)
+    return (error if ranks < 2 else warning)(found, _raise_descriptors(limit))
+
+
+def _raise_descriptors(limit: Limit) -> str:
+    goal = _ENOUGH_DESCRIPTORS if limit.hard == UNLIMITED else min(limit.hard, _ENOUGH_DESCRIPTORS)
+    docker = f"docker run --ulimit nofile={_ENOUGH_DESCRIPTORS}"
+    if goal <= limit.soft:
+        return f"The hard limit has to be raised, by root: {docker}, or LimitNOFILE= of the service"
+    return f"ulimit -n {goal}" + ("" if goal == _ENOUGH_DESCRIPTORS else f"; for more: {docker}")
+
+
+def locked_memory(limit: Limit, *, has_rdma: bool) -> Finding:
+    """Only RDMA devices need memory that is locked by the process."""
+    if limit.unlimited:
+        return ok("unlimited")
+    found = f"soft limit {size(limit.soft)}"
+    if not has_rdma:
+        return not_needed(f"{found}; no RDMA device")
+    return warning(found, f"RDMA registers memory by locking it: ulimit -l unlimited, or {DOCKER}")
+
+
+def address_space(limit: Limit) -> Finding:
+    """Every rank maps the buffers of all ranks of its host."""
+    if limit.unlimited:
+        return ok("unlimited")
+    advice = "Every rank maps the buffers of all ranks of its host: ulimit -v unlimited"
+    return warning(f"soft limit {size(limit.soft)}", advice)
+
+
+def cores(affinity: int, quota: float | None, local_ranks: str | None) -> Finding:
+    """The cores that this process may use, and how many CPU ranks they carry.
+
+    ``quota`` are the cores that a container may use on average, ``local_ranks`` is torchrun's LOCAL_WORLD_SIZE.
+    """
+    usable = affinity if quota is None else min(float(affinity), quota)
+    ranks = max(int(usable), 1)
+    found = f"{usable:g} usable: {ranks} CPU rank{'' if ranks == 1 else 's'} without sharing a core"
+    if local_ranks is not None and local_ranks.isdigit() and int(local_ranks) > ranks:
+        return warning(f"{found}; LOCAL_WORLD_SIZE={local_ranks}", f"Use torchrun --nproc-per-node {ranks}")
+    if ranks < 2:
+        return warning(found, "Two ranks would take turns on one core: docker run --cpus=2, or a larger machine.")
+    return ok(found)
+
+
+def cpu_quota(maximum: Path = _CPU_MAX, quota: Path = _CPU_QUOTA, period: Path = _CPU_PERIOD) -> float | None:
+    """Cores that this process's control group may use on average (version 2, then 1); None: no limit."""
+    parts = _words(maximum) or _words(quota) + _words(period)
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        return None  # no control group, "max", or -1
+    return int(parts[0]) / int(parts[1])
+
+
+def ptrace(scope: str | None) -> Finding:
+    """ODC passes descriptors over sockets and needs no ptrace; debuggers do."""
+    if scope in (None, "0"):
+        return not_needed("unrestricted")
+    advice = "To look into a rank that hangs (py-spy, gdb): docker run --cap-add SYS_PTRACE, or sudo"
+    return not_needed(f"restricted (kernel.yama.ptrace_scope={scope})", advice)
+
+
+def ptrace_scope(path: Path = _PTRACE_SCOPE) -> str | None:
+    """The kernel's setting, None where it has none."""
+    return next(iter(_words(path)), None)
+
+
+def local_ranks(variables: Mapping[str, str]) -> str | None:
+    return variables.get("LOCAL_WORLD_SIZE")
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,120 @@
+"""Python, torch and the libraries around them: versions, and which to install."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from odc.doctor.facts import TorchBuild
+from odc.doctor.finding import Finding, error, missing, not_needed, ok, warning
+
+_OLDEST_PYTHON = (3, 10)
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
+_OLDEST_CUPY = (13,)
+_OLDEST_TRANSFORMERS = (5,)
+_OLDEST_KERNEL = (5, 3)  # pidfd_open
+_TESTED_MACHINES = ("x86_64", "aarch64")
+_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_NVSHMEM4PY = ("nvshmem4py-cu12", "nvshmem4py-cu13")
+
+
+def release(version: str, length: int = 2) -> tuple[int, ...]:
+    """The first numbers of a version: (2, 13) of "2.13.0+cpu"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:length])
+
+
+def fix(cuda_major: int) -> str:
+    """The command that installs the CUDA libraries."""
+    return f"pip install 'odc[cuda{cuda_major}]'"
+
+
+def python(version: tuple[int, ...], executable: str) -> Finding:
+    """The interpreter."""
+    found = f"{'.'.join(map(str, version[:3]))}, {executable}"
+    if version < _OLDEST_PYTHON:
+        return error(found, "Use Python 3.10 or newer.")
+    return ok(found)
+
+
+def system(name: str, kernel: str, machine: str) -> Finding:
+    """Operating system, kernel and architecture."""
+    found = f"{name} {kernel}, {machine}"
+    if name != "Linux":
+        return error(found, "ODC needs Linux (memfd, eventfd, pidfd); in docker or a virtual machine it works too.")
+    if release(kernel) < _OLDEST_KERNEL:
+        return error(found, "Use Linux 5.3 or newer: older ones have no pidfd, which tells when a rank dies.")
+    if machine not in _TESTED_MACHINES:
+        return warning(found, f"Not tested here: ODC is for 64-bit Linux on {' or '.join(_TESTED_MACHINES)}.")
+    return ok(found)
+
+
+def torch(build: TorchBuild, *, has_gpu: bool) -> Finding:
+    """Version and build of torch."""
+    if build.problem:
+        advice = "Install it anew: pip install --force-reinstall 'torch>=2.9'"
+        return error(f"cannot be imported: {build.problem}", advice)
+    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPU only"
+    found = f"{build.version}, built for {kind}" if build.cuda or build.hip else f"{build.version}, {kind}"
+    if release(build.version) < _OLDEST_TORCH:
+        return error(found, "pip install 'torch>=2.9'")
+    if not build.distributed:
+        return error(f"{found}, without torch.distributed", "Install a build that has it: pip install 'torch>=2.9'")
+    if release(build.version) > _NEWEST_TORCH:
+        newest = ".".join(map(str, _NEWEST_TORCH))
+        return warning(found, f"Newer than any tested version. If something breaks: pip install 'torch=={newest}.*'")
+    if has_gpu and not build.cuda:
+        return warning(found, "This machine has a GPU: install a CUDA build (https://pytorch.org/get-started/locally).")
+    return ok(found)
+
+
+def triton(versions: Mapping[str, str], *, has_gpu: bool) -> Finding:
+    """The kernel compiler that torch's CUDA builds bring along."""
+    if "triton" in versions:
+        return ok(versions["triton"])
+    if not has_gpu:
+        return not_needed("not installed; no CUDA device")
+    return missing("not installed", "pip install triton")
+
+
+def cupy(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Finding:
+    """What allocates CUDA memory that can be exported."""
+    return _cuda_library(versions, _CUPY, cuda_major, _OLDEST_CUPY, has_gpu=has_gpu)
+
+
+def nvshmem4py(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Finding:
+    """The Python side of NVSHMEM."""
+    return _cuda_library(versions, _NVSHMEM4PY, cuda_major, (0, 1), has_gpu=has_gpu)
+
+
+def cupy_version(versions: Mapping[str, str]) -> str | None:
+    """The installed cupy, under whichever of its names."""
+    return next((versions[name] for name in _CUPY if name in versions), None)
+
+
+def _cuda_library(
+    versions: Mapping[str, str], names: tuple[str, ...], cuda_major: int, oldest: tuple[int, ...], *, has_gpu: bool
+) -> Finding:
+    """A library that comes as one package per CUDA generation: one of them, the right one, new enough."""
+    here = [name for name in names if name in versions]
+    found = ", ".join(f"{name} {versions[name]}" for name in here)
+    install = fix(cuda_major)
+    if not here:
+        return missing("not installed", install) if has_gpu else not_needed("not installed; no CUDA device")
+    if len(here) > 1:
+        return warning(f"{found}: they overwrite each other", f"pip uninstall -y {' '.join(here)}; {install}")
+    if has_gpu and re.search(r"cu(?:da)?1\d", here[0]) and f"{cuda_major}" not in here[0]:
+        return warning(f"{found}, for another CUDA than {cuda_major}", f"pip uninstall -y {here[0]}; {install}")
+    if release(versions[here[0]]) < oldest:
+        return warning(f"{found}: too old", f"{install} --upgrade")
+    return ok(found)
+
+
+def trainer(name: str, versions: Mapping[str, str]) -> Finding:
+    """A library to train with; ODC works with plain FSDP2 alone."""
+    if name not in versions:
+        how = "pip install 'odc[examples]'" if name == "transformers" else f"pip install {name}"
+        return not_needed("not installed", f"To train with it: {how}")
+    found = versions[name]
+    if name == "transformers" and release(found) < _OLDEST_TRANSFORMERS:
+        return warning(found, "The examples need version 5 or newer: pip install 'odc[examples]'")
+    return ok(found)

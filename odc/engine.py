@@ -1,0 +1,168 @@
+"""Who moves and adds the bytes of one rank, and in which order.
+
+On a CPU everything has happened when a call returns. On a GPU a call puts work into the current stream, and the order
+between streams, of one rank or of several, is kept by :meth:`odc.transports.base.Transport.post` and
+:meth:`~odc.transports.base.Transport.order_after`. The protocol is written once, for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+
+from odc.cuda.transfers import TransferTable
+from odc.errors import UnsupportedError
+from odc.kernels import add_chunked, copy_chunked, zero_chunked
+
+AfterChunk = Callable[[], None]
+
+
+def no_op() -> None:
+    """The default of ``after_chunk``."""
+
+
+class Engine(ABC):
+    """Moves and adds bytes. ``after_chunk`` is called at least once per call: progress, and a fault point."""
+
+    has_streams: ClassVar[bool]
+    """Whether work happens later than the call, in the order of a stream."""
+
+    @abstractmethod
+    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        """``out[:] = source`` for flat tensors of equal length, casting to ``out.dtype``."""
+
+    @abstractmethod
+    def add(
+        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
+    ) -> None:
+        """``out[:] = accumulator + addend`` in the accumulator's dtype; ``out`` may be the accumulator."""
+
+    @abstractmethod
+    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        """``accumulator += addend``, element by element, whoever else adds to it at the same time.
+
+        Raises:
+            UnsupportedError: this engine has no such operation.
+        """
+
+    @abstractmethod
+    def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        """``out[:] = 0``."""
+
+    def prepare(self) -> None:
+        """Compile what will be launched, so that a missing compiler shows at set-up.
+
+        Raises:
+            SetupError: it cannot be.
+        """
+        return
+
+    def choose_by(self, table: TransferTable) -> None:
+        """Decide between copy engines and kernels by ``table``. A CPU has one way only."""
+        return
+
+    def copy_rows(
+        self,
+        out: torch.Tensor,
+        shards: Sequence[torch.Tensor],
+        rank: int,
+        own_in_place: bool,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Row r of ``out`` from ``shards[r]`` for every r, beginning after ``rank``; all rows are equally long.
+
+        Args:
+            own_in_place: row ``rank`` is there already.
+        """
+        numel = shards[0].numel()
+        for step in range(len(shards) - own_in_place):
+            row = (rank + 1 + step) % len(shards)
+            self.copy(out[row * numel : (row + 1) * numel], shards[row], after_chunk)
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Have ``work``, torch operations of the caller, done in order with this thread's calls of the engine."""
+
+    @abstractmethod
+    def background(self) -> AbstractContextManager[object]:
+        """Inside, this thread's work does not queue behind that of the training loop."""
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[object]:
+        """Inside, this thread's work queues behind no other."""
+
+    @abstractmethod
+    def note_use(self) -> None:
+        """The current stream reads what others will overwrite: :meth:`join` has to wait for it."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """The current stream goes on after everything noted by :meth:`note_use`."""
+
+    @abstractmethod
+    def at_home(self) -> AbstractContextManager[object]:
+        """Inside, the stream that called :meth:`join` last, where gradients became final, is the current one; behind
+        it, the current stream goes on after what was done inside. FSDP calls from streams of its own, whose memory
+        must not end up in a ``.grad``."""
+
+    @abstractmethod
+    def take(self, memory: str) -> AbstractContextManager[object]:
+        """Inside, the current stream has the memory of this name to itself: it goes on when the stream that had it
+        before has done what it was given inside."""
+
+    @abstractmethod
+    def synchronize(self, timeout_s: float) -> bool:
+        """Let the host wait until this rank's device is idle; False if it still works after ``timeout_s``. Set-up and
+        close only."""
+
+    def close(self) -> None:
+        """Give back what this engine holds of its device, which is idle."""
+        return
+
+
+class CpuEngine(Engine):
+    """Plain torch on host memory, chunk by chunk."""
+
+    has_streams = False
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        copy_chunked(out, source, after_chunk)
+
+    def add(
+        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
+    ) -> None:
+        add_chunked(out, accumulator, addend, after_chunk)
+
+    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
+
+    def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        zero_chunked(out, after_chunk)
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def background(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def note_use(self) -> None:
+        """Every copy is complete when it returns."""
+
+    def join(self) -> None:
+        """Nothing is ever under way."""
+
+    def at_home(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def take(self, memory: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def synchronize(self, timeout_s: float) -> bool:
+        return True

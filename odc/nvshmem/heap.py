@@ -1,0 +1,227 @@
+"""NVSHMEM as the transport needs it: a small interface, and its implementation by nvshmem4py and our kernels.
+
+NVSHMEM is one per process: it is initialised once, by unique id over the process group, and its PEs are the ranks of
+the group that did so. Starting it, allocating, freeing and ending it are collective and have no time limit. The first
+two get one here; nothing is ever freed and nothing ended: an error path must not wait for a rank that is gone, and the
+process's end does it all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from odc.config import nvshmem_heap_bytes, set_nvshmem_heap_bytes
+from odc.cuda.checks import extra
+from odc.errors import SetupError
+from odc.exchange import Exchange, gather_json, together
+from odc.nvshmem.checks import bitcode_for, heap_problem
+from odc.nvshmem.limit import time_limit
+
+_LIBRARY = "libnvshmem_host.so.3"  # which nvshmem4py has loaded
+_MARGIN_BYTES = 64 << 20  # NVSHMEM keeps some of its heap for itself
+
+
+class NvshmemHeap(Protocol):
+    """One process's part of the symmetric heap. Addresses are this process's own; PEs are ranks."""
+
+    def start(self, exchange: Exchange, needed_bytes: int) -> None:
+        """Initialise NVSHMEM with room for so many bytes more. Collective.
+
+        Raises:
+            SetupError: it cannot serve this group.
+        """
+        ...
+
+    def malloc(self, num_bytes: int) -> int:
+        """Zeroed symmetric memory. Collective, in the same order on all ranks.
+
+        Raises:
+            SetupError: the heap has not that much.
+        """
+        ...
+
+    def address_at(self, address: int, rank: int) -> int | None:
+        """Where ``rank``'s copy can be read and written from here, or None: only by :meth:`get` and :meth:`put`."""
+        ...
+
+    def announce(self, ranks: Sequence[int]) -> None:
+        """In set-up: :meth:`get` will be called for these ranks."""
+        ...
+
+    # All of these happen in the order of the current stream.
+
+    def get(self, out: torch.Tensor, own: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Row i of ``out`` from ``ranks[i]``'s copy of what ``own`` is here. Both are flat, of bytes, in the heap."""
+        ...
+
+    def put(self, source: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+        """Put ``source`` to ``rank``'s copy of what ``own`` is here; it is there when this is done. Both are flat, of
+        bytes, in the heap."""
+        ...
+
+    def signal(self, address: int, rank: int) -> None:
+        """Add one to the 64-bit word at ``rank``'s copy of ``address``. (Numbers could overtake each other.)"""
+        ...
+
+    def wait(self, address: int, value: int) -> None:
+        """The stream goes on when the word here has reached ``value``."""
+        ...
+
+
+class Nvshmem4pyHeap:
+    """See :class:`NvshmemHeap`."""
+
+    def __init__(self, device: torch.device, tensor: Callable[[int, int], torch.Tensor], timeout_s: float) -> None:
+        self._device = device
+        self._timeout_s = timeout_s
+        self._tensor = tensor  # flat uint8 tensor on (address, bytes)
+        self._pes: dict[tuple[int, ...], torch.Tensor] = {}
+        self._modules: Any = None
+        self._bindings: Any = None
+        self._core: Any = None
+        self._scratch: torch.Tensor | None = None  # the word that a put's own signal goes to
+        self._ticket: torch.Tensor | None = None
+        self._puts = 0
+
+    # Set-up
+
+    def start(self, exchange: Exchange, needed_bytes: int) -> None:
+        together(exchange, lambda: self._load(needed_bytes + _MARGIN_BYTES))
+        if not all(gather_json(exchange, self._is_initialised())):
+            self._initialise(exchange)
+        together(exchange, self._require_own_gpu)
+        self._require_own_pes(exchange)
+        together(exchange, self._load_kernels)
+        self._scratch = self._tensor(self.malloc(8), 8).view(torch.int64)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=self._device)
+        torch.cuda.synchronize(self._device)
+
+    def _load(self, needed_bytes: int) -> None:
+        """Load NVSHMEM, and see to it that its heap will be large enough."""
+        import nvshmem.bindings
+        import nvshmem.core
+
+        self._bindings, self._core = nvshmem.bindings, nvshmem.core
+        try:
+            self._core.get_version()  # loads the library, which the bindings take for granted
+        except Exception as problem:  # the loader's own kinds of error
+            raise SetupError(
+                f"the NVSHMEM library cannot be loaded: {problem}. pip install {extra()}; `odc doctor` tells more"
+            ) from problem
+        if self._is_initialised():
+            return
+        refusal = heap_problem(needed_bytes, nvshmem_heap_bytes())
+        if refusal is not None:
+            raise SetupError(refusal)
+        if nvshmem_heap_bytes() is None:
+            set_nvshmem_heap_bytes(needed_bytes)
+
+    def _is_initialised(self) -> bool:
+        states = self._bindings.Init_status
+        ready = (states.STATUS_IS_INITIALIZED, states.STATUS_LIMITED_MPG, states.STATUS_FULL_MPG)
+        return int(self._bindings.init_status()) in [int(state) for state in ready]
+
+    def _initialise(self, exchange: Exchange) -> None:
+        """Start NVSHMEM by unique id. Collective, by NVSHMEM itself too."""
+        from cuda.core import Device
+
+        if any(gather_json(exchange, self._is_initialised())):
+            raise SetupError("NVSHMEM is running in the processes of some ranks and not of others: start all alike")
+        is_first = exchange.rank == 0
+        uid = together(exchange, lambda: self._core.get_unique_id(empty=not is_first))
+        shared = exchange.all_gather(uid._data.tobytes() if is_first else b"")[0]
+        uid._data.view(np.uint8)[:] = np.frombuffer(shared, dtype=np.uint8)
+        device = Device(self._device.index)
+        together(exchange, device.set_current)
+        size = exchange.world_size
+        with time_limit("NVSHMEM's start", self._timeout_s):
+            self._core.init(device=device, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
+        together(exchange, self._require_initialised)
+
+    def _require_initialised(self) -> None:
+        if not self._is_initialised():
+            status = int(self._bindings.init_status())
+            raise SetupError(f"NVSHMEM did not start: its status is {status}. NVSHMEM_DEBUG=WARN tells more")
+
+    def _require_own_gpu(self) -> None:
+        if int(self._bindings.init_status()) == int(self._bindings.Init_status.STATUS_LIMITED_MPG):
+            raise SetupError(
+                "several ranks share one GPU, where NVSHMEM works in a limited way only (its waits would end the "
+                "process). Give each rank a GPU of its own, or start the MPS daemon; on one GPU use "
+                "transport='cuda_ipc'"
+            )
+
+    def _require_own_pes(self, exchange: Exchange) -> None:
+        pes = gather_json(exchange, [self._bindings.my_pe(), self._bindings.n_pes()])
+        if pes != [[rank, exchange.world_size] for rank in range(exchange.world_size)]:
+            raise SetupError(
+                f"NVSHMEM is one per process and was started for another group: its PEs are {pes}, the ranks of this "
+                f"one are 0 to {exchange.world_size - 1}. Shard all models of a process over the same ranks"
+            )
+
+    def _load_kernels(self) -> None:
+        from odc.kernels.nvshmem.modules import KernelModules  # needs triton
+
+        self._modules = KernelModules(bitcode_for(self._device), self._initialise_module)
+
+    def _initialise_module(self, module: int) -> None:
+        code = self._bindings.cumodule_init(module)
+        if code:
+            raise SetupError(f"nvshmemx_cumodule_init failed with code {code}")
+
+    def malloc(self, num_bytes: int) -> int:
+        # Not by nvshmem4py, which keeps the interpreter's lock meanwhile: nobody could watch the time.
+        library = ctypes.CDLL(_LIBRARY)
+        library.nvshmem_calloc.restype = ctypes.c_void_p
+        library.nvshmem_calloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        with time_limit(f"NVSHMEM's allocation of {num_bytes} bytes", self._timeout_s):
+            address = int(library.nvshmem_calloc(1, num_bytes) or 0)
+        if not address:
+            raise SetupError(
+                f"the NVSHMEM heap has no {num_bytes / 2**20:.1f} MiB left. Raise NVSHMEM_SYMMETRIC_SIZE by as much: "
+                "it has to hold what all sessions of a process need, also of those that are closed"
+            )
+        return address
+
+    def address_at(self, address: int, rank: int) -> int | None:
+        return int(self._bindings.ptr(address, rank)) or None
+
+    def announce(self, ranks: Sequence[int]) -> None:
+        if tuple(ranks) not in self._pes:
+            self._pes[tuple(ranks)] = torch.tensor(ranks, dtype=torch.int32, device=self._device)
+            torch.cuda.synchronize(self._device)  # in the step another stream could read it before it is filled
+
+    # On the current stream
+
+    def get(self, out: torch.Tensor, own: torch.Tensor, ranks: Sequence[int]) -> None:
+        from odc.kernels.nvshmem.transfer import gather_from_pes
+
+        # "rank" is the row after which the kernel begins: the last one, so that it takes them in their order.
+        gather_from_pes(self._modules, out, own, self._pes[tuple(ranks)], rank=len(ranks) - 1)
+
+    def put(self, source: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+        from odc.kernels.nvshmem.signals import quiet_on_stream
+        from odc.kernels.nvshmem.transfer import put_with_signal
+
+        assert self._scratch is not None
+        assert self._ticket is not None
+        self._puts += 1
+        put_with_signal(self._modules, source, own, self._scratch, self._puts, self._ticket, pe=rank)
+        quiet_on_stream(self._modules, self._device)
+
+    @property
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def signal(self, address: int, rank: int) -> None:
+        operation = int(self._bindings.Signal_op.SIGNAL_ADD)
+        self._bindings.signal_op_on_stream(address, 1, operation, rank, self._stream)
+
+    def wait(self, address: int, value: int) -> None:
+        reached = int(self._bindings.Cmp_type.CMP_GE)
+        self._bindings.signal_wait_until_on_stream(address, reached, value, self._stream)

@@ -1,0 +1,79 @@
+"""This rank, as its links to other hosts see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from odc.errors import AbortedError
+from odc.threads import in_helper
+from odc.transports._control import ControlBlock
+from odc.transports._neighbours import ring
+
+
+class Home:
+    """Where links deliver; see :class:`odc.transports._link.LinkOwner`."""
+
+    def __init__(self, rank: int, world_size: int, on_loss: Callable[[], None]) -> None:
+        self._rank = rank
+        self.world_size = world_size
+        self.own_check: Callable[[], None] | None = None
+        """Raises what else has failed at this rank."""
+        self._on_loss = on_loss
+        self._block: ControlBlock | None = None
+        self._bells: tuple[int, ...] = ()
+        self._memory: list[memoryview | None] = []
+        self._from_afar: set[int] = set()
+
+    def open(self, block: ControlBlock, bells: tuple[int, ...]) -> None:
+        """From now on signals can be delivered."""
+        self._block, self._bells = block, bells
+
+    def add(self, memory: torch.Tensor | None) -> None:
+        """The next buffer; None: not for links. All ranks allocate in the same order, so it has one number on all."""
+        self._memory.append(None if memory is None else memory.numpy().data)
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self._memory)
+
+    def is_from_afar(self, index: int) -> bool:
+        """Whether a signal has been posted over a link. A signal has one poster, so then it always is."""
+        return index in self._from_afar
+
+    def deliver(self, index: int, daemon: bool) -> None:
+        assert self._block is not None
+        self._from_afar.add(index)  # before it can be counted
+        self._block.post(index)
+        ring(self._bells[1 if daemon else 0])
+
+    def memory(self, buffer: int) -> memoryview | None:
+        return self._memory[buffer] if buffer < len(self._memory) else None
+
+    def notice(self, text: str) -> None:
+        if self._block is not None:
+            self._block.leave_abort(text)
+        ring(*self._bells)
+
+    def lost(self) -> None:
+        ring(*self._bells)
+        self._on_loss()
+
+    def check(self) -> None:
+        if self.own_check is not None:
+            self.own_check()
+        notice = self._block.abort_notice() if self._block is not None else None
+        if notice is not None:
+            raise AbortedError(f"rank {self._rank} aborted because {notice}")
+
+    def waits_for(self, rank: int | None) -> None:
+        if self._block is None or in_helper():
+            return
+        if rank is None:
+            self._block.tick()  # before the next line: nobody may see "not waiting, long silent"
+        self._block.waiting_on = rank
+
+    def close(self) -> None:
+        """Let go of the memory; links have ended."""
+        self._block, self._bells, self._memory = None, (), []

@@ -1,0 +1,377 @@
+"""What ranks share whatever they compute on: mapped host memory, signals, locks, liveness, within and across hosts."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from odc.errors import SetupError, UnsupportedError
+from odc.exchange import Exchange, gather_json, raise_together, together
+from odc.topology import Topology
+from odc.transports import _memfd
+from odc.transports._control import Closing, ControlBlock, control_bytes
+from odc.transports._descriptors import require_descriptors
+from odc.transports._home import Home
+from odc.transports._link import Link
+from odc.transports._links import Links
+from odc.transports._neighbours import LocalNeighbour, Neighbour, ring
+from odc.transports._process import WatchedProcess
+from odc.transports._rendezvous import Mesh
+from odc.transports._watched_exchange import WatchedExchange
+from odc.transports.base import HOST, LockOutcome, PeerState, SymmetricBuffer, Transport
+
+_PATTERN = 0x0DC
+
+
+T = TypeVar("T")
+
+
+class HostsTransport(Transport):
+    """See :class:`~odc.transports.base.Transport`.
+
+    Between ranks of one host memory is memfd, doorbells are eventfds, and death is a pidfd. With ranks of other hosts
+    there are links (:mod:`._links`), whose thread posts here on their behalf; so a rank waits in one place only.
+
+    Left to subclasses: for whom it is, and the memory in which tensors travel (:meth:`allocate`).
+    """
+
+    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
+        super().__init__(exchange, topology, timeout_s, device)
+        self.exchange = WatchedExchange(exchange, self._gone)
+        self._timeout_s = timeout_s
+        self._rank = topology.rank
+        self._world = range(topology.world_size)
+        self._here = topology.ranks_here()
+        self._peers = [rank for rank in self._world if rank != self._rank]
+        self._buffers: list[SymmetricBuffer] = []
+        self._blocks: dict[int, ControlBlock] = {}  # of the ranks of this host
+        self._neighbours: dict[int, Neighbour] = {}
+        self._bells: tuple[int, ...] = ()  # this rank's own: of the training loop, of the daemon
+        self._processes: dict[int, WatchedProcess] = {}
+        self._home = Home(topology.rank, topology.world_size, self._note_loss)
+        self._links: Links | None = None
+        self._closed = False
+        self._failing = False  # this rank or another one has reported an error
+        self._owner_pid = os.getpid()
+        self._mesh = Mesh(topology)
+        try:
+            self._together(lambda: require_descriptors(len(self._here), topology.world_size - len(self._here)))
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        """Collective; between the swaps each step is this rank's own, and fails on all ranks if it does on one."""
+        rows = gather_json(self.exchange, self._together(self._mesh.listen))
+        self._together(lambda: self._mesh.connect(rows, self._timeout_s))
+        self._together(self._watch_peers)
+        if self.topology.num_hosts > 1:
+            links = self._links = Links(self.topology, self._home, self._timeout_s)
+            doors = gather_json(self.exchange, self._together(links.listen))
+            self._together(lambda: links.connect(doors))
+
+    def _note_loss(self) -> None:
+        if self._links is not None:
+            self._links.lost()
+
+    def _link(self, rank: int) -> Link:
+        assert self._links is not None
+        return self._links.by_rank[rank]
+
+    @staticmethod
+    def not_on_this_host(topology: Topology) -> str | None:
+        """Why not all ranks can share host memory and watch each other, or None."""
+        if topology.num_hosts > 1:
+            return f"it serves one host, the ranks are on {topology.num_hosts}: {sorted(set(topology.host_names))}"
+        return HostsTransport.not_on_this_kernel()
+
+    @staticmethod
+    def not_on_this_kernel() -> str | None:
+        """Why the ranks of a host cannot share its memory, or None."""
+        if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+            return "it needs Linux 5.3 or newer (memfd_create, pidfd_open)"
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as problem:
+            return f"processes cannot be watched here (pidfd_open: {problem.strerror}): a sandbox forbids it"
+        return None
+
+    @staticmethod
+    def no_way_out(topology: Topology) -> str | None:
+        """Why other hosts cannot reach this one, or None."""
+        if topology.num_hosts > 1 and not (topology.addresses and topology.addresses[topology.rank]):
+            return "no network leads out of this host: set ODC_ADDRESS to the address at which the others reach it"
+        return None
+
+    def _gone(self) -> list[str]:
+        """The ranks that have ended, and how."""
+        watched = {rank: (process.is_dead(), process.cause_of_death) for rank, process in self._processes.items()}
+        watched |= {rank: (n.is_dead, n.describe) for rank, n in self._neighbours.items()}
+        return [f"{self.topology.describe(rank)}: {how()}" for rank, (is_dead, how) in watched.items() if is_dead]
+
+    def _watch_peers(self) -> None:
+        for rank in self._here:
+            if rank == self._rank:
+                continue
+            pid = self._mesh.pid_of(rank)
+            if not pid:
+                raise SetupError(
+                    f"{self.topology.describe(rank)} is in another pid namespace: its death could not be noticed. "
+                    "Run the ranks of one host in one container, or share the pid namespace."
+                )
+            try:
+                self._processes[rank] = WatchedProcess(pid)
+            except ProcessLookupError:
+                raise SetupError(f"{self.topology.describe(rank)} died during set-up") from None
+
+    # Set-up
+
+    def open(self, *, num_signals: int, num_locks: int) -> None:
+        buffer = self.allocate_host(control_bytes(num_signals, num_locks), "control")
+        self._blocks = {rank: ControlBlock(buffer.peer(rank), num_signals, num_locks) for rank in self._here}
+        self._own.initialise()
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        self._bells = (os.eventfd(0, flags), os.eventfd(0, flags))
+        # The swap comes after initialise(): a peer that has our doorbells may post.
+        for rank, (_, fds) in self._mesh.swap(0, self._bells).items():
+            self._neighbours[rank] = LocalNeighbour(self._processes.pop(rank), self._blocks[rank], (fds[0], fds[1]))
+        if self._links is not None:
+            self._home.open(self._own, self._bells)
+            self._neighbours.update(self._links.by_rank)
+            links, own = self._links, self._own
+            # Together: nobody posts before everybody can be posted to.
+            self._together(lambda: links.start(lambda: (own.progress, own.waiting_on)))
+
+    @property
+    def _own(self) -> ControlBlock:
+        return self._blocks[self._rank]
+
+    def allocate_host(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        num_bytes = max(num_bytes, 1)
+        self._together(lambda: _memfd.require_available(num_bytes * len(self._here), label))
+        fds: dict[int, int] = {}
+        try:
+            self._together(lambda: fds.update({self._rank: _memfd.create(num_bytes, label)}))
+            self._require_one_size(num_bytes, label)
+            for rank, (_, received) in self._mesh.swap(num_bytes, [fds[self._rank]]).items():
+                fds[rank] = received[0]
+            views: dict[int, torch.Tensor] = {}
+            self._together(lambda: self._map_all(fds, num_bytes, views))
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        number = self._home.num_buffers - 1
+        buffer = SymmetricBuffer(self._rank, [views.get(rank) for rank in self._world], label, number)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _map_all(self, fds: Mapping[int, int], num_bytes: int, views: dict[int, torch.Tensor]) -> None:
+        """Map every rank's memory into ``views``, and let links use this rank's."""
+        views.update({rank: self._map(fd, num_bytes) for rank, fd in fds.items()})
+        self._home.add(views[self._rank])
+
+    def _require_one_size(self, num_bytes: int, label: str) -> None:
+        for rank, size in enumerate(gather_json(self.exchange, num_bytes)):
+            if size != num_bytes:
+                raise SetupError(
+                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
+                )
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """See :func:`odc.exchange.together`."""
+        return together(self.exchange, action)
+
+    @staticmethod
+    def _map(fd: int, num_bytes: int) -> torch.Tensor:
+        _memfd.check(fd, num_bytes)
+        return _memfd.map_bytes(fd, num_bytes)
+
+    def seal(self) -> None:
+        self._prove(self.allocate_host, "host memory")
+        if self.engine.has_streams:
+            self._prove(self.allocate, "device memory")
+            self._together(self.engine.prepare)
+        if self._links is not None:
+            far_probe = self.allocate(8 * len(self._world), "probe of other hosts")
+            self._together(lambda: self._prove_far(far_probe))
+        self._mesh.close()
+
+    def _prove(self, allocate: Callable[[int, str], SymmetricBuffer], what: str) -> None:
+        """Write a pattern to every rank and look for everybody's here."""
+        probe = allocate(8 * len(self._world), f"probe of {what}")
+        near = [rank for rank in self._world if probe.reaches(rank)]
+        for rank in near:
+            probe.peer(rank).view(torch.int64)[self._rank] = (_PATTERN << 32) + self._rank
+        self._together(lambda: self._require_idle(what))
+        found = probe.local.view(torch.int64).tolist()
+        wrong = [r for r in near if found[r] != (_PATTERN << 32) + r]
+        problem = SetupError(f"the test of {what} failed between rank {self._rank} and ranks {wrong}")
+        raise_together(self.exchange, problem if wrong else None)
+        self._release(probe)
+
+    def _prove_far(self, probe: SymmetricBuffer) -> None:
+        """Write a pattern to every rank of another host, and read it back."""
+        pattern = torch.full((1,), (_PATTERN << 32) + self._rank, dtype=torch.int64, device=self.device)
+        for rank in self.topology.ranks_elsewhere():
+            found = torch.zeros_like(pattern)
+            self.write(probe, rank, 8 * self._rank, pattern)
+            self.read(found, probe, rank, 8 * self._rank)
+            self._require_idle("memory of other hosts")
+            if not torch.equal(found, pattern):
+                raise SetupError(f"what was written to {self.topology.describe(rank)} was not read back")
+
+    def _require_idle(self, what: str) -> None:
+        if not self.engine.synchronize(self._timeout_s):
+            raise SetupError(f"writes to the {what} of the other ranks did not end within {self._timeout_s:g} s")
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        """Give a buffer back before the end, if that is possible."""
+        if buffer in self._buffers:
+            self._buffers.remove(buffer)
+            buffer.release()
+
+    def use_check(self, check: Callable[[], None]) -> None:
+        self._home.own_check = check
+
+    def allocate_private(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        return self._together(lambda: super(HostsTransport, self).allocate_private(num_bytes, label))
+
+    def write_host(self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, data: bytes) -> None:
+        if buffer.reaches(rank):
+            super().write_host(buffer, rank, offset_bytes, data)
+        else:
+            self._link(rank).write(buffer.number, offset_bytes, memoryview(data))
+
+    # Signals
+
+    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
+        if rank == self._rank:
+            self._own.post(index)
+            ring(self._bells[1 if daemon else 0])
+        else:
+            self._neighbours[rank].post(index, daemon)
+
+    def count(self, index: int) -> int:
+        return self._own.count(index)
+
+    def wake_self(self) -> None:
+        ring(*self._bells)
+
+    def block(self, timeout_s: float, ranks: Sequence[int], *, daemon: bool = False) -> None:
+        bell = self._bells[1 if daemon else 0]
+        poll = select.poll()
+        poll.register(bell, select.POLLIN)
+        for rank in ranks:
+            neighbour = self._neighbours.get(rank)
+            if neighbour is not None and neighbour.death_fd is not None and neighbour.closing is Closing.OPEN:
+                poll.register(neighbour.death_fd, select.POLLIN)
+        for fd, _ in poll.poll(max(timeout_s, 0) * 1000):
+            if fd == bell:
+                os.eventfd_read(bell)
+
+    # Locks
+
+    def lock(self, rank: int, index: int, timeout_s: float) -> LockOutcome:
+        return self._block_of(rank).lock(index, timeout_s)
+
+    def unlock(self, rank: int, index: int) -> None:
+        self._block_of(rank).unlock(index)
+
+    def _block_of(self, rank: int) -> ControlBlock:
+        if rank not in self._blocks:
+            raise UnsupportedError(f"{self.topology.describe(rank)} is on another host: no lock reaches so far")
+        return self._blocks[rank]
+
+    # News of peers
+
+    def tick(self) -> None:
+        self._own.tick()
+
+    def progress(self, rank: int) -> int:
+        return self._own.progress if rank == self._rank else self._neighbours[rank].progress
+
+    def set_waiting_on(self, rank: int | None) -> None:
+        self._own.waiting_on = rank
+
+    def waiting_on(self, rank: int) -> int | None:
+        return self._own.waiting_on if rank == self._rank else self._neighbours[rank].waiting_on
+
+    def peer_state(self, rank: int) -> PeerState:
+        neighbour = self._neighbours.get(rank)
+        if (self._own.closed if neighbour is None else neighbour.closing) is not Closing.OPEN:
+            return PeerState.CLOSED
+        return PeerState.DEAD if neighbour is not None and neighbour.is_dead else PeerState.ALIVE
+
+    def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
+        poll = select.poll()
+        poll.register(stop_fd, select.POLLIN)
+        watched = {rank: n for rank, n in self._neighbours.items() if n.closing is not Closing.COMPLETE}
+        for neighbour in watched.values():
+            if neighbour.death_fd is not None:
+                poll.register(neighbour.death_fd, select.POLLIN)
+        if self._links is not None:
+            poll.register(self._links.loss_fd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+        if self._links is not None:
+            self._links.forget_loss()
+        # A rank may close, all its work done, and end while this sleeps.
+        return next((r for r, n in watched.items() if self._left_work_undone(n)), None)
+
+    @staticmethod
+    def _left_work_undone(neighbour: Neighbour) -> bool:
+        return neighbour.closing is Closing.FAILED or (neighbour.is_dead and neighbour.closing is Closing.OPEN)
+
+    def describe_peer(self, rank: int) -> str:
+        if self.peer_state(rank) is PeerState.CLOSED:
+            return "it closed its session"
+        return self._neighbours[rank].describe() if rank in self._neighbours else "this process"
+
+    def abort_peers(self, text: str) -> None:
+        if self._closed or not self._bells:
+            return
+        self._failing = True
+        for neighbour in self._neighbours.values():
+            neighbour.abort(text)
+
+    def abort_notice(self) -> str | None:
+        notice = self._own.abort_notice() if self._blocks else None
+        self._failing |= notice is not None
+        return notice
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._owner_pid:
+            return  # a forked child must not speak for its parent
+        self._closed = True
+        self._mesh.close()
+        how = Closing.COMPLETE if self._let_go() else Closing.FAILED
+        if self._blocks:
+            self._own.closed = how
+        for neighbour in self._neighbours.values():
+            neighbour.tell_closed(how)
+        self._take_back()
+        if self._links is not None:
+            self._links.close()
+        for neighbour in self._neighbours.values():
+            if not isinstance(neighbour, Link):
+                neighbour.close()
+        for process in self._processes.values():  # that set-up has not got round to
+            process.close()
+        self._home.close()
+        for bell in self._bells:
+            os.close(bell)
+        for buffer in self._buffers:
+            buffer.release()
+        self._blocks, self._buffers, self._neighbours, self._processes = {}, [], {}, {}
+        self._bells, self._links = (), None
+
+    def _let_go(self) -> bool:
+        """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""
+        return not self._failing
+
+    def _take_back(self) -> None:
+        """After the peers were told: free what they no longer use."""

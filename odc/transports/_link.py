@@ -1,0 +1,357 @@
+"""Two TCP connections to a rank of another host: one for what it reads, writes and signals, one for news of it.
+
+A receiving thread does what the other rank asks for: it posts here on its behalf, writes what it pushes, and queues
+what it wants to read. A sending thread sends what is queued, so that two ranks that read from each other at the same
+time never both wait for the other to receive.
+
+News (status, errors, farewells) have a connection of their own, see :mod:`odc.transports._news`: they overtake data,
+and get through when a transfer was given up in the middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import select
+import socket
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from odc.engine import AfterChunk, no_op
+from odc.errors import OdcError, PeerClosedError, PeerDiedError
+from odc.threads import HelperThread
+from odc.transports._control import Closing
+from odc.transports._frames import HEADER, MAX_TEXT_BYTES, Frame, Kind, receive, receive_into
+from odc.transports._neighbours import Neighbour
+from odc.transports._news import News
+from odc.transports._silence import SLICE_S, Silence, Waiting
+
+CHUNK_BYTES = 4 << 20
+_TAKES_NOTHING, _GIVES_NOTHING = "received nothing", "answered nothing"
+_MOMENT_S = 0.5  # for which the end of the data waits for news that explain it
+
+
+class LinkOwner(Waiting, Protocol):
+    """What a link does at its own rank."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def deliver(self, index: int, daemon: bool) -> None:
+        """Post signal ``index`` here."""
+        ...
+
+    def memory(self, buffer: int) -> memoryview | None:
+        """This rank's copy of a buffer, or None if there is none that other hosts may use."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Leave an abort notice here."""
+        ...
+
+    def lost(self) -> None:
+        """Wake whoever waits here: a link has ended."""
+        ...
+
+
+@dataclass
+class _Reading:
+    """An answer that is on its way."""
+
+    target: memoryview
+    left: int
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Link(Neighbour):
+    """The other rank, over connected sockets. Threads start with :meth:`start`; :attr:`news` are read by who has it."""
+
+    def __init__(
+        self, rank: int, who: str, data: socket.socket, news: socket.socket, owner: LinkOwner, timeout_s: float
+    ) -> None:
+        self._rank = rank
+        self._who = who
+        self._data = data
+        self.news = News(news, self, owner.world_size)
+        self._owner = owner
+        self._timeout_s = timeout_s
+        self._sending = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Frame, memoryview | None] | None] = queue.SimpleQueue()
+        self._readings: dict[int, _Reading] = {}
+        self._requests = 0
+        self._asking = threading.Lock()
+        self._progress = self._waits_for = 0
+        self._closing = Closing.OPEN
+        self._ended: str | None = None
+        self._is_closing = False
+        self._explained = threading.Event()  # an abort, a farewell or the end of the news has come
+        self._threads = [
+            HelperThread(target, f"odc-link-{name}")
+            for name, target in (("receive", self._receive_all), ("send", self._send_queue))
+        ]
+        _close_in_children(self)
+
+    def start(self) -> None:
+        """Begin to serve the other rank."""
+        for thread in self._threads:
+            thread.start()
+
+    # Sending data
+
+    def _send(self, frame: Frame, payload: memoryview | None = None, after_chunk: AfterChunk = no_op) -> None:
+        """Send a frame whole. One that is given up in the middle leaves a connection that nobody can use any more.
+
+        Raises:
+            PeerDiedError, PeerClosedError, PeerSilentError: the other rank cannot or does not receive.
+            AbortedError: another rank reported a failure.
+        """
+        with self._silence(self._timeout_s) as silence:
+            while not self._sending.acquire(timeout=SLICE_S):
+                self._require_alive()
+                silence.look(_TAKES_NOTHING)
+            try:
+                self._require_alive()
+                self._send_whole(frame, payload, silence, after_chunk)
+            finally:
+                self._sending.release()
+
+    def _silence(self, limit_s: float) -> Silence:
+        return Silence(self._owner, self._rank, self._who, limit_s)
+
+    def _send_whole(self, frame: Frame, payload: memoryview | None, silence: Silence, after_chunk: AfterChunk) -> None:
+        try:
+            header = memoryview(frame.pack())
+            while header:
+                header = header[self._send_some(header, silence) :]
+            while payload:
+                payload = payload[self._send_some(payload, silence) :]
+                after_chunk()
+        except BaseException:
+            self._end("a transfer to it was given up in the middle")
+            raise
+
+    def _send_some(self, data: memoryview, silence: Silence) -> int:
+        """Send a piece of ``data`` as soon as there is room for it; how many bytes."""
+        poll = select.poll()
+        poll.register(self._data, select.POLLOUT)
+        while True:
+            self._require_alive()
+            if poll.poll(SLICE_S * 1000):
+                try:
+                    count = self._data.send(data[:CHUNK_BYTES], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    continue
+                except OSError as problem:
+                    self._end_explained(f"its connection ended: {problem.strerror}")
+                    continue
+                silence.end()
+                return count
+            silence.look(_TAKES_NOTHING)
+
+    def _require_alive(self) -> None:
+        if self._ended is not None:
+            self._owner.check()  # its own account of what happened is better than ours
+            if self._closing is not Closing.OPEN:
+                raise PeerClosedError(f"{self._who} has closed its session")
+            raise PeerDiedError(f"{self._who} cannot be reached any more: {self._ended}")
+
+    def _send_queue(self) -> None:
+        # Without a limit of its own: how long the other rank may be silent is for those to say who wait for it here.
+        while (item := self._queue.get()) is not None:
+            with self._sending:
+                try:
+                    self._send_whole(*item, self._silence(math.inf), no_op)
+                except OdcError:
+                    return  # the link has ended, and whoever waits reports what became of it
+
+    # Receiving data
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                self._handle(Frame.unpack(receive(self._data, HEADER.size)))
+        except Exception as problem:  # whatever was sent must not end this thread unnoticed
+            self._end_explained(str(problem))
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.POST:
+            self._owner.deliver(frame.number, bool(frame.a))
+        elif frame.kind is Kind.WRITE:
+            receive_into(self._data, self._range(frame))
+        elif frame.kind is Kind.READ:
+            self._queue_answer(frame)
+        elif frame.kind is Kind.DATA:
+            self._take_answer(frame)
+        else:
+            raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
+
+    def _range(self, frame: Frame) -> memoryview:
+        memory = self._owner.memory(frame.number)
+        if memory is None or frame.a + frame.b > len(memory):
+            size = "nothing" if memory is None else f"{len(memory)} bytes"
+            raise ValueError(f"it asked for bytes {frame.a} to {frame.a + frame.b} of buffer {frame.number}: {size}")
+        return memory[frame.a : frame.a + frame.b]
+
+    def _queue_answer(self, frame: Frame) -> None:
+        memory = self._range(frame)
+        for offset in range(0, len(memory), CHUNK_BYTES):
+            part = memory[offset : offset + CHUNK_BYTES]
+            self._queue.put((Frame(Kind.DATA, a=offset, b=len(part), c=frame.c), part))
+
+    def _take_answer(self, frame: Frame) -> None:
+        reading = self._readings.get(frame.c)
+        if reading is None or frame.a + frame.b > len(reading.target):
+            raise ValueError(f"it sent {frame.b} bytes that nobody had asked for")
+        receive_into(self._data, reading.target[frame.a : frame.a + frame.b])
+        reading.left -= frame.b
+        if reading.left <= 0:
+            reading.done.set()
+
+    def _end_explained(self, reason: str) -> None:
+        """The data have ended; why, the news may tell in a moment."""
+        self._explained.wait(_MOMENT_S)
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._ended is None:
+            self._ended = reason
+            with contextlib.suppress(OSError):
+                self._data.shutdown(socket.SHUT_RDWR)  # the other side must notice too
+            for reading in list(self._readings.values()):
+                reading.done.set()
+            if not self._is_closing:
+                self._owner.lost()
+
+    # Memory of the other rank
+
+    def read(self, buffer: int, offset: int, target: memoryview, after_chunk: AfterChunk) -> None:
+        """Fill ``target`` from the other rank's copy of a buffer.
+
+        Raises:
+            PeerDiedError, PeerClosedError, PeerSilentError: it did not answer.
+        """
+        with self._asking:
+            self._requests += 1
+            request = self._requests
+        reading = self._readings[request] = _Reading(target, len(target))
+        try:
+            self._send(Frame(Kind.READ, buffer, offset, len(target), request))
+            self._await(reading, after_chunk)
+        finally:
+            del self._readings[request]
+
+    def _await(self, reading: _Reading, after_chunk: AfterChunk) -> None:
+        left = reading.left
+        with self._silence(self._timeout_s) as silence:
+            while not reading.done.wait(SLICE_S):
+                if reading.left != left:
+                    left = reading.left
+                    silence.end()
+                    after_chunk()
+                try:
+                    silence.look(_GIVES_NOTHING)
+                except BaseException:
+                    self._end("a transfer from it was given up in the middle")  # its answer may still come
+                    raise
+        if reading.left > 0:
+            self._require_alive()
+        after_chunk()
+
+    def write(self, buffer: int, offset: int, source: memoryview, after_chunk: AfterChunk = no_op) -> None:
+        """Put ``source`` into the other rank's copy of a buffer, before the next :meth:`post`."""
+        self._send(Frame(Kind.WRITE, buffer, offset, len(source)), source, after_chunk)
+
+    def post(self, index: int, daemon: bool) -> None:
+        # A rank that has closed needs no signals; of one that has died, whoever waits for its answer reports it.
+        with contextlib.suppress(PeerClosedError, PeerDiedError):
+            self._send(Frame(Kind.POST, index, int(daemon)))
+
+    # News
+
+    def hear(self, frame: Frame, text: bytes) -> None:
+        """A piece of news has come; see :class:`odc.transports._news.News`."""
+        if frame.kind is Kind.STATUS:
+            self._progress, self._waits_for = frame.a, min(frame.b, self._owner.world_size)
+            return
+        if frame.kind is Kind.ABORT:
+            self._owner.notice(text.decode(errors="replace"))
+        else:
+            self._closing = Closing(frame.a)
+            self._owner.lost()
+        self._explained.set()
+
+    def news_ended(self, reason: str) -> None:
+        """There will be no more news: the other rank, its host or the network is gone."""
+        self._explained.set()
+        self._end(reason)
+
+    def send_status(self, progress: int, waiting_on: int | None) -> None:
+        """Tell it how this rank is doing."""
+        self.news.tell(Frame(Kind.STATUS, a=progress, b=0 if waiting_on is None else waiting_on + 1))
+
+    def abort(self, text: str) -> None:
+        data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+        self.news.tell(Frame(Kind.ABORT, b=len(data)), data)
+
+    def tell_closed(self, how: Closing) -> None:
+        self.news.tell(Frame(Kind.CLOSED, a=how.value))
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @property
+    def waiting_on(self) -> int | None:
+        return self._waits_for - 1 if self._waits_for else None
+
+    @property
+    def closing(self) -> Closing:
+        return self._closing
+
+    @property
+    def is_dead(self) -> bool:
+        return self._ended is not None
+
+    def describe(self) -> str:
+        return self._ended or "running, as far as its host tells"
+
+    # The end
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._explained.set()
+        self._queue.put(None)
+        with contextlib.suppress(OSError):  # it has ended already
+            self._data.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self._data.close()
+        self.news.close()
+
+    def close_in_child(self) -> None:
+        """A forked child must not hold the connections: its parent's death would not end them."""
+        self._data.close()
+        self.news.close()
+
+
+# Python knows no way to take a fork handler back, so there is one for all links.
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_has_handler = threading.Event()
+
+
+def _close_in_children(link: Link) -> None:
+    """Have ``link`` closed in every child that this process forks (DataLoader workers)."""
+    if not _has_handler.is_set():
+        _has_handler.set()
+        os.register_at_fork(after_in_child=_close_all)
+    _links.add(link)
+
+
+def _close_all() -> None:
+    for link in list(_links):
+        link.close_in_child()

@@ -1,0 +1,73 @@
+"""How long the other end of a link may let this rank wait, and who is told of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Protocol
+
+from odc.errors import PeerSilentError
+
+logger = logging.getLogger("odc")
+
+SLICE_S = 0.5  # between two looks at aborts, deaths and the clock
+_FIRST_WARNING_S = 10.0
+
+
+class Waiting(Protocol):
+    """The rank that waits."""
+
+    def check(self) -> None:
+        """Raise if this rank or another one has failed."""
+        ...
+
+    def waits_for(self, rank: int | None) -> None:
+        """Tell the others for which rank this one waits, so that they do not blame this one."""
+        ...
+
+
+class Silence:
+    """Of one rank during one transfer: progress ends it, the limit makes it an error.
+
+    A transfer that takes less than a slice tells nobody anything.
+    """
+
+    def __init__(self, owner: Waiting, rank: int, who: str, limit_s: float) -> None:
+        self._owner = owner
+        self._rank = rank
+        self._who = who
+        self._limit_s = limit_s
+        self._is_known = False
+        self.end()
+
+    def end(self) -> None:
+        """The other rank has given a sign of progress."""
+        self._since = time.monotonic()
+        self._warn_after_s = _FIRST_WARNING_S
+
+    def look(self, what: str) -> None:
+        """It still has, for example, "received nothing".
+
+        Raises:
+            PeerSilentError: for longer than the limit.
+            AbortedError, OdcError: this rank or another one has failed meanwhile.
+        """
+        self._owner.check()
+        if self._limit_s == math.inf:  # nobody waits for this transfer
+            return
+        self._owner.waits_for(self._rank)
+        self._is_known = True
+        silent_s = time.monotonic() - self._since
+        if silent_s > self._limit_s:
+            raise PeerSilentError(f"{self._who} has {what} for {self._limit_s:g} s")
+        if silent_s > self._warn_after_s:
+            logger.warning("%s has %s for %.0f s", self._who, what, silent_s)
+            self._warn_after_s *= 2
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_known:
+            self._owner.waits_for(None)

@@ -1,0 +1,226 @@
+"""The ``cuda_ipc`` transport: GPUs of one host, each rank reading and writing the others' memory by CUDA IPC.
+
+Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`): the owner's daemon sleeps on an
+eventfd, and no multiprocessor polls. What a stream has done travels beside each signal as a *word* in host memory that
+all ranks have mapped and registered with their device. Posting lets the poster's stream set the reader's word;
+:meth:`CudaIpcTransport.order_after` lets the reader's stream wait for it. The reader's host has seen the signal by
+then, so the stream waits for work that has been submitted, and for nobody's host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from odc.cuda.checks import unavailable
+from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime
+from odc.errors import OdcError, SetupError
+from odc.exchange import Exchange, gather_json
+from odc.topology import Topology
+from odc.transports._control import Closing
+from odc.transports._hosts import HostsTransport
+from odc.transports.base import HOST, SymmetricBuffer
+
+logger = logging.getLogger("odc")
+
+_EXPORT = struct.Struct(f"={HANDLE_BYTES}sQQQQ")  # handle, offset, bytes, pid, address
+_HALF = 1 << 31
+_FAR = 1 << 30  # further than any wait that can be under way
+_GRACE_S = 2.0  # how long close() gives the peers to let go of this rank's memory
+_POLL_S = 2e-3
+_CLOSE_S = 30.0  # work of the last minibatch may still be under way
+
+# Of transports that could not let go of their device. Memory that is still registered must keep its address: what is
+# mapped there next could not be registered.
+_still_registered: list[object] = []
+
+
+class CudaIpcTransport(HostsTransport):
+    """See :class:`~odc.transports.base.Transport`."""
+
+    name: ClassVar[str] = "cuda_ipc"
+
+    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
+        self._owned: list[int] = []
+        self._mapped: list[int] = []
+        self._registered: list[int] = []
+        self._words: dict[int, npt.NDArray[np.uint32]] = {}  # of the ranks of this host
+        self._word_addresses: dict[int, int] = {}
+        self._extra_bytes = 0
+        self._released: npt.NDArray[np.uint32] | None = None  # the words that hold nobody back
+        self._posted: dict[tuple[int, int], int] = {}
+        super().__init__(exchange, topology, timeout_s, device)
+        try:
+            self._together(self._start_device)
+            self._require_reachable()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
+        return unavailable(device) or cls.not_on_this_host(topology)
+
+    def _start_device(self) -> None:
+        self._cuda = self._make_runtime()
+        self._engine = self._cuda.engine()
+        self.device = self._cuda.device
+
+    def _make_runtime(self) -> CudaRuntime:
+        return CupyRuntime(self.device)
+
+    def _require_reachable(self) -> None:
+        """Every device must be able to share memory, and reach every other one, both ways. Collective."""
+        identities = gather_json(self.exchange, self._together(self._shareable_identity))
+        self._together(lambda: self._require_reach(identities))
+
+    def _shareable_identity(self) -> str:
+        refusal = self._cuda.cannot_share()
+        if refusal is not None:
+            raise SetupError(refusal)
+        return self._cuda.identity()
+
+    def _require_reach(self, identities: Sequence[str]) -> None:
+        for rank, identity in enumerate(identities):
+            reason = self._cuda.cannot_reach(identity)
+            if reason is not None:
+                raise SetupError(
+                    f"{reason} (rank {self._rank} to rank {rank}). Choose devices that reach each other "
+                    "(`nvidia-smi topo -p2p rw`, CUDA_VISIBLE_DEVICES); on bare metal IOMMU or PCIe ACS may be in the "
+                    "way; or keep FSDP's own collectives."
+                )
+
+    # Memory
+
+    def open(self, *, num_signals: int, num_locks: int) -> None:
+        super().open(num_signals=num_signals, num_locks=num_locks)
+        words = self.allocate_host(4 * max(num_signals, 1), "stream words")
+        self._words = {rank: words.peer(rank).view(torch.int32).numpy().view(np.uint32) for rank in self._here}
+        self._together(lambda: self._register(words))
+
+    def _register(self, words: SymmetricBuffer) -> None:
+        for rank in self._here:
+            address = words.peer(rank).data_ptr()
+            self._word_addresses[rank] = self._cuda.register(address, words.num_bytes)
+            self._registered.append(address)
+
+    def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        num_bytes = max(num_bytes, 1)
+        rows = self.exchange.all_gather(self._together(lambda: self._export(num_bytes)))
+        views = self._together(lambda: [self._view(rank, rows[rank], num_bytes, label) for rank in self._world])
+        self._home.add(None)
+        buffer = SymmetricBuffer(self._rank, views, label, self._home.num_buffers - 1)
+        self._buffers.append(buffer)
+        return buffer
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._extra_bytes
+
+    def _export(self, num_bytes: int) -> bytes:
+        address = self._cuda.malloc(num_bytes)
+        self._owned.append(address)
+        self._extra_bytes += -num_bytes % GRANULARITY
+        handle, offset = self._cuda.export(address)
+        return _EXPORT.pack(handle, offset, num_bytes, os.getpid(), address)
+
+    def _view(self, rank: int, row: bytes, num_bytes: int, label: str) -> torch.Tensor:
+        if len(row) != _EXPORT.size:
+            raise SetupError(f"{label!r}: {self.topology.describe(rank)} sent {len(row)} bytes, not a memory handle")
+        handle, offset, size, pid, address = _EXPORT.unpack(row)
+        if size != num_bytes:
+            raise SetupError(
+                f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
+            )
+        if pid == os.getpid():  # a handle cannot be opened where it was made
+            return self._cuda.tensor(address, num_bytes)
+        base = self._cuda.open(handle)
+        self._mapped.append(base)
+        return self._cuda.tensor(base + offset, num_bytes)
+
+    # Signals, and the order of streams
+
+    # [Note: A signal has one poster] A word is set, not added to, so two posts of one signal must come from one stream,
+    # or from streams that are ordered: else the second could be overtaken by the first. They are: a unit is published
+    # and a push acknowledged by one stream, and the next push to an owner waits for its acknowledgement.
+
+    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
+        count = self._posted[rank, index] = self._posted.get((rank, index), 0) + 1
+        self._cuda.write_value(self._word_addresses[rank] + 4 * index, count % (2 * _HALF))
+        super().post(rank, index, daemon=daemon)
+
+    def order_after(self, index: int, count: int) -> None:
+        # Reached already? Then whatever this thread submits next comes later, without the device being asked.
+        if (int(self._words[self._rank][index]) - count) % (2 * _HALF) >= _HALF:
+            self._cuda.wait_value(self._word_addresses[self._rank] + 4 * index, count % (2 * _HALF))
+
+    def release_streams(self) -> None:
+        if self._words:
+            self._failing = True
+            words = self._words[self._rank]
+            if self._released is None:
+                self._released = words + np.uint32(_FAR)
+            words[:] = self._released
+
+    # The end
+
+    def _let_go(self) -> bool:
+        """Wait for this rank's device, then give up the peers' memory.
+
+        After an error nothing is waited for, unmapped or freed: a stream may be blocked, and the process is about to
+        end, which does all of it.
+        """
+        self.abort_notice()
+        if self._failing or not self._is_idle():
+            self.release_streams()
+            _still_registered.append(self._words)
+            return False
+        for release, addresses in ((self._cuda.unmap, self._mapped), (self._cuda.unregister, self._registered)):
+            self._for_each(release, addresses)
+        try:
+            self._engine.close()
+        except OdcError as problem:
+            logger.warning("odc: while closing: %s", problem)
+        return True
+
+    def _is_idle(self) -> bool:
+        try:
+            return self._engine.synchronize(_CLOSE_S)
+        except RuntimeError as problem:  # an error of the device, which every call repeats from now on
+            logger.warning("odc: while closing: %s", problem)
+            return False
+
+    def _take_back(self) -> None:
+        """Free this rank's memory if nobody reads it any more: importers close before the exporter frees."""
+        if self._failing or not self._owned:
+            return
+        deadline = time.monotonic() + _GRACE_S
+        while (users := self._users()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if users:
+            logger.warning(
+                "odc: ranks %s have not closed their session yet, so this rank's device memory stays until its process "
+                "ends. Close on all ranks at about the same time.",
+                users,
+            )
+            return
+        self._for_each(self._cuda.free, self._owned)
+
+    def _users(self) -> list[int]:
+        return [r for r, n in self._neighbours.items() if n.closing is not Closing.COMPLETE and not n.is_dead]
+
+    @staticmethod
+    def _for_each(release: Callable[[int], None], addresses: list[int]) -> None:
+        while addresses:
+            try:
+                release(addresses.pop())
+            except OdcError as problem:
+                logger.warning("odc: while closing: %s", problem)

@@ -1,0 +1,169 @@
+"""The ``nvshmem`` transport: GPUs of several hosts, over NVSHMEM's symmetric heap.
+
+Between ranks of one host it is ``cuda_ipc`` with the heap for memory: NVSHMEM maps it, copies are plain copies. Between
+hosts the network card reads and writes the heap: a gather gets each remote shard, in limited pieces (paper, appendix
+B), a push puts a slice into the owner's slot. Signals travel twice, as everywhere: from host to host over a link, which
+wakes who waits; and from stream to stream as a word in the heap, behind the data.
+
+What does not lie in the heap cannot be sent: it goes by way of staging memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from odc.engine import AfterChunk, no_op
+from odc.exchange import Exchange
+from odc.nvshmem.checks import unavailable
+from odc.nvshmem.heap import Nvshmem4pyHeap, NvshmemHeap
+from odc.topology import Topology
+from odc.transports.base import HOST, SymmetricBuffer
+from odc.transports.cuda_ipc import CudaIpcTransport
+
+_STAGING_BYTES = 64 << 20
+_WORD_BYTES = 8
+_NUM_BUFFERS = 8  # at most: published shards, sums, slots, words, probes, staging
+_ALIGN_BYTES = 512
+_VECTOR_BYTES = 16
+_RELEASED = 1 << 62
+
+
+class NvshmemTransport(CudaIpcTransport):
+    """See :class:`~odc.transports.base.Transport`."""
+
+    name: ClassVar[str] = "nvshmem"
+    staging_bytes: ClassVar[int] = _STAGING_BYTES
+
+    def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
+        self._heap_words = 0
+        self._word_view: torch.Tensor | None = None
+        self._staging: dict[str, torch.Tensor] = {}
+        super().__init__(exchange, topology, timeout_s, device)
+
+    @classmethod
+    def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
+        return unavailable(device) or cls.not_on_this_kernel() or cls.no_way_out(topology)
+
+    def _make_heap(self) -> NvshmemHeap:
+        return Nvshmem4pyHeap(self.device, self._cuda.tensor, self._timeout_s)
+
+    def _require_reachable(self) -> None:
+        """NVSHMEM finds a way to every rank, or says that it has none."""
+
+    # Memory
+
+    def reserve(self, num_bytes: int) -> None:
+        needed = num_bytes + 2 * self.staging_bytes + _NUM_BUFFERS * _ALIGN_BYTES
+        self._heap = self._make_heap()
+        self._heap.start(self.exchange, needed)
+
+    def open(self, *, num_signals: int, num_locks: int) -> None:
+        super().open(num_signals=num_signals, num_locks=num_locks)
+        self._heap_words = self._malloc(_WORD_BYTES * max(num_signals, 1))
+        self._word_view = self._cuda.tensor(self._heap_words, _WORD_BYTES * max(num_signals, 1)).view(torch.int64)
+        for purpose in ("read", "write"):
+            self._extra_bytes += self.staging_bytes
+            self._staging[purpose] = self._cuda.tensor(self._malloc(self.staging_bytes), self.staging_bytes)
+        self.exchange.all_gather(b"")  # nobody signals before everybody's words are there
+
+    def _malloc(self, num_bytes: int) -> int:
+        return self._together(lambda: self._heap.malloc(num_bytes))  # collective, but nothing can fail before it
+
+    def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        num_bytes = max(num_bytes, 1)
+        self._require_one_size(num_bytes, label)
+        address = self._malloc(-(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+        views = [self._view_at(address, num_bytes, rank) for rank in self._world]
+        far = [rank for rank in self.topology.rotation() if views[rank] is None]
+        for ranks in (far, *([rank] for rank in far)):
+            if ranks:
+                self._heap.announce(ranks)
+        self._home.add(None)
+        buffer = SymmetricBuffer(self._rank, views, label, self._home.num_buffers - 1)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _view_at(self, address: int, num_bytes: int, rank: int) -> torch.Tensor | None:
+        """Memory of ranks of this host counts as this device's own; that of other hosts has no address here."""
+        if rank not in self._here:
+            return None
+        found = address if rank == self._rank else self._heap.address_at(address, rank)
+        return None if found is None else self._cuda.tensor(found, num_bytes)
+
+    def read_all(
+        self,
+        parts: Sequence[tuple[torch.Tensor, int]],
+        buffer: SymmetricBuffer,
+        offset_bytes: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        far = [part for part in parts if not buffer.reaches(part[1])]
+        if far:
+            self._get(far, buffer, offset_bytes, after_chunk)
+        super().read_all([part for part in parts if buffer.reaches(part[1])], buffer, offset_bytes, after_chunk)
+
+    def _read_far(
+        self, out: torch.Tensor, buffer: SymmetricBuffer, rank: int, offset_bytes: int, after_chunk: AfterChunk
+    ) -> None:
+        self._get([(out, rank)], buffer, offset_bytes, after_chunk)
+
+    def _get(
+        self,
+        parts: Sequence[tuple[torch.Tensor, int]],
+        buffer: SymmetricBuffer,
+        offset_bytes: int,
+        after_chunk: AfterChunk,
+    ) -> None:
+        """From ranks of other hosts, from all of them at the same time."""
+        staging, own = self._staging["read"], buffer.local[offset_bytes:]
+        outs, ranks = [out.view(torch.uint8) for out, _ in parts], [rank for _, rank in parts]
+        num_bytes, most = outs[0].numel(), staging.numel() // len(parts) // _VECTOR_BYTES * _VECTOR_BYTES
+        for low in range(0, num_bytes, most):
+            size = min(most, num_bytes - low)
+            with self.engine.take("read"):
+                self._heap.get(staging[: size * len(parts)], own[low : low + size], ranks)
+                for row, out in enumerate(outs):
+                    self.engine.copy(out[low : low + size], staging[row * size : (row + 1) * size], after_chunk)
+
+    def _write_far(
+        self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
+    ) -> None:
+        staging = self._staging["write"]
+        own, flat = buffer.local[offset_bytes:], source.view(torch.uint8)
+        for low in range(0, flat.numel(), staging.numel()):
+            part = flat[low : low + staging.numel()]
+            with self.engine.take("write"):
+                self.engine.copy(staging[: part.numel()], part, after_chunk)
+                self._heap.put(staging[: part.numel()], own[low : low + part.numel()], rank)
+
+    # Signals, and the order of streams
+
+    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
+        if rank in self._here:
+            super().post(rank, index, daemon=daemon)
+            return
+        self._heap.signal(self._heap_words + _WORD_BYTES * index, rank)
+        self._neighbours[rank].post(index, daemon)
+
+    def order_after(self, index: int, count: int) -> None:
+        if count and self._home.is_from_afar(index):
+            self._heap.wait(self._heap_words + _WORD_BYTES * index, count)
+        else:
+            super().order_after(index, count)
+
+    def release_streams(self) -> None:
+        super().release_streams()
+        if self._word_view is not None:
+            words = self._word_view
+            with self.engine.aside():
+                self.engine.run(lambda: words.fill_(_RELEASED))
+
+    # The end
+
+    def _let_go(self) -> bool:
+        done = super()._let_go()
+        self._owned.clear()  # the heap's memory is the process's, see odc/nvshmem/heap.py
+        return done
