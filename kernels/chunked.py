@@ -1,8 +1,7 @@
 """Plain-torch copy and accumulate on host memory, in chunks.
 
 Chunks let a long transfer show progress, notice an abort and be interrupted by a fault test; they are large enough
-(4 MiB) that the loop costs nothing measurable. These functions are also the reference for device kernels of the same
-names.
+(4 MiB) that the loop costs nothing measurable.
 """
 
 from __future__ import annotations
