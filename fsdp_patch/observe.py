@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.fsdp_patch.internals import FsdpUnit, find_units
+from odc.fsdp_patch.fsdp2.find import find_fsdp2_units
+from odc.fsdp_patch.fsdp2.unit import Fsdp2Unit
 from odc.timeline import Timeline
 
 
@@ -35,7 +36,7 @@ class _Timed:
 class Observation:
     """Timed collectives in one model, until :meth:`close`."""
 
-    def __init__(self, units: Sequence[FsdpUnit], timeline: Timeline) -> None:
+    def __init__(self, units: Sequence[Fsdp2Unit], timeline: Timeline) -> None:
         self._undo: list[Callable[[], None]] = []
         for unit in units:
             self._undo.append(
@@ -58,7 +59,7 @@ def observe_fsdp(model: nn.Module, timeline: Timeline) -> Observation:
     Raises:
         ValueError: the model has no FSDP2 modules.
     """
-    units = find_units(model)
+    units = find_fsdp2_units(model)
     if not units:
         raise ValueError(f"{type(model).__name__} has no FSDP2 modules to observe: call fully_shard first")
     return Observation(units, timeline)

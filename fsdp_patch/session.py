@@ -1,28 +1,28 @@
-"""``odc.patch_fsdp`` and the session it returns."""
+"""The session: ODC inside one FSDP model, from :func:`patch_fsdp` to :meth:`Session.close`."""
 
 from __future__ import annotations
 
-import functools
 import logging
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from odc.config import RuntimeConfig
-from odc.errors import OdcError, ProtocolError, UnsupportedError
-from odc.exchange import ProcessGroupExchange, raise_together
-from odc.fsdp_patch import gradients
-from odc.fsdp_patch.checks import check_model
-from odc.fsdp_patch.comms import OdcAllGather, OdcReduceScatter
-from odc.fsdp_patch.internals import FsdpUnit, all_params, find_units, warn_if_untested
+from odc.errors import OdcError, ProtocolError
+from odc.fsdp_patch import ends
+from odc.fsdp_patch.lending import Loan, sums_of
+from odc.fsdp_patch.memory import MemoryReport, report
+from odc.fsdp_patch.publishing import Publisher
+from odc.fsdp_patch.replicas import Replicas
+from odc.fsdp_patch.unit import Unit, incomplete_backward
+from odc.fsdp_patch.watch import GradientWatch
 from odc.protocol import State
 from odc.runtime import Runtime
 from odc.stats import Stats
@@ -31,106 +31,50 @@ from odc.timeline import Timeline
 logger = logging.getLogger("odc")
 
 
-def patch_fsdp(
-    model: nn.Module,
-    *,
-    transport: str = "auto",
-    accumulate: str = "auto",
-    accumulate_dtype: torch.dtype = torch.float32,
-    deterministic: bool = False,
-    timeout_s: float = 600.0,
-) -> Session:
-    """Replace the collectives of an FSDP2 model by on-demand communication. Collective over the model's mesh.
-
-    The script keeps its forward, backward, clipping, optimizer and numbers (to the rounding of a sum in another
-    order); it puts ``with session.minibatch():`` around the microbatches of one optimizer step, of which each rank may
-    have any number, also none.
-
-    Args:
-        model: a model on whose layers ``torch.distributed.fsdp.fully_shard`` was called.
-        transport: "auto" or the name of a transport.
-        accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
-        accumulate_dtype: float32 or float64.
-        deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
-        timeout_s: silence of an awaited rank after which a wait raises. ``ODC_TIMEOUT`` overrides it.
-
-    Raises:
-        UnsupportedError: the model uses an option that is not supported yet; on all ranks.
-        SetupError: the ranks differ, or a resource is missing; on all ranks.
-        ConfigError, ValueError: an argument cannot be used.
-    """
-    config = RuntimeConfig.from_environment(
-        transport=transport,
-        accumulate=accumulate,
-        accumulate_dtype=accumulate_dtype,
-        deterministic=deterministic,
-        timeout_s=timeout_s,
-    )
-    warn_if_untested()
-    units = find_units(model)
-    if not units:
-        check_model(model, units)  # raises: without units there is no group to tell
-    exchange = ProcessGroupExchange(units[0].process_group, units[0].device)
-    problem: Exception | None = None
-    try:
-        check_model(model, units)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem = error
-    raise_together(exchange, problem)
-    # FSDP communicates nothing on a group of one, and neither do we: it leaves the gradients in .grad itself.
-    communicated = units if exchange.world_size > 1 else []
-    runtime = Runtime.create(
-        exchange,
-        [unit.spec() for unit in communicated],
-        config,
-        device=units[0].device,
-        agreement=_agreement(units),
-    )
-    session = Session(communicated, runtime)
-    try:
-        session.start(model)
-    except BaseException as error:
-        runtime.abort(error)
-        session.close()
-        raise
-    return session
-
-
 class Session:
-    """ODC at work in one model. Made by :func:`patch_fsdp`."""
+    """ODC at work in one model. Made by :func:`patch_fsdp`.
 
-    def __init__(self, units: Sequence[FsdpUnit], runtime: Runtime) -> None:
+    A minibatch, the microbatches of one optimizer step, ends by itself when the script clips gradients, unscales them
+    or steps an optimizer that holds parameters of the model. Every rank must come to that point, also one that had no
+    microbatch. :meth:`minibatch` and :meth:`finish` say it explicitly.
+    """
+
+    def __init__(self, units: Sequence[Unit], runtime: Runtime, replica_group: dist.ProcessGroup | None) -> None:
         self._units = list(units)
         self._runtime = runtime
+        self._replicas = Replicas(replica_group, runtime, units[0].device) if replica_group and units else None
+        for unit in units:
+            unit.replicas = self._replicas
+        self._publisher = Publisher(self._units, runtime)
         self._undo: list[Callable[[], None]] = []
-        self._present: list[list[bool]] = [[] for _ in units]
-        self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated since finish
-        self._published_versions: list[list[int]] = [[] for _ in units]
-        self._verified = [False] * len(units)  # published shard compared with the parameters, since publication
-        self._reloaded = False
+        self._loans: list[Loan] = []
+        self._watch = GradientWatch(self, self._publisher, runtime)
         self._closed = False
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self.on_finish: Callable[[], None] | None = None
+        """Called at the end of each minibatch, before this rank waits for the others."""
 
     def start(self, model: nn.Module) -> None:
         """Publish the parameters as they are and enter the model. Called once, by :func:`patch_fsdp`."""
-        self._publish_all()
-        self._patch(model)
-        logger.info(
-            "odc: patched %d units over %d ranks, transport %s",
-            len(self._units),
-            self._runtime.topology.world_size,
-            self._runtime.transport_name,
-        )
-
-    def _patch(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._publisher.publish_all()
         for index, unit in enumerate(self._units):
-            self._undo.append(unit.swap_comms(OdcAllGather(self, index), OdcReduceScatter(self, index)))
-            self._undo.append(unit.watch_post_backward(functools.partial(self._note_present, index)))
-        handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-            model.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
-        ]
-        self._undo.extend(handle.remove for handle in handles)
+            self._undo.append(unit.enter(index, self))
+        self._runtime.hold_gradients()
+        self._undo += [ends.listen(self._watch), self._watch.watch_forwards(model)]
+        load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
+        self._undo.append(load_hook.remove)
+        logger.info("odc: patched %s", self.describe())
+
+    def describe(self) -> str:
+        """One line for people: what was patched."""
+        if not self._units:
+            return "nothing to communicate in a shard group of one rank"
+        replicas = f", {self._replicas.size} replicas" if self._replicas else ""
+        return (
+            f"{len(self._units)} units over {self._runtime.topology.world_size} ranks{replicas}, transport "
+            f"{self._runtime.transport_name}"
+        )
 
     # The minibatch
 
@@ -138,175 +82,181 @@ class Session:
     def minibatch(self) -> Iterator[None]:
         """Around the microbatches of one optimizer step; on exit every ``.grad`` is final.
 
-        Ranks enter and leave at their own pace and may run different numbers of microbatches, none included. Inside,
-        ``.grad`` is what it was before the block: clip, unscale and step behind it. An exception inside is reported to
-        the other ranks before it goes on.
+        Ranks enter and leave at their own pace and may run different numbers of microbatches, none included. Gradients
+        are not final inside: clip, unscale, step and read ``.grad`` behind it. An exception inside is reported to the
+        other ranks before it goes on.
         """
         self._require_open()
         self._begin()
+        self._watch.in_block = True
         try:
             yield
         except BaseException as error:
             self._runtime.abort(error)
             raise
+        finally:
+            self._watch.in_block = False
         if self._runtime.state is State.OPEN:
             self.finish()
 
     def finish(self) -> None:
-        """End the minibatch without the context manager: gradients are final when this returns.
+        """End the minibatch: gradients are final when this returns.
 
-        Every rank must call it once per optimizer step, also one that ran no microbatch.
+        Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
+        ``optimizer.step`` and reading ``.grad`` after a backward do it by themselves.
         """
+        if (error := incomplete_backward(self._units)) is not None:
+            self._runtime.abort(error)
+            raise error
+        self._end_minibatch()
+        for index, unit in enumerate(self._units):
+            own, spec = self._runtime.gradient(index), self._runtime.units[index]
+            result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
+            if result is not None:
+                self._watch.has_gradients = True
+                lend = result.is_lendable and self._runtime.sums_stay
+                unit.install(result.total.div_(unit.divide_factor), result.touched, lend)
+                if unit.borrows(result.total):
+                    self._loans.append(Loan(unit, result.total))
+
+    def discard(self) -> None:
+        """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
+
+        Every rank must call it, in place of clipping and stepping (``if loss_is_bad_anywhere: session.discard()``).
+        What was in ``.grad`` before the minibatch stays there. ``zero_grad`` alone cannot do this: what has been pushed
+        is part of other ranks' sums. Once they are final it can.
+        """
+        self._end_minibatch()
+        self._publisher.publish_all()
+
+    def _end_minibatch(self) -> None:
+        """Wait until every rank is done with it. The sums are then final."""
         self._require_open()
         if self._runtime.state is not State.OPEN:
             self._begin()
+        if self.on_finish is not None:
+            self.on_finish()
         self._runtime.finish()
-        self._stepped.clear()
-        for index, unit in enumerate(self._units):
-            result = self._runtime.gradient(index)
-            if result is not None:
-                gradients.install(unit, *result)
+        self._publisher.check_answers()
+        self._watch.ended()
+        for unit in self._units:
+            unit.discard_gathered()
+
+    def release_gradients(self) -> None:
+        """Let the other ranks push into this rank's sums if no ``.grad`` lies in them any more.
+
+        ``.grad`` is the sum itself, so that a gradient is in memory once. Scripts clear it right after the step.
+        """
+        if self._runtime.holds_sums:
+            self._loans = [loan for loan in self._loans if not loan.is_over]
+            if not self._loans:
+                self._runtime.open_sums()
+
+    def _take_gradients_out(self) -> None:
+        """Copy what is left of the gradients: this rank goes on without having cleared them."""
+        with self._runtime.at_home():
+            self._end_loans()
+            self.release_gradients()
+
+    def _end_loans(self) -> None:
+        while self._loans:
+            self._loans.pop().take_back()
 
     def _begin(self) -> None:
-        if self._reloaded:
-            self.publish()
-        self._publish_all()
-        for index in range(len(self._units)):
-            self._check_unchanged(index)
+        if self._publisher.reloaded:
+            self._publish_again()
+        self._publisher.publish_all()
+        self._take_gradients_out()
+        for index, unit in enumerate(self._units):
+            unit.check_hooks()
+            self._publisher.check_unchanged(index, whole=True)
         self._runtime.begin()
-
-    # Publishing
 
     def publish(self) -> None:
         """Publish parameters that were changed outside ``optimizer.step``. Every rank must call it.
 
         Needed after changing parameters by hand between a publication and the next use of the model (an evaluation with
         averaged weights, a checkpoint loaded after patching). ``optimizer.step`` publishes by itself, and a
-        ``load_state_dict`` of the patched model is published when the next minibatch begins.
+        ``load_state_dict`` of the patched model is published when the model is next used, on every rank.
 
         Raises:
             ProtocolError: inside a minibatch, or another rank is training on the old parameters already.
         """
         self._require_open()
-        self._publish_all()
+        self._publish_again()
+        for unit in self._units:
+            unit.discard_gathered()
+
+    def _publish_again(self) -> None:
+        self._publisher.publish_all()
+        self._take_gradients_out()
         # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
         self._runtime.begin()
         self._runtime.finish()
         if any(self._runtime.gradient(i) is not None for i in range(len(self._units))):
-            self._fail("publish() was not called on every rank: another rank has trained meanwhile")
-        self._publish_all()
-        self._reloaded = False
+            error = ProtocolError("publish() was not called on every rank: another rank has trained meanwhile")
+            self._runtime.abort(error)
+            raise error
+        self._publisher.publish_all()
+        self._publisher.reloaded = False
 
-    def _publish_all(self) -> None:
-        if self._runtime.state is not State.FINISHED:
-            return
-        for index in range(len(self._units)):
-            if not self._runtime.is_published(index):
-                self._publish(index)
-
-    def _publish(self, index: int) -> None:
-        unit = self._units[index]
-        self._runtime.publish(index, unit.fill_shard)
-        self._published_versions[index] = [p.version for p in unit.params]
-        self._verified[index] = False
-
-    def _check_unchanged(self, index: int) -> None:
-        """Refuse to compute with parameters that are not the ones the other ranks read.
-
-        By version counters every time; bit by bit once per publication, because counters miss changes through
-        ``param.data`` and checkpoints loaded in place.
-        """
-        unit = self._units[index]
-        for param, version in zip(unit.params, self._published_versions[index], strict=True):
-            if param.version != version:
-                self._fail_changed(f"parameter {param.name!r}")
-        if not self._verified[index]:
-            if not unit.matches_shard(self._runtime.published_shard(index)):
-                self._fail_changed(f"a parameter of unit {unit.name!r}")
-            self._verified[index] = True
-
-    def _fail_changed(self, what: str) -> NoReturn:
-        self._fail(
-            f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
-            "or call session.publish() on every rank after changing them."
-        )
-
-    def _fail(self, text: str) -> NoReturn:
-        error = ProtocolError(text)
-        self._runtime.abort(error)
-        raise error
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._runtime.state is State.OPEN and self._own_params(optimizer):
-            raise ProtocolError(
-                "optimizer.step() inside the minibatch: gradients are final only after it. Move step() behind the "
-                "`with session.minibatch():` block, or call session.finish() before it."
-            )
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Publish at once every unit whose trainable parameters have all been updated.
-
-        At once, not at the next gather: else a fast rank would wait for a slow one's first forward. A unit that is
-        split between optimizers waits for the last of them; one with parameters in no optimizer is published when
-        the next minibatch begins.
-        """
-        stepped = self._own_params(optimizer)
-        if not stepped or self._runtime.state is not State.FINISHED:
-            return
-        self._stepped |= stepped
-        for index, unit in enumerate(self._units):
-            complete = all(id(p.sharded) in self._stepped for p in unit.trainable)
-            if complete and not self._runtime.is_published(index):
-                self._publish(index)
-
-    def _own_params(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        ours = {id(p.sharded) for p in all_params(self._units)}
-        return ours & {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the session of ``module``, of a model around it, or of one in it."""
+        root = self._model()
+        return root is not None and (module in root.modules() or root in module.modules())
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        # What is not published yet will be published as it is now.
-        self._reloaded |= any(self._runtime.is_published(index) for index in range(len(self._units)))
+        self._publisher.after_load()
 
     # What FSDP calls
 
-    def gather(self, unit: int, out: torch.Tensor) -> None:
-        """FSDP's all-gather of one unit; its own shard is in place already."""
-        if self._runtime.state is State.FINISHED and (self._stepped or self._gradients_are_cleared()):
-            # An evaluation after the step, with units that no optimizer owns completely; or after a step that was
-            # skipped (GradScaler), whose gradients are gone: no later step can change the parameters.
-            self._publish_all()
+    def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> None:
+        """FSDP's all-gather of one unit."""
+        self._before_gather(unit)
+        self._runtime.gather(unit, out, own_in_place=own_in_place)
+
+    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> Callable[[], None] | None:
+        """FSDP's all-gather of one unit, which FSDP will wait for by calling what is returned (None: complete)."""
+        self._before_gather(unit)
+        return self._runtime.gather_ahead(unit, out, own_in_place=own_in_place)
+
+    def _before_gather(self, unit: int) -> None:
+        if self._publisher.reloaded and self._runtime.state is State.PUBLISHED:
+            self._publish_again()
+        if self._runtime.state is State.FINISHED:
+            if not self._watch.is_used_up():
+                raise ProtocolError(
+                    f"unit {self._runtime.units[unit].name!r} is needed between {self._watch.ended_by}, which made the "
+                    "gradients final, and the step that uses them: the other ranks may have stepped already. Step or "
+                    "clear them first. Evaluate inside the minibatch, or after optimizer.step()."
+                )
+            self._publisher.publish_all()
+        if self._runtime.holds_sums:
+            self._take_gradients_out()
         if self._runtime.state is not State.FINISHED:
-            self._check_unchanged(unit)
-        self._runtime.gather(unit, out, own_in_place=True)
+            self._publisher.check_unchanged(unit)
 
-    def _gradients_are_cleared(self) -> bool:
-        return all(p.sharded.grad is None for unit in self._units for p in unit.trainable)
-
-    def scatter_accumulate(self, unit: int, grads: torch.Tensor) -> None:
+    def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
         if self._runtime.state is State.PUBLISHED:
             self._begin()  # used without the context manager: the first backward opens the minibatch
-        self._runtime.scatter_accumulate(unit, grads, present=self._present[unit])
-
-    def _note_present(self, index: int) -> None:
-        unit = self._units[index]
-        late = [p.name for p in unit.params if p.has_gradient and p not in unit.trainable]
-        if late:
-            raise UnsupportedError(
-                f"parameters {late} received a gradient but were frozen when the model was patched: set "
-                "requires_grad before patch_fsdp, or close() the session and patch again"
-            )
-        self._present[index] = unit.present()
+        self._watch.pushed(unit)
+        self._runtime.scatter_accumulate(unit, grads, present=present)
 
     # For people
 
     def stats(self) -> Stats:
         """A copy of this rank's counters since patching."""
-        return replace(self._runtime.stats)
+        return replace(self.counters)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of shared memory that ODC added on this rank, by purpose."""
-        return self._runtime.memory()
+    @property
+    def counters(self) -> Stats:
+        """The counters themselves, which outlive the session."""
+        return self._runtime.stats
+
+    def memory(self) -> MemoryReport:
+        """Where this rank's bytes are, and how many more they are than under plain FSDP."""
+        return report(self._units, self._runtime.memory(), sums_of(self._loans))
 
     def start_timeline(self) -> Timeline:
         """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
@@ -316,20 +266,40 @@ class Session:
     def transport(self) -> str:
         return self._runtime.transport_name
 
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed; they raise at their next operation."""
+        self._runtime.abort(error)
+
     def close(self) -> None:
-        """Give the model back to plain FSDP2 and release everything. Local, idempotent, never waits."""
+        """Give the model back to plain FSDP and release everything. Local, idempotent, never waits.
+
+        Warns where that drops gradients: this rank has pushed some, and no step has used them.
+        """
         if self._closed:
             return
         self._closed = True
+        in_error = self._runtime.has_failed or sys.exc_info()[0] is not None
+        if self._runtime.state is State.OPEN and self._watch.num_sent and not in_error:
+            warnings.warn(
+                f"odc: closed in the middle of a minibatch: gradients of {self._watch.num_sent} units, which no step "
+                "has used, are dropped",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         try:
+            self._end_loans()
             while self._undo:
                 self._undo.pop()()
         finally:
             self._runtime.close()
+            if self._replicas is not None:
+                self._replicas.close()
+            self._units.clear()  # a closed session that somebody keeps does not keep the model
+            self._publisher.forget()
 
     def _require_open(self) -> None:
         if self._closed:
-            raise OdcError("this session is closed: the model is plain FSDP2 again")
+            raise OdcError("this session is closed: the model is plain FSDP again")
 
     def __enter__(self) -> Session:
         return self
@@ -340,17 +310,17 @@ class Session:
         self.close()
 
 
-def _agreement(units: Sequence[FsdpUnit]) -> dict[str, dict[str, str]]:
-    """What must be equal on all ranks beyond the runtime's own tables."""
-    parameters, options = {}, {}
-    for unit in units:
-        policy = unit.group.mp_policy
-        options[unit.name] = (
-            f"divide by {unit.divide_factor:g}, param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}"
-        )
-        for param in unit.params:
-            frozen = "" if param.sharded.requires_grad else ", frozen"
-            parameters[param.name] = (
-                f"{list(param.global_shape)} {param.dtype} sharded on dim {param.shard_dim}{frozen}"
-            )
-    return {"parameters": parameters, "FSDP options": options}
+def session_of(model: nn.Module) -> Session:
+    """The session of a patched model, or of the model that a module is part of; under ``odc run`` too.
+
+    Raises:
+        OdcError: the model is not patched, or not yet: ``odc run`` patches at the first forward.
+    """
+    for listener in ends.listening():
+        session = listener.session() if isinstance(listener, GradientWatch) else None
+        if session is not None and session.is_of(model):
+            return session
+    raise OdcError(
+        f"{type(model).__name__} is not patched. Call odc.patch_fsdp(model) first; `odc run` patches a model at its "
+        "first forward, so ask after that"
+    )

@@ -1,0 +1,1 @@
+"""FSDP1: ``FullyShardedDataParallel`` and its flat parameters."""

@@ -1,0 +1,358 @@
+"""One communication unit of FSDP1: a ``FullyShardedDataParallel`` module and its flat parameter.
+
+Gradients enter by the slot of ``register_comm_hook`` (its public form takes one state for the whole model, and refuses
+hybrid sharding because FSDP then skips its all-reduce, which is what ODC wants). The gather side has no door:
+``FlatParamHandle._all_gather_flat_param`` is shadowed on the instance, reversibly.
+
+[Note: Nothing until final] FSDP1 makes what a hook leaves in its output the sharded gradient, or adds it to an earlier
+one. The sum is known only at the end of the minibatch, so the hook leaves zeros: one element seen as many, which costs
+no memory. ``prepare_gradient_for_optim`` (end of backward) is shadowed to take a ``.grad`` that is nothing but these
+zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, lies_in, spread, waiting_gradients
+from odc.units import ParamSlice, UnitSpec
+
+
+class Fsdp1Unit(Unit):
+    """One ``FullyShardedDataParallel`` module that has parameters of its own."""
+
+    def __init__(self, module: FullyShardedDataParallel, name: str) -> None:
+        self.module = module
+        self.name = name or "<root>"
+        self.handle: Any = module._handle
+        self._state: Any = module  # the same, for attributes that are None only before FSDP1 is initialised
+        prefix = f"{name}." if name else ""
+        self._names = [prefix + fqn for fqn in self.flat_param._fqns]
+        self._trainable = {id(p) for p in self.trainable_parameters()}
+        shard = self.flat_param._local_shard
+        self._zero = torch.zeros(1, dtype=shard.dtype, device=shard.device)
+        self._sent_in: int | None = None  # autograd's number of a backward pass with a push that has not completed yet
+        self._is_incomplete = False
+
+    # What it is
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._state.process_group
+        return group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup | None = getattr(self.module, "_inter_node_pg", None)
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._state.compute_device
+        return device
+
+    @property
+    def divide_factor(self) -> float:
+        return float(self.module._gradient_predivide_factor * self.module._gradient_postdivide_factor)
+
+    @property
+    def flat_param(self) -> Any:
+        return self.handle.flat_param
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """dtype of the all-gather: the compute dtype under mixed precision."""
+        flat: torch.Tensor = self.flat_param._local_shard
+        dtype: torch.dtype = self.handle._fwd_bwd_param_dtype if self.handle._uses_param_mixed_precision else flat.dtype
+        return dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """dtype in which gradients reach the reduce-scatter."""
+        dtype: torch.dtype = self.handle._reduce_dtype
+        return dtype
+
+    def spec(self) -> UnitSpec:
+        numel = self.flat_param._local_shard.numel()
+        return UnitSpec(
+            name=self.name,
+            shard_numel=numel,
+            dtype=self.gather_dtype,
+            # FSDP1 reduces a unit as a whole: any trainable parameter makes the whole flat gradient.
+            params=(ParamSlice(f"{self.name} (flat)", numel),) if self._trainable else (),
+            grad_dtype=self.grad_dtype,
+        )
+
+    def agreement(self) -> tuple[str, dict[str, str]]:
+        precision, flat = self.module.mixed_precision, self.flat_param
+        options = (
+            f"{self.module.sharding_strategy.name}, divide by {self.divide_factor:g}, use_orig_params "
+            f"{self.handle._use_orig_params}, param_dtype {precision.param_dtype}, reduce_dtype "
+            f"{precision.reduce_dtype}"
+        )
+        held = flat._params if self.handle._use_orig_params else [flat] * len(flat._fqns)
+        return options, {
+            name: f"{list(shape)} {flat.dtype}{'' if parameter.requires_grad else ' frozen'}"
+            for name, shape, parameter in zip(self._names, flat._shapes, held, strict=True)
+        }
+
+    # Its parameters
+
+    def versions(self) -> list[tuple[str, int]]:
+        # Tensors that share memory through .data do not share version counters, and any of them may be updated.
+        flat = self.flat_param
+        whole = (f"{self.name} (flat)", flat._local_shard._version + flat._version)
+        return [(name, p._version) for name, p in zip(self._names, flat._params or [], strict=False)] + [whole]
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
+        return [p for p in held if p.requires_grad]
+
+    def fill_shard(self, out: torch.Tensor) -> None:
+        if self._idle and self.handle._use_orig_params:
+            self.handle._writeback_orig_params()  # FSDP1 itself takes over a `param.data = ...` in its next unshard
+        out.copy_(self.flat_param._local_shard)
+
+    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        shard = self.flat_param._local_shard
+        if not whole:
+            shard, published = shard.index_select(0, self._sample), published.index_select(0, self._sample)
+        yield bits(published), bits(shard.to(published.dtype))
+
+    @cached_property
+    def _sample(self) -> torch.Tensor:
+        """Where some elements of each parameter are in the flat shard."""
+        infos = [info for info in self.flat_param._shard_param_infos if info.in_shard]
+        places = [info.offset_in_shard + spread(info.numel_in_shard) for info in infos]
+        flat = self.flat_param._local_shard
+        return torch.cat([*places, torch.empty(0, dtype=torch.int64)]).to(flat.device)
+
+    def check_hooks(self) -> None:
+        """FSDP1 never calls hooks of original parameters that are set after its initialisation."""
+
+    def incomplete_backward(self) -> bool:
+        return self._is_incomplete or self._sent_in is not None
+
+    def discard_gathered(self) -> None:
+        handle = self.handle
+        was_interrupted = self._leave_interrupted_pass()
+        if self._idle and (handle._skipped_use_sharded_views or not handle.needs_unshard()):
+            handle.reshard(free_unsharded_flat_param=True)
+            handle.post_reshard()
+            handle._prefetched = False
+        if was_interrupted:
+            self._restore_gradient()
+
+    def _leave_interrupted_pass(self) -> bool:
+        """What FSDP1 still believes to be within, when neither forward nor backward is running, an exception has
+        ended."""
+        self._sent_in, self._is_incomplete = None, False
+        if self._state.training_state == TrainingState.FORWARD_BACKWARD:
+            self._state.training_state = TrainingState.IDLE
+        if self._idle or self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+            return False
+        self.handle._training_state = HandleTrainingState.IDLE
+        return True
+
+    def _restore_gradient(self) -> None:
+        """Put back the earlier ``.grad`` that a backward pass has laid aside to add to at its end."""
+        flat = self.flat_param
+        if flat.grad is not None:  # not laid aside, or summed under no_sync()
+            return
+        flat._post_backward_called = False
+        earlier = flat.__dict__.pop("_saved_grad_shard", None)
+        if earlier is not None and not self._is_nothing(earlier):
+            flat.grad = earlier
+            if self.handle._use_orig_params:
+                self.handle._use_sharded_grad_views()
+
+    def install(self, mean: torch.Tensor, touched: Sequence[bool], lend: bool) -> None:
+        if not any(touched):
+            return
+        flat = self.flat_param
+        shard = flat._local_shard
+        self._take_over_gradients()
+        if flat.grad is None:
+            flat.grad = mean.to(device=shard.device, dtype=shard.dtype, copy=not lend)
+        elif flat.grad.shape == shard.shape:
+            flat.grad.add_(mean.to(shard.device))
+        else:
+            raise waiting_gradients(self.name)
+        if self.handle._use_orig_params:
+            flat._is_grad_none_mask[:] = [not p.requires_grad for p in flat._params]
+            self.handle._use_sharded_grad_views()
+
+    def gradients(self) -> list[torch.Tensor]:
+        held = [self.flat_param, *(self.flat_param._params or []), *(self.flat_param._shared_params or [])]
+        return [parameter.grad for parameter in held if parameter.grad is not None]
+
+    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None, bool]]:
+        flat = self.flat_param
+        return [(flat._local_shard, flat.grad, flat.requires_grad)]
+
+    def borrows(self, memory: torch.Tensor) -> bool:
+        self._take_over_gradients()
+        return lies_in(self.flat_param.grad, memory)
+
+    def keep_gradients(self, memory: torch.Tensor) -> None:
+        if not self.borrows(memory):
+            return
+        flat = self.flat_param
+        flat.grad = flat.grad.clone()
+        for _, parameter, part in self._in_shard():
+            if lies_in(parameter.grad, memory):
+                parameter.grad = flat.grad[part].view_as(parameter)
+
+    def _take_over_gradients(self) -> None:
+        """Make the flat gradient what the original parameters' ``.grad`` say.
+
+        ``zero_grad()`` sets those to None, and a script may assign them. FSDP1 looks at them when the next forward
+        begins, which a rank without microbatches never does.
+        """
+        flat = self.flat_param
+        if not self.handle._use_orig_params or self._unsynchronized:
+            return
+        if all(p.grad is None for p in flat._params):
+            flat.grad = None
+            return
+        if flat.grad is None:
+            flat.grad = torch.zeros_like(flat._local_shard)
+        for index, parameter, part in self._in_shard():
+            if parameter.grad is None:
+                flat.grad[part].zero_()
+                flat._is_grad_none_mask[index] = True
+            elif not lies_in(parameter.grad, flat.grad):
+                flat.grad[part].copy_(parameter.grad)
+
+    @property
+    def _unsynchronized(self) -> bool:
+        """Whether the flat gradient is an unsharded one, summed under ``no_sync()``."""
+        grad = self.flat_param.grad
+        return grad is not None and grad.shape != self.flat_param._local_shard.shape
+
+    def _in_shard(self) -> Iterator[tuple[int, nn.Parameter, slice]]:
+        """Index and original parameter of what this rank's shard holds a part of, and where in the shard that is."""
+        flat = self.flat_param
+        for index, (parameter, info) in enumerate(zip(flat._params or [], flat._shard_param_infos, strict=False)):
+            if info.in_shard:
+                yield index, parameter, slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+
+    # Entering it
+
+    def enter(self, index: int, communication: Communication) -> Undo:
+        all_gather, prepare = self.handle._all_gather_flat_param, self.handle.prepare_gradient_for_optim
+
+        def all_gather_flat_param(padded_unsharded: torch.Tensor) -> torch.Tensor:
+            if self._is_collective(padded_unsharded):
+                gathered: torch.Tensor = all_gather(padded_unsharded)
+                return gathered
+            communication.gather(index, padded_unsharded, own_in_place=False)
+            return padded_unsharded
+
+        def push(state: object, grads: torch.Tensor, out: torch.Tensor) -> None:
+            self._check_push(grads)
+            if self._sent_in is None:
+                self._sent_in = torch._C._current_graph_task_id()
+            communication.scatter_accumulate(index, grads, [True])
+            out.data = self._zero.expand(out.numel())
+            if self._is_nothing(getattr(self.flat_param, "_saved_grad_shard", None)):
+                # A second push in one backward (reentrant checkpointing of several modules of a unit): FSDP would add
+                # in place to these zeros, which are one element.
+                del self.flat_param._saved_grad_shard
+
+        def prepare_gradient_for_optim() -> None:
+            self._completed(torch._C._current_graph_task_id())
+            prepare()
+            flat = self.flat_param
+            if self._is_nothing(flat.grad):
+                flat.grad = None
+                for parameter in chain(flat._params or [], flat._shared_params or []):
+                    parameter.grad = None
+
+        undo_methods = self._shadow(
+            _all_gather_flat_param=all_gather_flat_param, prepare_gradient_for_optim=prepare_gradient_for_optim
+        )
+        undo_order = self._stop_checking_order()
+        self.module._comm_hook = push
+
+        def undo() -> None:
+            if self.module._comm_hook is push:
+                self.module._comm_hook = None
+            undo_order()
+            undo_methods()
+
+        return undo
+
+    def _completed(self, backward: int) -> None:
+        """A backward pass has come to its end. One that has sent gradients before it, and is not a part of it (these
+        have higher numbers), never will."""
+        self._is_incomplete |= self._sent_in is not None and self._sent_in < backward
+        self._sent_in = None
+
+    def _shadow(self, **methods: Any) -> Undo:
+        """Put functions before the handle's methods of the same names; returns the undo."""
+        self.handle.__dict__.update(methods)
+
+        def undo() -> None:
+            for name, method in methods.items():
+                if self.handle.__dict__.get(name) is method:
+                    del self.handle.__dict__[name]
+
+        return undo
+
+    def _stop_checking_order(self) -> Undo:
+        """With TORCH_DISTRIBUTED_DEBUG=DETAIL FSDP1 compares in every forward, by a collective, what the ranks run
+        next. Under ODC they need not run the same."""
+        order = self.module._exec_order_data
+        checking = order._checking_order
+        order._checking_order = False
+
+        def undo() -> None:
+            order._checking_order = checking
+
+        return undo
+
+    @property
+    def _idle(self) -> bool:
+        """Whether FSDP1 is outside of forward, backward and ``summon_full_params`` of this unit."""
+        return bool(self.handle._training_state == HandleTrainingState.IDLE)
+
+    def _is_nothing(self, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient is the zeros of [Note: Nothing until final]."""
+        return grad is not None and grad.data_ptr() == self._zero.data_ptr()
+
+    def _is_collective(self, out: torch.Tensor) -> bool:
+        """Whether this all-gather is part of something that all ranks do together: a full state dict,
+        ``summon_full_params``, or an evaluation in full precision, which is not what is published."""
+        return self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS or out.dtype != self.gather_dtype
+
+    def _check_push(self, grads: torch.Tensor) -> None:
+        late = [name for name, p in self._held() if p.requires_grad and id(p) not in self._trainable]
+        if late:
+            raise UnsupportedError(
+                f"parameters {late} received a gradient but were frozen when the model was patched: set requires_grad "
+                "before patch_fsdp, or close() the session and patch again"
+            )
+        if grads.dtype != self.grad_dtype:
+            raise UnsupportedError(
+                f"unit {self.name!r}: backward in eval mode under FSDP_USE_FULL_PREC_IN_EVAL=1 reduces gradients in "
+                f"{grads.dtype}, not in the {self.grad_dtype} of its mixed precision: train in train() mode, or "
+                "without that variable"
+            )
+
+    def _held(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters as an optimizer may hold them."""
+        if self.handle._use_orig_params:
+            yield from zip(self._names, self.flat_param._params, strict=True)
+        else:
+            yield f"{self.name} (flat)", self.flat_param

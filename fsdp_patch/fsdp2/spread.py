@@ -1,0 +1,128 @@
+"""``reshard_after_forward=<int>``: parameters and gradients shared within a group of ranks, optimizer state by all.
+
+FSDP2 gathers the forward over all N ranks and keeps, between forward and backward, a shard over a smaller group of S
+ranks (typically one host) to gather the backward from. On demand, the small groups serve the forward too (ZeRO++'s
+hybrid sharding; paper section 6.1 and appendix E): each rank publishes to its group not its own N-th of a unit but the
+N/S shards of its replicas, one from each group, fetched once per minibatch; its sums are as wide, and are reduced over
+the replicas at the end of the minibatch. Nothing crosses hosts within a minibatch.
+
+[Note: Three orders of rows] Global rank r is place ``s = r % S`` in group ``i = r // S``. A *row* is one rank's shard
+of the whole unit, parameter after parameter. FSDP's forward wants rows by r. What place s publishes is its replicas'
+rows, by i. FSDP's backward wants, for each place, parameter after parameter, the N/S consecutive rows
+``r = s * N/S ...`` (it cuts the gathered parameter anew).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from odc.fsdp_patch.fsdp2.unit import Fsdp2Unit
+from odc.fsdp_patch.replicas import Replicas
+from odc.fsdp_patch.unit import Communication
+from odc.units import ParamSlice, UnitSpec
+
+
+def smaller_mesh(group: Any) -> Any | None:
+    """The mesh that ``reshard_after_forward=<int>`` made for a parameter group; None without such an option."""
+    mesh = group.post_forward_mesh_info
+    return mesh if mesh is not None and mesh != group.mesh_info else None
+
+
+class SpreadUnit(Fsdp2Unit):
+    """A unit whose shard group is one of several smaller groups."""
+
+    def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str], smaller: Any) -> None:
+        super().__init__(module, group, name, param_names)
+        self.smaller = smaller
+        self._places = int(smaller.shard_mesh_size)
+        self._groups = int(smaller.replicate_mesh_size)
+
+    @property
+    def divide_factor(self) -> float:
+        factor = self.group.gradient_divide_factor
+        return float(self._places * self._groups) if factor is None else float(factor)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.smaller.shard_process_group
+        return group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self.smaller.replicate_process_group
+        return group
+
+    def spec(self) -> UnitSpec:
+        row = super().spec()
+        return UnitSpec(
+            name=row.name,
+            shard_numel=row.shard_numel * self._groups,
+            dtype=row.dtype,
+            params=tuple(ParamSlice(p.name, p.numel * self._groups) for p in row.params),
+            grad_dtype=row.grad_dtype,
+        )
+
+    # Publishing: the rows of all replicas
+
+    def fill_shard(self, out: torch.Tensor) -> None:
+        assert self.replicas is not None
+        rows = out.view(self._groups, -1)
+        super().fill_shard(rows[self.replicas.rank])
+        self.replicas.all_gather(rows, f"parameters of {self.name!r}")
+
+    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert self.replicas is not None
+        return super().beside(published.view(self._groups, -1)[self.replicas.rank], whole)
+
+    # See [Note: Three orders of rows].
+
+    def _gather(
+        self, index: int, communication: Communication, out: torch.Tensor, group: dist.ProcessGroup
+    ) -> Callable[[], None] | None:
+        published = torch.empty_like(out)
+        communication.gather(index, published, own_in_place=False)
+        by_rank = published.view(self._places, self._groups, -1).transpose(0, 1)
+        if group.size() == self._places * self._groups:
+            out.view(self._groups, self._places, -1).copy_(by_rank)
+            return None
+        rows = by_rank.reshape(self._places, self._groups, -1)  # consecutive ranks, as the backward cuts them
+        target = out.view(self._places, -1)
+        for start, numel in _spans([self._gather_numel(p) for p in range(len(self.params))]):
+            part = target[:, start * self._groups : (start + numel) * self._groups]
+            part.view(self._places, self._groups, numel).copy_(rows[:, :, start : start + numel])
+        return None
+
+    def _gather_numel(self, param: int) -> int:
+        """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
+        inner = self.params[param]
+        bytes_each = inner.compute_dtype(self.param_dtype).itemsize if self.gather_dtype == torch.uint8 else 1
+        return inner.padded.numel() * bytes_each
+
+    def _push(self, index: int, communication: Communication, grads: torch.Tensor) -> None:
+        by_place = grads.view(self._groups, self._places, -1).transpose(0, 1)
+        pushed = torch.empty(self._places, grads.numel() // self._places, dtype=grads.dtype, device=grads.device)
+        present = [p.padded.numel() for p, here in zip(self.trainable, self._present, strict=True) if here]
+        for start, numel in _spans(present):
+            part = pushed[:, start * self._groups : (start + numel) * self._groups]
+            part.view(self._places, self._groups, numel).copy_(by_place[:, :, start : start + numel])
+        communication.scatter_accumulate(index, pushed.view(-1), self._present)
+
+    def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty(self._groups, total.numel() // self._groups, dtype=total.dtype, device=total.device)
+        for start, numel in _spans([p.padded.numel() for p in self.trainable]):
+            part = total[start * self._groups : (start + numel) * self._groups]
+            rows[:, start : start + numel] = part.view(self._groups, numel)
+        return replicas.reduce_scatter(rows, f"gradient of {self.name!r}")
+
+
+def _spans(numels: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, length) of each part of a row."""
+    start = 0
+    for numel in numels:
+        yield start, numel
+        start += numel

@@ -1,0 +1,85 @@
+"""``odc run --dry-run``: what would be patched, told after one optimizer step under plain FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch import ends
+from odc.fsdp_patch.launch.automatic import Say, model_name
+from odc.fsdp_patch.launch.roots import RootWatch
+from odc.fsdp_patch.listeners import Listener
+from odc.fsdp_patch.models import supported_units
+from odc.fsdp_patch.unit import Unit
+
+
+class DryRun(Listener):
+    """Looks at each FSDP root at its first forward, changes nothing, and ends the script after its first step."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self.refused = False
+        self.is_complete = False
+        """Whether it has ended the script."""
+        self._trainable: set[int] = set()
+        self._ended_by: str | None = None
+        self._watch = RootWatch(self._on_root)
+        self._undo = ends.listen(self)
+
+    def _on_root(self, module: nn.Module, computes: bool) -> None:
+        name = model_name(module)
+        self._trainable |= {id(p) for p in module.parameters() if p.requires_grad}
+        try:
+            units = supported_units(module)
+        except UnsupportedError as error:
+            self.refused = True
+            self._say(f"odc: would refuse {name}: {error}")
+            return
+        self._say(f"odc: would patch {name}: {describe_units(units)}")
+
+    def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self._watch.pending(tensors):
+            self.is_complete = True
+            raise SystemExit(
+                f"odc: dry run: stopped at {what}: this rank has computed nothing, which plain FSDP cannot run. Give "
+                "each rank a microbatch in the first optimizer step of a dry run"
+            )
+        if self._ended_by is None and any(id(t) in self._trainable for t in tensors):
+            self._ended_by = what
+            self._say(f"odc: a minibatch would end at {what}")
+
+    def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if any(id(t) in self._trainable for t in tensors):
+            self._say("odc: dry run: stopped after the first optimizer step; nothing was patched")
+            self.is_complete = True
+            raise SystemExit(1 if self.refused else 0)
+
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(self._watch.pending(tensors)) or any(id(t) in self._trainable for t in tensors)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._watch.close()
+        self._undo()
+
+
+def describe_units(units: Sequence[Unit]) -> str:
+    """Number of units, and the memory that ODC would add per rank."""
+    specs = [unit.spec() for unit in units]
+    published = sum(spec.shard_bytes for spec in specs)
+    accumulators = 4 * sum(spec.grad_numel for spec in specs)
+    spare = 4 * sum({spec.grad_numel for spec in specs})
+    ranks = units[0].process_group.size()
+    replicas = units[0].replica_group
+    copies = f", {replicas.size()} replicas" if replicas is not None else ""
+    return (
+        f"{len(units)} units over {ranks} ranks{copies}; per rank {_mib(published)} of published shards, "
+        f"{_mib(accumulators)} of gradient sums, {_mib(spare)} to spare"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,207 @@
+"""One rank of ``odc run``: ``python -m odc.run [options] script.py args...``, under torchrun or alone."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from odc.config import LaunchEnvironment, RuntimeConfig
+from odc.errors import ConfigError, UnsupportedError
+from odc.fsdp_patch.launch import report
+from odc.fsdp_patch.launch.automatic import AutomaticPatching, Say
+from odc.fsdp_patch.launch.dry_run import DryRun
+from odc.fsdp_patch.launch.script import run_module, run_script
+from odc.fsdp_patch.patching import patch_fsdp
+
+_under_odc_run = False
+
+
+def under_odc_run() -> bool:
+    """Whether the script of this process runs with FSDP patched, or about to be."""
+    return _under_odc_run
+
+
+def odc_options() -> argparse.ArgumentParser:
+    """The options of ODC itself, without help and without the script."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group("on-demand communication")
+    group.add_argument(
+        "--dry-run", action="store_true", help="say what would be patched, and stop after the first optimizer step"
+    )
+    group.add_argument("--transport", default="auto", help="name of a transport (default: the first that works)")
+    group.add_argument("--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="who adds gradients")
+    group.add_argument(
+        "--deterministic", action="store_true", help="bit-equal gradients whatever the timing, for more memory"
+    )
+    group.add_argument(
+        "--balance",
+        metavar="POLICY",
+        help="share out the samples of each optimizer step of a transformers Trainer or TRL SFTTrainer by this policy "
+        "of odc.balance (lb-mini, lb-micro, ...)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="with --balance: tokens of a microbatch (default: the longest sample)",
+    )
+    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
+    return parser
+
+
+def option_arguments(options: argparse.Namespace) -> list[str]:
+    """``options`` as arguments again, for the ranks."""
+    arguments = ["--transport", options.transport, "--accumulate", options.accumulate]
+    arguments += ["--timeout", str(options.timeout)]
+    arguments += ["--balance", options.balance] * bool(options.balance)
+    arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
+    arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a training script with FSDP patched; the script sees itself as ``__main__`` and its own arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m odc.run",
+        parents=[odc_options()],
+        description="Run an unmodified FSDP training script with on-demand communication. Start it under torchrun "
+        "(torchrun --nproc-per-node 8 -m odc.run script.py args...), or use `odc run`, which does.",
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="script is a module, as in python -m")
+    parser.add_argument("script", help="the training script, followed by its own arguments")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    try:
+        launch = LaunchEnvironment.from_environment()
+        RuntimeConfig.from_environment(accumulate=options.accumulate, timeout_s=options.timeout)
+    except ConfigError as error:
+        raise SystemExit(f"odc run: {error}") from None
+    if not options.module and not Path(options.script).exists():
+        raise SystemExit(f"odc run: no such script: {options.script}")
+    say = _on_rank_0(launch)
+    if options.dry_run:
+        _dry_run(options, say)
+    else:
+        _run(options, launch, say)
+
+
+def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> None:
+    patch = functools.partial(
+        patch_fsdp,
+        transport=options.transport,
+        accumulate=options.accumulate,
+        deterministic=options.deterministic,
+        timeout_s=options.timeout,
+    )
+    global _under_odc_run
+    undo = _balance(options, say)
+    patching = AutomaticPatching(patch, say)
+    process = os.getpid()
+    ending: BaseException | None = None
+    _under_odc_run = True
+    try:
+        _run_script(options)
+    except BaseException as error:
+        ending = error
+    _under_odc_run = False
+    failed = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
+    if os.getpid() != process:  # a child that the script forked: sessions and report are its parent's
+        if ending is not None:
+            raise ending
+        return
+    if failed:
+        assert ending is not None
+        patching.abort(ending)
+    accounts = patching.accounts()
+    try:
+        patching.close()
+        undo()
+    except Exception as error:
+        if not failed:
+            raise
+        _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
+    if failed:
+        assert ending is not None
+        raise ending
+    if not accounts:
+        say("odc: nothing was patched: no FSDP model computed anything in this script")
+        return
+    _report(launch, accounts)
+
+
+def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> None:
+    """A training that has succeeded does not fail for want of a report."""
+    try:
+        store = report.open_store(launch)
+        lines = report.leave(store, launch, accounts) if store is not None else None
+    except (RuntimeError, OSError, ValueError, KeyError) as error:
+        _print(f"odc: no report from rank {launch.rank}: {type(error).__name__}: {error}")
+        return
+    for line in lines or []:
+        _print(line)
+
+
+def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
+    """Let the script's trainers run balanced minibatches, if that was asked for. Returns the undo."""
+    if options.balance is None:
+        if options.max_tokens is not None:
+            raise SystemExit("odc run: --max-tokens is of --balance: give both")
+        return lambda: None
+    from odc.trainers import install  # the only use of that room here, and it is heavy
+
+    try:
+        launched = install(options.balance, options.max_tokens)
+    except ValueError as error:
+        raise SystemExit(f"odc run: --balance: {error}") from None
+
+    def undo() -> None:
+        launched.close()
+        if launched.used:
+            say(f"odc: balanced by {options.balance}: {launched.tally}")
+        else:
+            say(
+                f"odc: --balance {options.balance} had no effect: the script trained with no transformers Trainer. A "
+                "loop of one's own needs one line: odc.trainers.minibatches"
+            )
+
+    return undo
+
+
+def _dry_run(options: argparse.Namespace, say: Say) -> None:
+    dry_run = DryRun(say)
+    try:
+        _run_script(options)
+    except UnsupportedError as error:
+        say(f"odc: would refuse this script: {error}")
+        raise SystemExit(1) from None
+    except SystemExit as error:
+        if dry_run.is_complete or error.code not in (None, 0):
+            raise
+    finally:
+        dry_run.close()
+    say("odc: dry run: the script ended without an optimizer step on an FSDP model; nothing was patched")
+    raise SystemExit(1)
+
+
+def _run_script(options: argparse.Namespace) -> None:
+    """As ``python script args`` or ``python -m module args`` would."""
+    (run_module if options.module else run_script)(options.script, options.script_args)
+
+
+def _on_rank_0(launch: LaunchEnvironment) -> Say:
+    def say(text: str) -> None:
+        if launch.rank == 0:
+            _print(text)
+
+    return say
+
+
+def _print(text: str) -> None:
+    """To stderr, if it is still open: what a script prints on stdout is its own."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

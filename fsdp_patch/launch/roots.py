@@ -1,0 +1,141 @@
+"""Noticing each FSDP root when it is first used, when the script has done all its wrapping and loading.
+
+Used is: computes, or has its gradients read by a rank that had nothing to compute. FSDP itself waits for the first
+forward to initialise a model ("lazy init"), for the same reason. FSDP2 does it in ``FSDPState._lazy_init``, FSDP1 in
+``FullyShardedDataParallel.forward``; both, and where modules become FSDP modules, are shadowed on their classes until
+:meth:`RootWatch.close`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+from odc.fsdp_patch.fsdp2.find import find_fsdp2_units
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any unit of an FSDP model is sharded rather than only replicated."""
+    if isinstance(model, FullyShardedDataParallel):
+        return True
+    return any(unit.is_sharded for unit in find_fsdp2_units(model))  # torch's replicate() shares FSDP2's class
+
+
+class RootWatch:
+    """Calls ``on_root(module, computes)`` once for every FSDP root, before its first use goes on.
+
+    ``computes`` tells a first forward from a first reading of gradients. Roots have numbers, in the order in which
+    their modules became FSDP modules, which is the same on every rank.
+    """
+
+    def __init__(self, on_root: Callable[[nn.Module, bool], None]) -> None:
+        self._on_root = on_root
+        self._undo: list[Callable[[], None]] = []
+        self._known: list[weakref.ref[nn.Module]] = []
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        sharded = (FSDPModule, FullyShardedDataParallel)
+        for module in [m for m in gc.get_objects() if issubclass(type(m), sharded)]:  # isinstance would ask proxies
+            self._register(module)
+        self._watch_fsdp2()
+        self._watch_fsdp1()
+
+    def number(self, module: nn.Module) -> int:
+        """Of an FSDP module."""
+        return self._numbers[module]
+
+    @property
+    def num_known(self) -> int:
+        """FSDP modules that this rank has made so far: the next number."""
+        return len(self._known)
+
+    def mark(self, module: nn.Module) -> bool:
+        """From now on this root and all below it were met. Returns whether they were not before."""
+        if module in self._met:
+            return False
+        self._met.update(m for m in module.modules() if m in self._numbers)
+        if isinstance(module, FSDPModule):
+            module._get_fsdp_state()._lazy_init()
+        else:
+            _lazy_init(module, module)
+        return True
+
+    def pending(self, tensors: Sequence[torch.Tensor] | None = None) -> list[nn.Module]:
+        """Roots that were not met yet, in the order of their numbers: all, or those with any of these parameters."""
+        modules = [m for ref in self._known if (m := ref()) is not None and m not in self._met]
+        if not modules:
+            return []
+        below = {id(inner) for m in modules for inner in m.modules() if inner is not m}
+        roots = [m for m in modules if id(m) not in below]
+        if tensors is not None:
+            wanted = {id(t) for t in tensors}
+            roots = [m for m in roots if not wanted.isdisjoint(map(id, m.parameters()))]
+        return [m for m in roots if is_sharded(m)]
+
+    def gradients_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A script is about to read the gradients of these parameters."""
+        for module in self.pending(tensors):
+            if self.mark(module):
+                self._on_root(module, False)
+
+    def _register(self, module: nn.Module) -> None:
+        if module not in self._numbers:
+            self._numbers[module] = len(self._known)
+            self._known.append(weakref.ref(module))
+
+    def _watch_fsdp2(self) -> None:
+        original_init, original_lazy_init = FSDPState.init, FSDPState._lazy_init
+
+        @functools.wraps(original_init)
+        def init(state: Any, modules: Any, *args: Any, **kwargs: Any) -> None:
+            original_init(state, modules, *args, **kwargs)
+            self._register(modules[0])
+
+        @functools.wraps(original_lazy_init)
+        def lazy_init(state: Any) -> None:
+            original_lazy_init(state)
+            module = state._modules[0]
+            if module not in self._met and state._is_root:
+                self._met.update(m for m in module.modules() if m in self._numbers)
+                if is_sharded(module):
+                    self._on_root(module, True)
+
+        self._shadow(FSDPState, "init", original_init, init)
+        self._shadow(FSDPState, "_lazy_init", original_lazy_init, lazy_init)
+
+    def _watch_fsdp1(self) -> None:
+        original_init, original_forward = FullyShardedDataParallel.__init__, FullyShardedDataParallel.forward
+
+        @functools.wraps(original_init)
+        def init(module: Any, *args: Any, **kwargs: Any) -> None:
+            original_init(module, *args, **kwargs)
+            self._register(module)
+
+        @functools.wraps(original_forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module not in self._met:
+                _lazy_init(module, module)
+                if module._is_root and self.mark(module):
+                    self._on_root(module, True)
+            return original_forward(module, *args, **kwargs)
+
+        self._shadow(FullyShardedDataParallel, "__init__", original_init, init)
+        self._shadow(FullyShardedDataParallel, "forward", original_forward, forward)
+
+    def _shadow(self, owner: type, name: str, original: Any, shadow: Any) -> None:
+        setattr(owner, name, shadow)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def close(self) -> None:
+        """Leave the classes of torch as they were. Idempotent."""
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,94 @@
+"""Making a session: checks first, on all ranks, then memory, then the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from odc.config import RuntimeConfig
+from odc.exchange import ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
+from odc.fsdp_patch.compat import warn_if_untested
+from odc.fsdp_patch.models import default_group, supported_units
+from odc.fsdp_patch.session import Session
+from odc.fsdp_patch.unit import Unit
+from odc.runtime import Runtime
+
+
+def patch_fsdp(
+    model: nn.Module,
+    *,
+    transport: str = "auto",
+    accumulate: str = "auto",
+    accumulate_dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
+    timeout_s: float = 600.0,
+) -> Session:
+    """Replace the collectives of an FSDP model by on-demand communication. Collective over the model's mesh.
+
+    The script keeps its forward, backward, clipping, optimizer and numbers (to the rounding of a sum in another
+    order). A minibatch ends by itself where the script first asks for gradients: clipping, unscaling, reading
+    a ``.grad`` by hand, or ``optimizer.step``. Until then each rank may run any number of microbatches, also none.
+
+    Args:
+        model: sharded by ``torch.distributed.fsdp.fully_shard`` (FSDP2) or wrapped in ``FullyShardedDataParallel``.
+        transport: "auto" or the name of a transport.
+        accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
+        accumulate_dtype: float32 or float64.
+        deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
+        timeout_s: silence of an awaited rank after which a wait raises. ``ODC_TIMEOUT`` overrides it.
+
+    Raises:
+        UnsupportedError: the model uses an option that is not supported yet; on all ranks.
+        SetupError: the ranks differ, or a resource is missing; on all ranks.
+        ConfigError, ValueError: an argument cannot be used.
+    """
+    config = RuntimeConfig.from_environment(
+        transport=transport,
+        accumulate=accumulate,
+        accumulate_dtype=accumulate_dtype,
+        deterministic=deterministic,
+        timeout_s=timeout_s,
+    )
+    warn_if_untested()
+    group, device = default_group(model)
+    exchange = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
+    units: list[Unit] = []
+    problem: Exception | None = None
+    try:
+        units = supported_units(model)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem = error
+    raise_together(exchange, problem)
+    agreement = _agreement(units)
+    replica_group = units[0].replica_group
+    if replica_group is not None:
+        require_agreement(ProcessGroupExchange(replica_group, device, setup_timeout_s(config.timeout_s)), agreement)
+    # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
+    communicated = units if exchange.world_size > 1 else []
+    runtime = Runtime.create(
+        exchange,
+        [unit.spec() for unit in communicated],
+        config,
+        device=device,
+        agreement=agreement,
+    )
+    session = Session(communicated, runtime, replica_group)
+    try:
+        session.start(model)
+    except BaseException as error:
+        runtime.abort(error)
+        session.close()
+        raise
+    return session
+
+
+def _agreement(units: Sequence[Unit]) -> dict[str, dict[str, str]]:
+    """What must be equal on all ranks beyond the runtime's own tables."""
+    parameters: dict[str, str] = {}
+    options: dict[str, str] = {}
+    for unit in units:
+        options[unit.name], described = unit.agreement()
+        parameters.update(described)
+    return {"parameters": parameters, "FSDP options": options}

@@ -1,0 +1,77 @@
+"""Hybrid sharding: what passes between the hosts, once per minibatch.
+
+On-demand communication runs inside a shard group (typically one host). Across hosts the ranks with the same place in
+their shard groups are replicas of one another. FSDP all-reduces between replicas in every microbatch; here it is once
+per minibatch, after the one synchronization that there is anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from odc.runtime import Runtime
+
+
+class Replicas:
+    """Collectives of one rank with its replicas, under the runtime's time limit and abort notices."""
+
+    def __init__(self, group: dist.ProcessGroup, runtime: Runtime, device: torch.device) -> None:
+        self._group = group
+        self._runtime = runtime
+        self._device = device
+        self._ranks = dist.get_process_group_ranks(group)
+        # Flags that Python reads travel between hosts: reading them from a device would make each host wait for it.
+        self._host_group = group
+        if device.type != "cpu":
+            self._host_group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold a copy of each shard."""
+        return len(self._ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among its replicas."""
+        return dist.get_rank(self._group)
+
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        """Element-wise "or" over the replicas."""
+        words = torch.tensor(flags, dtype=torch.int32)
+        if words.numel():
+            work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+            self._wait(work, "which parameters received a gradient", on_host=True)
+        return [bool(word) for word in words.tolist()]
+
+    def sum_(self, tensor: torch.Tensor, what: str) -> None:
+        """Replace ``tensor`` by the sum over the replicas."""
+        self._wait(dist.all_reduce(tensor, group=self._group, async_op=True), what)
+
+    def all_gather(self, rows: torch.Tensor, what: str) -> None:
+        """Fill row r of ``rows`` with that row of replica r; this rank's own is in place."""
+        own = rows[self.rank].clone()
+        self._wait(dist.all_gather(list(rows), own, group=self._group, async_op=True), what)
+
+    def reduce_scatter(self, rows: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over the replicas of this rank's row of ``rows``, which may be overwritten."""
+        if not rows.is_cuda:  # gloo's reduce-scatter runs inside wait(), where nothing can watch it
+            self.sum_(rows, what)
+            return rows[self.rank]
+        out = torch.empty_like(rows[0])
+        self._wait(dist.reduce_scatter(out, list(rows), group=self._group, async_op=True), what)
+        return out
+
+    def close(self) -> None:
+        """Give up what this object made. Local, idempotent; after an error it is left alone, as a collective may be
+        under way in it."""
+        if self._host_group is not self._group and not self._runtime.has_failed:
+            dist.destroy_process_group(self._host_group)
+        self._host_group = self._group
+
+    def _wait(self, work: dist.Work | None, what: str, on_host: bool | None = None) -> None:
+        assert work is not None
+        on_host = self._device.type == "cpu" if on_host is None else on_host
+        self._runtime.wait_for_work(work, f"{what}, with replica ranks {self._ranks}", on_host=on_host)

@@ -1,0 +1,214 @@
+"""What a session asks of one FSDP communication unit, whichever FSDP made it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc.errors import ProtocolError
+from odc.fsdp_patch.replicas import Replicas
+from odc.units import UnitSpec
+
+Undo = Callable[[], None]
+
+
+class Communication(Protocol):
+    """What a unit calls instead of FSDP's collectives. ``unit`` is the unit's number in its session."""
+
+    def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> None:
+        """Fill ``out`` (flat, one row per rank of the unit's process group) with the shards of all owners."""
+        ...
+
+    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> Callable[[], None] | None:
+        """As :meth:`gather`, but ``out`` may be used only after calling what is returned, if it is not None."""
+        ...
+
+    def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
+        """Push ``grads`` (flat, one row per rank): the gradients of the ``present`` trainable parameters."""
+        ...
+
+
+class FinalSum(NamedTuple):
+    """The gradient of one unit's shard: flat sum, which parameters received one, whether it may become ``.grad``."""
+
+    total: torch.Tensor
+    touched: list[bool]
+    is_lendable: bool
+
+
+class Unit(ABC):
+    """One group of parameters that FSDP gathers and reduces together."""
+
+    name: str
+    replicas: Replicas | None = None
+    """Set by the session where there is a :attr:`replica_group`."""
+
+    # What it is
+
+    @property
+    @abstractmethod
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks over which the parameters are sharded."""
+
+    @property
+    @abstractmethod
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the same place in their shard groups (hybrid sharding); None without replicas."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    @abstractmethod
+    def divide_factor(self) -> float:
+        """What FSDP divides the sum of all ranks' gradients by."""
+
+    @abstractmethod
+    def spec(self) -> UnitSpec:
+        """The unit in the runtime's terms."""
+
+    @abstractmethod
+    def agreement(self) -> tuple[str, dict[str, str]]:
+        """What must be equal on all ranks: the unit's options, and a description of each parameter."""
+
+    # Its parameters
+
+    @abstractmethod
+    def versions(self) -> list[tuple[str, int]]:
+        """Name and version of every parameter; a version grows with every in-place change of this rank's shard."""
+
+    @abstractmethod
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters as an optimizer holds them."""
+
+    @abstractmethod
+    def fill_shard(self, out: torch.Tensor) -> None:
+        """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
+
+    @abstractmethod
+    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, as :func:`bits`.
+
+        Args:
+            whole: all of it; else only a sample of each parameter, see :func:`spread`.
+        """
+
+    @abstractmethod
+    def check_hooks(self) -> None:
+        """Refuse hooks that were set after patching and would read gradients that are not final.
+
+        Raises:
+            UnsupportedError: naming the parameter and the hook.
+        """
+
+    @abstractmethod
+    def incomplete_backward(self) -> bool:
+        """Whether an exception has ended a backward pass of this minibatch, caught by the script, that had computed or
+        sent a part of its gradients. Asked outside of forward and backward."""
+
+    @abstractmethod
+    def discard_gathered(self) -> None:
+        """Free full parameters that FSDP kept from a forward without a backward (an evaluation, a microbatch that an
+        exception interrupted), and let FSDP forget an interrupted pass: at the end of a minibatch, which is outside of
+        forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
+        no backward that would free them."""
+
+    def final_sum(
+        self, own: tuple[torch.Tensor, list[bool]] | None, spec: UnitSpec, dtype: torch.dtype
+    ) -> FinalSum | None:
+        """The sum over all ranks from the sum over this shard group, which may be changed; None if nobody contributed.
+
+        Collective over the replicas, if there are any.
+        """
+        if self.replicas is None or not spec.params:
+            return FinalSum(*own, is_lendable=True) if own else None
+        touched = self.replicas.union(own[1] if own else [False] * len(spec.params))
+        if not any(touched):
+            return None
+        total = own[0] if own else torch.zeros(spec.grad_numel, dtype=dtype, device=self.device)
+        return FinalSum(self._sum_over(self.replicas, total), touched, is_lendable=own is not None)
+
+    def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum of ``total`` over the replicas; ``total`` may be changed."""
+        replicas.sum_(total, f"gradient of {self.name!r}")
+        return total
+
+    @abstractmethod
+    def install(self, mean: torch.Tensor, touched: Sequence[bool], lend: bool) -> None:
+        """Add the mean gradient of this rank's shard to ``.grad`` of the touched parameters.
+
+        Args:
+            mean: flat, in the accumulator's dtype, already divided.
+            lend: ``mean`` may itself become ``.grad``, until :meth:`keep_gradients`; else it is copied.
+            touched: per trainable parameter of :meth:`spec`, whether any rank contributed. The others keep ``.grad``
+                as it is (None stays None, so that the optimizer skips them as it does under FSDP).
+        """
+
+    @abstractmethod
+    def gradients(self) -> list[torch.Tensor]:
+        """Every tensor that a script can hold as a ``.grad`` of this unit, or as this rank's part of one."""
+
+    @abstractmethod
+    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None, bool]]:
+        """Per parameter: this rank's shard, its part of ``.grad``, and whether the parameter is trainable."""
+
+    @abstractmethod
+    def borrows(self, memory: torch.Tensor) -> bool:
+        """Whether the ``.grad`` of a parameter lies in ``memory``."""
+
+    @abstractmethod
+    def keep_gradients(self, memory: torch.Tensor) -> None:
+        """Copy every ``.grad`` that lies in ``memory``: it is about to be overwritten."""
+
+    # Entering it
+
+    @abstractmethod
+    def enter(self, index: int, communication: Communication) -> Undo:
+        """Let FSDP call ``communication`` for this unit; returns the undo."""
+
+
+def incomplete_backward(units: Sequence[Unit]) -> ProtocolError | None:
+    """What to say about a minibatch in which a backward pass did not complete; None if all did."""
+    found = [unit.name for unit in units if unit.incomplete_backward()]
+    if not found:
+        return None
+    return ProtocolError(
+        f"a backward pass of this rank did not complete: it ended with an exception, and a part of its gradients "
+        f"(unit {found[0]!r}) has been added to this minibatch, which therefore cannot be used for a step. Go back to "
+        "a checkpoint; or where such exceptions are caught, call session.discard() on every rank in place of the step"
+    )
+
+
+def waiting_gradients(name: str) -> ProtocolError:
+    """What to say about a unit that has gradients of this minibatch which were not sent."""
+    return ProtocolError(
+        f"unit {name!r} still holds gradients of backward passes under no_sync() or set_requires_gradient_sync(False): "
+        "run the last microbatch of every minibatch with synchronization, and let it use every unit that the others "
+        "used"
+    )
+
+
+SAMPLE_SIZE = 64
+
+
+def spread(numel: int) -> torch.Tensor:
+    """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
+    count = min(numel, SAMPLE_SIZE)
+    return torch.arange(count) * (numel - 1) // max(count - 1, 1)
+
+
+def lies_in(tensor: torch.Tensor | None, memory: torch.Tensor) -> bool:
+    """Whether a tensor is a view of the storage of ``memory``."""
+    return tensor is not None and tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers of the same width: NaN equals itself and 0.0 is not -0.0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
