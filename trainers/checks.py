@@ -1,0 +1,104 @@
+"""What cannot be balanced inside a transformers ``Trainer``, refused by name before training."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from odc.errors import UnsupportedError
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what would make a step's loss depend on how its samples share microbatches, or ranks wait for one another.
+
+    Raises:
+        UnsupportedError: names the option and what to do.
+    """
+    problem = _problem(trainer)
+    if problem is not None:
+        raise refusal(trainer, problem)
+
+
+def refusal(trainer: Any, problem: str) -> UnsupportedError:
+    """The error that says why a trainer is not balanced."""
+    return UnsupportedError(f"balanced minibatches cannot be had in this {type(trainer).__name__}: {problem}")
+
+
+def check_sharded(model: nn.Module, policy: str) -> None:
+    """Ranks with different numbers of microbatches need a model whose communication can be patched.
+
+    Raises:
+        UnsupportedError: the model is not sharded by FSDP.
+    """
+    if not any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            f"policy {policy!r} gives ranks different numbers of microbatches, but the model is a "
+            f"{type(model).__name__} without FSDP, whose collectives need equal numbers: turn FSDP on, or use a "
+            "policy with equal numbers (lb-micro)"
+        )
+
+
+def _problem(trainer: Any) -> str | None:
+    args = trainer.args
+    if not args.average_tokens_across_devices:
+        return "average_tokens_across_devices=False: the loss depends on which rank has which samples; set it to True"
+    if args.train_sampling_strategy == "batch_rebalance":
+        return "train_sampling_strategy='batch_rebalance' deals out samples itself; use 'random' or 'group_by_length'"
+    if args.include_num_input_tokens_seen not in ("no", False):
+        return "include_num_input_tokens_seen makes ranks wait for one another in every microbatch; set it to 'no'"
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        return (
+            f"{type(trainer.model).__name__} does not accept num_items_in_batch, so its loss is a mean of microbatch "
+            "means, which depends on how samples share microbatches; give compute_loss_func, or use another model"
+        )
+    if not _accepts_positions(trainer.model):
+        return f"{type(trainer.model).__name__}.forward has no position_ids, by which packed samples are told apart"
+    if getattr(trainer, "neftune_noise_alpha", None):
+        return (
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha}: the scale of its noise depends on the length of a row,"
+            " padded or packed, and so on how samples share microbatches; set it to None"
+        )
+    if args.use_cache:
+        return "use_cache=True lets packed samples attend to one another; set it to False, the default"
+    if getattr(trainer, "aux_loss_enabled", False) or _config_flag(trainer.model, "output_router_logits"):
+        return (
+            "the auxiliary loss of a mixture of experts is a mean over microbatches, which depends on how samples "
+            "share them; set router_aux_loss_coef=0 (TRL), output_router_logits=False"
+        )
+    if not _own_loss_is_known(trainer):
+        return (
+            "compute_loss is overridden, and whether it divides by num_items_in_batch is not known; set "
+            "loss_is_scaled_for_ga=True on the trainer if it does"
+        )
+    return None
+
+
+def base_model(model: Any) -> Any:
+    """Without peft around it, whose forward takes anything."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model
+
+
+def _accepts_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(type(base_model(model)).forward).parameters
+
+
+def _config_flag(model: Any, name: str) -> bool:
+    config = getattr(model, "config", None)
+    return bool(getattr(config, name, False)) or bool(getattr(getattr(config, "text_config", None), name, False))
+
+
+def _own_loss_is_known(trainer: Any) -> bool:
+    from transformers import Trainer
+
+    known = [Trainer.compute_loss]
+    if "trl" in sys.modules:
+        from trl import SFTTrainer
+
+        known.append(SFTTrainer.compute_loss)
+    return type(trainer).compute_loss in known or bool(getattr(trainer, "loss_is_scaled_for_ga", None))

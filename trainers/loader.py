@@ -1,0 +1,108 @@
+"""A loader that accelerate has prepared, made over to yield bundles of balanced microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from odc.errors import UnsupportedError
+from odc.trainers.batches import BalancedBatches
+from odc.trainers.bundles import Bundle
+from odc.trainers.lengths import sample_lengths
+from odc.trainers.options import BalanceOptions, Tally
+from odc.trainers.order import same_on_all_ranks
+from odc.trainers.packing import PackedDataset, collate_alone
+
+_SAME = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""Options of a torch loader that stay what they are."""
+
+
+def balanced_loader(
+    loader: Any,
+    options: BalanceOptions,
+    *,
+    rank: int,
+    world_size: int,
+    accumulation_steps: int,
+    config: object,
+    length_column: str = "length",
+    tally: Tally | None = None,
+) -> Any:
+    """``loader`` with the same dataset, samples per optimizer step, length, workers and device, but a
+    :class:`~odc.trainers.bundles.Bundle` in place of each batch.
+
+    It is a loader of accelerate's own class, so skipping batches (to resume), epochs, random states and the end of the
+    loader work as they do for any other.
+
+    Raises:
+        UnsupportedError: the loader cannot be balanced; names the reason.
+        ConfigError: a sample is longer than ``options.max_tokens``.
+    """
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+
+    _check(loader)
+    given = loader.batch_sampler
+    if isinstance(given, BatchSamplerShard):
+        if given.num_processes != world_size:
+            raise UnsupportedError(
+                f"the loader deals out batches to {given.num_processes} of {world_size} ranks (tensor, context or "
+                "sequence parallelism): ranks that share their batches cannot be balanced"
+            )
+        inner, even, split = given.batch_sampler, given.even_batches, given.split_batches
+    elif world_size > 1:
+        raise UnsupportedError(
+            f"the batch sampler ({type(given).__name__}) is not dealt out to ranks by accelerate: give the trainer a "
+            "dataset and a sampler of the whole dataset"
+        )
+    else:
+        inner, even, split = given, False, False  # one rank gets the batches as they are
+
+    def shard_of(batches: Any, of_rank: int) -> Any:
+        return BatchSamplerShard(batches, world_size, of_rank, split_batches=split, even_batches=even)
+
+    # Refused here rather than in a worker.
+    example = collate_alone(loader.collate_fn, loader.dataset[0]) if len(loader.dataset) else {}
+    planner = options.planner(sample_lengths(loader.dataset, length_column), world_size, config, tally)
+    return DataLoaderShard(
+        PackedDataset(loader.dataset, loader.collate_fn, example),
+        batch_sampler=BalancedBatches(inner, shard_of, planner, rank, accumulation_steps, same_on_all_ranks),
+        collate_fn=Bundle.of,
+        device=loader.device,
+        rng_types=loader.rng_types,
+        synchronized_generator=loader.synchronized_generator,
+        iteration=loader.iteration,
+        _drop_last=loader._drop_last,
+        _non_blocking=loader._non_blocking,
+        **{name: getattr(loader, name) for name in _SAME},
+    )
+
+
+def _check(loader: Any) -> None:
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        raise UnsupportedError(
+            f"{type(loader.dataset).__name__}: an iterable dataset cannot be balanced, since the lengths of samples "
+            "must be known before they are read; use a map-style dataset"
+        )
+    if isinstance(loader, DataLoaderDispatcher):
+        raise UnsupportedError(
+            "dispatch_batches: rank 0 reads all batches and sends them out one by one, in step; set "
+            "dispatch_batches=False"
+        )
+    if not isinstance(loader, DataLoaderShard) or getattr(loader, "use_stateful_dataloader", False):
+        raise UnsupportedError(
+            f"the training loader is a {type(loader).__name__}"
+            f"{' with use_stateful_dataloader' if isinstance(loader, DataLoaderShard) else ''}: expected what "
+            "Accelerator.prepare makes of a torch DataLoader"
+        )

@@ -1,0 +1,138 @@
+"""Balanced minibatches in a training loop of one's own on accelerate.
+
+A loop that goes through its loader batch by batch cannot be balanced from outside: its objective is a mean of batch
+means, which depends on how samples share batches, and it decides by counting batches when to step. It can with one
+line, if it takes the batches of one optimizer step together and divides the sum of their losses by the step's tokens,
+as accelerate recommends for language models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from odc.balance import CostModel
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.launch.main import under_odc_run
+from odc.fsdp_patch.session import Session
+from odc.trainers.bundles import Microbatch, microbatches_of
+from odc.trainers.checks import check_sharded
+from odc.trainers.launched import current
+from odc.trainers.loader import balanced_loader
+from odc.trainers.options import BalanceOptions, Tally
+
+
+class Minibatches:
+    """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`."""
+
+    def __init__(self, loader: Any, accumulation_steps: int) -> None:
+        self._loader = loader
+        self._accumulation_steps = accumulation_steps
+
+    def __len__(self) -> int:
+        """Optimizer steps per epoch."""
+        return -(-len(self._loader) // self._accumulation_steps)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the shuffle of this epoch."""
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Microbatch]]:
+        items: list[Any] = []
+        for item in self._loader:
+            items.append(item)
+            if len(items) == self._accumulation_steps:
+                yield microbatches_of(items)
+                items = []
+        if items:
+            yield microbatches_of(items)
+
+
+def minibatches(
+    accelerator: Any,
+    model: nn.Module,
+    loader: Any,
+    accumulation_steps: int,
+    *,
+    policy: str | None = None,
+    max_tokens: int | None = None,
+    cost: CostModel | None = None,
+    microbatch_cost: float = 0.0,
+    session: Session | None = None,
+) -> Minibatches:
+    """The optimizer steps of ``loader``, each as the list of batches that this rank runs: at least one.
+
+    Without a policy, here or in ``odc run --balance``, these are the loader's own batches, ``accumulation_steps`` of
+    them. With one they are packed microbatches (``input_ids``, ``labels``, ``position_ids`` of one row), balanced over
+    the ranks, of the same samples; ranks may get different numbers. So the loop must go by the list it gets, step once
+    per list, and divide the *sum* of losses by the step's number of loss tokens on all ranks::
+
+        for batches in minibatches(accelerator, model, loader, 4, policy="lb-mini"):
+            num_items = accelerator.reduce(sum(count(batch) for batch in batches), "sum")
+            for batch in batches:
+                loss = model(**batch, num_items_in_batch=num_items).loss
+                accelerator.backward(loss * accelerator.num_processes)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with ``Accelerator(gradient_accumulation_steps=1)``, since ``backward`` divides by that. ``model.config.use_cache``
+    becomes False, as in transformers' ``Trainer``: with a cache, packed samples would attend to one another.
+
+    The loop computes the loss, so whether packing changes it is not measured here, as it is in a trainer
+    (:mod:`odc.trainers.probe`). ``position_ids`` start at 0 in each sample of a row, and there is no mask: the model
+    must tell samples apart by them, with nothing carried from one to the next by attention, convolutions or
+    recurrences. The first label of each sample is -100: labels must be those of next tokens, shifted by the model, and
+    the loss a sum over tokens divided by ``num_items_in_batch``. Llama, Qwen, Gemma and GPT-2 do so; OPT, BERT,
+    GPT-OSS, Mamba hybrids and classifiers of tokens do not, and would silently train on another loss.
+
+    Args:
+        accelerator: that has prepared the other two.
+        model: sharded by FSDP; its ``config`` tells the costs.
+        loader: a prepared ``DataLoader``, whose collator gives ``input_ids`` and ``labels``.
+        accumulation_steps: batches per rank and optimizer step.
+        policy, max_tokens, cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`; default: those of
+            ``odc run --balance``.
+        session: of ``odc.patch_fsdp(model)``; not needed under ``odc run``.
+
+    Raises:
+        UnsupportedError: the loader cannot be balanced, or nothing provides on-demand communication to a policy that
+            gives ranks different numbers of microbatches.
+        ConfigError: a sample is longer than ``max_tokens``.
+    """
+    if accelerator.gradient_accumulation_steps != 1:
+        raise UnsupportedError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the Accelerator: it would "
+            "divide the loss by that and step by counting batches; make it 1 and give accumulation_steps here"
+        )
+    tally, launched = Tally(), current()
+    if policy is not None:
+        options = BalanceOptions(policy, max_tokens, cost, microbatch_cost)
+    elif launched is not None:
+        launched.used = True
+        options, tally = launched.options, launched.tally
+    else:
+        return Minibatches(loader, accumulation_steps)
+    world_size = accelerator.num_processes
+    if not options.equal_counts and world_size > 1:
+        check_sharded(model, options.policy)
+        if session is None and not under_odc_run():
+            raise UnsupportedError(
+                f"policy {options.policy!r} gives ranks different numbers of microbatches, which FSDP's collectives "
+                "cannot follow: start the script with `odc run`, or give session=odc.patch_fsdp(model)"
+            )
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config, "use_cache", False):
+        config.use_cache = False  # transformers looks for packed samples only where nothing is cached
+    balanced = balanced_loader(
+        loader,
+        options,
+        rank=accelerator.process_index,
+        world_size=world_size,
+        accumulation_steps=accumulation_steps,
+        config=config,
+        tally=tally,
+    )
+    return Minibatches(balanced, accumulation_steps)

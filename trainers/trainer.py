@@ -1,0 +1,165 @@
+"""Balanced minibatches inside a transformers ``Trainer`` or one of its subclasses, TRL's ``SFTTrainer`` for one.
+
+The trainer's loop is left alone. It takes batches from its loader, so many per optimizer step, and gets as many bundles
+instead (:mod:`odc.trainers.bundles`); the four methods that look into a batch learn what a bundle is. They are replaced
+on the trainer, not on its class, and for the time of ``train()`` only.
+
+The loss of a step needs no correction: the trainer divides the sum over tokens by the number of tokens of all batches
+of the step on all ranks, whatever microbatch they are in.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from odc.balance import CostModel
+from odc.errors import UnsupportedError
+from odc.trainers.bundles import Bundle, Microbatch, counted_batches_of, microbatches_of
+from odc.trainers.checks import check_sharded, check_trainer
+from odc.trainers.loader import balanced_loader
+from odc.trainers.options import BalanceOptions, Tally
+from odc.trainers.overrides import Overrides
+from odc.trainers.patching import patched_fsdp
+from odc.trainers.probe import check_packing
+from odc.trainers.probe_samples import identity_of
+from odc.trainers.trl_metrics import RankMetrics
+
+logger = logging.getLogger("odc")
+_MARK = "_odc_balance"
+
+
+def balance(
+    trainer: Any,
+    policy: str = "lb-mini",
+    *,
+    max_tokens: int | None = None,
+    cost: CostModel | None = None,
+    microbatch_cost: float = 0.0,
+    patch: bool = True,
+    **patch_options: Any,
+) -> None:
+    """Let ``trainer.train()`` run balanced minibatches with on-demand communication. One line, before ``train()``.
+
+    Each optimizer step trains on the same samples and has the same loss as before, to rounding; which rank runs which
+    of them, packed into which microbatches, is the policy's choice. ``per_device_train_batch_size`` only sets how many
+    samples a step has. A microbatch is one packed row of at most ``max_tokens`` tokens.
+
+    Args:
+        trainer: a ``transformers.Trainer``, ``trl.SFTTrainer`` or subclass, whose model FSDP (1 or 2) will shard.
+        policy, max_tokens, cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`.
+        patch: patch FSDP while training (``odc run`` has done so already). False keeps FSDP's collectives, for policies
+            that give all ranks the same number of microbatches.
+        patch_options: of :func:`odc.patch_fsdp`.
+
+    Raises:
+        UnsupportedError: the trainer does something that cannot be balanced; names it. ``train()`` raises it too, at
+            its first step, of a model that does not tell packed samples apart (:mod:`odc.trainers.probe`).
+        ValueError: the policy is not known, or an argument is out of range.
+    """
+    options = BalanceOptions(policy, max_tokens, cost, microbatch_cost)
+    check_trainer(trainer)
+    if not patch and not options.equal_counts:
+        raise UnsupportedError(
+            f"policy {policy!r} gives ranks different numbers of microbatches, so patch=False, which keeps FSDP's "
+            "collectives, cannot be had; use a policy with equal numbers (lb-micro)"
+        )
+    train = trainer.train
+
+    @functools.wraps(train)
+    def balanced_train(*args: Any, **kwargs: Any) -> Any:
+        with patched_fsdp(patch_options) if patch else _nothing():
+            tally = Tally()
+            result = train_balanced(trainer, options, tally, functools.partial(train, *args, **kwargs))
+            logger.info("odc: balanced by %s: %s", policy, tally)
+            return result
+
+    trainer.train = balanced_train
+
+
+def train_balanced(trainer: Any, options: BalanceOptions, tally: Tally, train: Callable[[], Any]) -> Any:
+    """``train()`` with balanced minibatches; as it is inside itself."""
+    if hasattr(trainer, _MARK):  # balance() inside `odc run --balance`: the script's own choice holds
+        return train()
+    check_trainer(trainer)
+    with Overrides(trainer) as overrides:
+        overrides.set(_MARK, options)
+        _Balanced(trainer, options, tally).enter(overrides)
+        return train()
+
+
+class _Balanced:
+    """The methods that take the place of a trainer's own while it trains."""
+
+    def __init__(self, trainer: Any, options: BalanceOptions, tally: Tally) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._tally = tally
+        self._checked = False
+        self._identity = identity_of(trainer)
+        self._example: Microbatch = {}
+        # Bound now: afterwards the trainer's attributes are ours.
+        self._get_train_dataloader = trainer.get_train_dataloader
+        self._training_step = trainer.training_step
+        self._num_items = trainer._get_num_items_in_batch
+        self._floating_point_ops = trainer.floating_point_ops
+
+    def enter(self, overrides: Overrides) -> None:
+        """Take their places."""
+        RankMetrics.enter(overrides, self._trainer)
+        overrides.set("get_train_dataloader", self.get_train_dataloader)
+        overrides.set("training_step", self.training_step)
+        overrides.set("_get_num_items_in_batch", self.num_items)
+        overrides.set("floating_point_ops", self.floating_point_ops)
+
+    def get_train_dataloader(self) -> Any:
+        """Of the same length, with bundles."""
+        trainer = self._trainer
+        loader = balanced_loader(
+            self._get_train_dataloader(),
+            self._options,
+            rank=trainer.accelerator.process_index,
+            world_size=trainer.accelerator.num_processes,
+            accumulation_steps=trainer.args.gradient_accumulation_steps,
+            config=trainer.model.config,
+            length_column=trainer.args.length_column_name,
+            tally=self._tally,
+        )
+        self._example = loader.dataset.example
+        return loader
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of all microbatches of a bundle: forwards, backwards, the sum of their losses, 0 for none."""
+        if not self._checked:  # here, as only now the model is what it will be, and nothing has changed it yet
+            self._check(model)
+            self._checked = True
+        total = torch.zeros((), device=self._trainer.args.device)
+        for microbatch in microbatches_of([inputs]):
+            total = total + self._training_step(model, microbatch, *args, **kwargs)
+        return total
+
+    def _check(self, model: Any) -> None:
+        """All ranks come here at the same point, their first bundle, also with an empty one."""
+        if not self._options.equal_counts and self._trainer.accelerator.num_processes > 1:
+            check_sharded(model, self._options.policy)
+        check_packing(self._trainer, model, self._identity, self._example)
+
+    def num_items(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Labels in all microbatches of the step, summed over ranks: as many as in the user's batches."""
+        return self._num_items(counted_batches_of(batch_samples), *args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of all microbatches of a bundle."""
+        if not isinstance(inputs, Bundle):
+            return int(self._floating_point_ops(inputs))
+        return sum(int(self._floating_point_ops(microbatch)) for microbatch in inputs.microbatches)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
