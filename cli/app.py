@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from odc._version import __version__
-from odc.cli.info import info
+from odc.cli.doctor import doctor
 from odc.cli.plan import plan
+from odc.cli.run import run
 from odc.cli.simulate import simulate
 
 app = typer.Typer(
@@ -19,8 +20,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     help="On-demand communication for sharded LLM training.\n\n"
-    "In a training script: [bold]session = odc.patch_fsdp(model)[/bold], then "
-    "[bold]with session.minibatch():[/bold] around the microbatches of one optimizer step.",
+    "Without an edit: [bold]odc run --nproc-per-node 8 train.py[/bold]. In a training script: "
+    "[bold]session = odc.patch_fsdp(model)[/bold] after sharding the model.",
     epilog="Benchmark: torchrun --nproc-per-node 2 -m odc.bench.primitives --json FILE. "
     "Environment: ODC_TIMEOUT (seconds of silence after which a wait fails), ODC_TRANSPORT, ODC_ACCUMULATE, ODC_FAULT.",
 )
@@ -47,8 +48,13 @@ def _paragraphs(command: Callable[..., Any]) -> str:
     return "\n\n".join(text if text.startswith(" ") else " ".join(text.split()) for text in paragraphs)
 
 
-for _command in (plan, simulate, info):
+for _command in (plan, simulate, doctor):
     app.command(help=_paragraphs(_command))(_command)
+
+
+# The options are torchrun's and the script's own: typer hands them on as they are.
+_HANDS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(help=_paragraphs(run), add_help_option=False, context_settings=_HANDS_ON)(run)
 
 
 def main() -> None:
