@@ -1,6 +1,7 @@
 """Bandwidth of ``gather`` and ``scatter_accumulate`` against collectives and against plain memory operations.
 
     torchrun --nproc-per-node 2 -m odc.bench.primitives --json primitives.json
+    torchrun --nproc-per-node 2 -m odc.bench.primitives --hosts 2 --json primitives_tcp.json
 
 As in the paper (section 5.4) all ranks launch each primitive together, after a barrier, so that the one-sided
 primitives do not profit from their freedom. Each repetition runs every primitive once on every rank, in turn, so that
@@ -24,7 +25,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -72,6 +73,8 @@ class Workload:
         numel = num_bytes // 4 // self.world_size
         unit = UnitSpec("bench", numel, torch.float32, (ParamSlice("weight", numel),))
         config = RuntimeConfig.from_environment(accumulate=options.accumulate)
+        if options.hosts:
+            config = replace(config, host_id=f"host{dist.get_rank() * options.hosts // self.world_size}")
         self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config)
         self.num_bytes = numel * 4 * self.world_size
         self.pushes = options.pushes
@@ -178,6 +181,7 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=4, help="gathers and pushes per minibatch")
     parser.add_argument("--copy-own", action="store_true", help="gathers copy the rank's own shard too")
     parser.add_argument("--accumulate", choices=["auto", "direct", "daemon"], default="auto")
+    parser.add_argument("--hosts", type=int, default=0, help="ranks of one machine pose as so many hosts (tcp)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rows: list[Row] = []

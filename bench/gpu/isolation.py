@@ -1,0 +1,119 @@
+"""One check in a process group of its own: it may crash, hang or leave ranks behind, and the next one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
+from odc.bench.ranks import die_with_parent
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+_LOG_LINES = 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one check."""
+
+    name: str
+    status: str
+    """:data:`PASSED`, :data:`FAILED` or :data:`NOT_RUN`."""
+    figures: str = ""
+    """Measured, or the reason for the status."""
+    seconds: float = 0.0
+    data: dict[str, Any] = field(default_factory=dict)
+    tables: tuple[TableData, ...] = ()
+    log: str = ""
+    """The end of what the processes of a failed check printed."""
+
+
+def run_isolated(name: str, body: str, setting: Setting, limit_s: float) -> Outcome:
+    """Run the check at ``body`` (``"module:function"``) for at most ``limit_s`` seconds. Never raises for it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="odc-gpu-check-") as folder:
+        log = Path(folder, "log")
+        process = context.Process(target=_main, args=(body, setting, theirs, str(log)))
+        process.start()
+        theirs.close()
+        try:
+            kind, payload = _receive(ours, process, limit_s)
+        finally:
+            _end(process)
+            ours.close()
+        seconds = time.monotonic() - started
+        if kind == PASSED:
+            return Outcome(name, PASSED, payload.figures, seconds, payload.data, payload.tables)
+        return Outcome(name, kind, payload, seconds, log=_tail(log) if kind == FAILED else "")
+
+
+def _receive(pipe: Connection, process: Any, limit_s: float) -> tuple[str, Any]:
+    """What the check's process has sent: status, and report or reason."""
+    wait([pipe, process.sentinel], limit_s)
+    if pipe.poll():
+        with contextlib.suppress(EOFError):
+            message: tuple[str, Any] = pipe.recv()
+            return message
+    process.join(1.0)
+    if process.exitcode is None:
+        return FAILED, f"no result within {limit_s:g} s: it hung, and was killed"
+    return FAILED, f"its process ended without a result: {_cause(process.exitcode)}"
+
+
+def _cause(exitcode: int) -> str:
+    """
+    >>> _cause(-11), _cause(3)
+    ('killed by SIGSEGV', 'exit code 3')
+    """
+    return f"killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit code {exitcode}"
+
+
+def _end(process: Any) -> None:
+    """The check's process, and whatever it has started, is gone when this returns."""
+    process.join(0.5)  # a check that has answered is about to end
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # it may not have made its group yet
+    process.join()
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-_LOG_LINES:])
+
+
+def _main(body: str, setting: Setting, pipe: Connection, log: str) -> None:
+    die_with_parent()
+    os.setsid()  # ranks belong to this group and are killed with it
+    tempfile.tempdir = os.path.dirname(log)  # what is left there when it is killed goes with the log
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        setting.be_prepared()
+        report = resolve(body)(setting)
+        if not isinstance(report, Report):
+            raise CheckFailedError(f"{body} returned {report!r}, not a Report")
+        pipe.send((PASSED, report))
+    except NotRunError as reason:
+        pipe.send((NOT_RUN, str(reason)))
+    except CheckFailedError as failure:
+        traceback.print_exc()
+        pipe.send((FAILED, str(failure)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send((FAILED, f"{type(error).__name__}: {error}"))
+    sys.stdout.flush()
+    sys.stderr.flush()

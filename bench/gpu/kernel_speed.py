@@ -1,0 +1,196 @@
+"""Check ``kernel_speed``: how far each kernel is from what the memory allows.
+
+An operation's floor is the time in which ``copy_`` moves as many bytes, read and written, measured side by side in
+every repetition. Passed if accumulate and gather take at most 15 % longer than that, from 64 MB on (smaller ones fit
+in caches, and are shown only). Buffers take turns, so that no operation finds its own in the cache.
+
+Not covered: peers' memory (see ``peer_bandwidth``): all tables of addresses point to this GPU. ``gather`` and
+``scatter_accumulate`` launch few programs by default, to leave multiprocessors to the model; the gather that must pass
+is launched as wide as local kernels are, the default width is shown beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.gpu.timing import Operation, Spread, interleaved, size_text
+from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
+from odc.kernels.fill import copy_cast, fill
+from odc.kernels.gather import gather_from_peers
+from odc.kernels.launching import LOCAL_PROGRAMS
+from odc.kernels.peers import PeerTable
+
+SIZES = (1 << 20, 1 << 23, 1 << 26, 1 << 28, 1 << 30)
+QUICK_SIZES = (1 << 20, 1 << 26)
+LARGEST_RATIO = 1.15
+JUDGED_BYTES = 64 << 20
+REPETITIONS, QUICK_REPETITIONS = 30, 8
+_ROTATE_BYTES = 1 << 30  # buffers take turns over so much memory
+_OWNERS = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kernel at one size beside a copy of as many bytes."""
+
+    kernel: str
+    num_bytes: int
+    moved_bytes: int
+    """Read and written."""
+    kernel_time: Spread
+    copy_time: Spread
+    judged: bool
+
+    @property
+    def ratio(self) -> float:
+        """Time over floor."""
+        return self.kernel_time.median_s / self.copy_time.median_s
+
+    @property
+    def failed(self) -> bool:
+        return self.judged and self.ratio > LARGEST_RATIO
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel on ``out`` of fp32 and a source of ``source_dtype`` with as many elements."""
+
+    name: str
+    launch: Launch
+    source_dtype: torch.dtype
+    reads_out: bool
+    reads_source: bool = True
+    judged: bool = False
+
+    def moved_bytes(self, numel: int) -> int:
+        read = (numel * 4 if self.reads_out else 0) + (numel * self.source_dtype.itemsize if self.reads_source else 0)
+        return read + numel * 4
+
+
+class Tables:
+    """Tables of addresses by buffer: building one waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], PeerTable] = {}
+
+    def of(self, buffer: torch.Tensor) -> PeerTable:
+        """``buffer`` in equal parts, one per owner."""
+        key = (buffer.data_ptr(), buffer.numel())
+        if key not in self._known:
+            self._known[key] = PeerTable.of(list(buffer.view(_OWNERS, -1)))
+        return self._known[key]
+
+
+def candidates() -> list[Candidate]:
+    """Kernels with the bytes they must move."""
+    tables = Tables()
+
+    def gather(programs: int) -> Launch:
+        def launch(out: torch.Tensor, source: torch.Tensor) -> None:
+            numel, dtype = source.numel() // _OWNERS, source.dtype
+            gather_from_peers(out, tables.of(source), numel, rank=0, source_dtype=dtype, num_programs=programs)
+
+        return launch
+
+    def default_gather(out: torch.Tensor, source: torch.Tensor) -> None:
+        gather_from_peers(out, tables.of(source), source.numel() // _OWNERS, rank=0, source_dtype=source.dtype)
+
+    def scatter(out: torch.Tensor, source: torch.Tensor) -> None:
+        scatter_accumulate_direct(tables.of(out), source, rank=0)
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    return [
+        Candidate("accumulate fp32", accumulate, fp32, reads_out=True, judged=True),
+        Candidate("accumulate bf16", accumulate, bf16, reads_out=True, judged=True),
+        Candidate(f"gather, {LOCAL_PROGRAMS} programs", gather(LOCAL_PROGRAMS), fp32, reads_out=False, judged=True),
+        Candidate("gather, default", default_gather, fp32, reads_out=False),
+        Candidate("scatter_accumulate", scatter, bf16, reads_out=True),
+        Candidate("copy_cast bf16->fp32", copy_cast, bf16, reads_out=False),
+        Candidate("fill", lambda out, source: fill(out), fp32, reads_out=False, reads_source=False),
+    ]
+
+
+def check(setting: Setting) -> Report:
+    device = setting.device(0)
+    repetitions = QUICK_REPETITIONS if setting.quick else REPETITIONS
+    rows = [
+        measure(candidate, size, repetitions, device)
+        for size in (QUICK_SIZES if setting.quick else SIZES)
+        for candidate in candidates()
+    ]
+    return report(rows)
+
+
+def report(rows: list[Measured]) -> Report:
+    """The figures, or what is too slow.
+
+    Raises:
+        CheckFailedError: naming the kernels and sizes.
+    """
+    failed = [f"{row.kernel} at {size_text(row.num_bytes)}: {row.ratio:.2f}" for row in rows if row.failed]
+    if failed:
+        raise CheckFailedError(f"time over floor, at most {LARGEST_RATIO} expected: " + ", ".join(failed))
+    judged = [row.ratio for row in rows if row.judged]
+    worst = f"{max(judged):.2f}" if judged else "nothing judged"
+    bandwidth = max(row.moved_bytes / row.copy_time.median_s for row in rows)
+    data = {
+        "rows": [
+            {
+                "kernel": row.kernel,
+                "num_bytes": row.num_bytes,
+                "moved_bytes": row.moved_bytes,
+                "time": row.kernel_time.as_dict(),
+                "floor": row.copy_time.as_dict(),
+                "ratio": row.ratio,
+            }
+            for row in rows
+        ]
+    }
+    text = f"time over floor at most {worst} from 64 MB on; copies reach {bandwidth * 1e-9:.0f} GB/s"
+    return Report(text, data, (_table(rows),))
+
+
+def _table(rows: list[Measured]) -> TableData:
+    lines = tuple(
+        (
+            row.kernel,
+            size_text(row.num_bytes),
+            f"{row.kernel_time.median_s * 1e6:.1f} us",
+            f"{row.kernel_time.p20_s * 1e6:.1f}-{row.kernel_time.p80_s * 1e6:.1f}",
+            f"{row.moved_bytes / row.kernel_time.median_s * 1e-9:.0f}",
+            f"{row.ratio:.2f}",
+        )
+        for row in rows
+    )
+    return TableData("kernels", ("kernel", "size", "median", "p20-p80", "GB/s", "time over floor"), lines)
+
+
+def measure(candidate: Candidate, num_bytes: int, repetitions: int, device: torch.device) -> Measured:
+    """One kernel whose output has ``num_bytes``."""
+    numel = num_bytes // 4
+    moved = candidate.moved_bytes(numel)
+    turns = max(1, min(16, _ROTATE_BYTES // moved)) if device.type == "cuda" else 1
+    outs = [torch.zeros(numel, device=device) for _ in range(turns)]
+    sources = [torch.randn(numel, device=device).to(candidate.source_dtype) for _ in range(turns)]
+    copies = [(torch.empty_like(half), half) for half in _halves(moved, turns, device)]
+    operations: dict[str, Operation] = {
+        "kernel": lambda turn: candidate.launch(outs[turn % turns], sources[turn % turns]),
+        "copy": lambda turn: copies[turn % turns][0].copy_(copies[turn % turns][1]),
+    }
+    for turn in range(turns):  # tables are built now
+        operations["kernel"](turn)
+    times = interleaved(operations, repetitions, device)
+    judged = candidate.judged and num_bytes >= JUDGED_BYTES
+    return Measured(candidate.name, num_bytes, moved, times["kernel"], times["copy"], judged)
+
+
+def _halves(moved: int, turns: int, device: torch.device) -> list[torch.Tensor]:
+    """What ``copy_`` reads to move as many bytes."""
+    return [torch.randn(moved // 8, device=device) for _ in range(turns)]

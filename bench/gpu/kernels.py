@@ -1,0 +1,200 @@
+"""Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU, to the bit.
+
+The interpreter runs the same source on every test run; what it cannot show is what the compiler and the device make of
+it: wide and masked accesses at odd addresses, conversions, atomics of many programs, offsets beyond 2**31. Inputs hold
+infinities, NaN, signed zeros and halfway cases; outputs are poisoned, and lie between guards that must stay as they
+were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+
+from odc.bench.gpu.device import new_stream
+from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
+from odc.bench.gpu.setting import Report, Setting, require
+from odc.kernels.accumulate import (
+    accumulate,
+    accumulate_reference,
+    scatter_accumulate_direct,
+    scatter_accumulate_direct_reference,
+)
+from odc.kernels.arguments import FLOATS, MASTER_FLOATS
+from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
+from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
+from odc.kernels.peers import PeerTable
+
+SIZES = (1, 2, 7, 255, 4095, 4096, 4097, 12_289, 1_000_003)
+QUICK_SIZES = (1, 7, 4097)
+OFFSETS = (0, 1, 3)  # elements: 16-byte aligned, and not
+_GUARD = 64  # elements on each side
+_POISON = 7.0
+_SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1.00390625, 1.01171875, 65504.0, 6e-8, -3.0)
+_GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+_CLIENTS = 3
+
+
+def check(setting: Setting) -> Report:
+    device = setting.device(0)
+    sizes = QUICK_SIZES if setting.quick else SIZES
+    counts = {part.__name__.strip("_"): sum(1 for _ in part(device, sizes)) for part in PARTS}
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    large = "offsets beyond 2**31 not run"
+    if free >= NEEDED_BYTES:
+        large = f"{check_large(device)} with offsets beyond 2**31"
+    cases = sum(counts.values())
+    return Report(f"{cases} cases equal to their twins; {large}", {"cases": counts, "large": large})
+
+
+class Guarded:
+    """A view of ``numel`` elements at an odd place, between guards; its twin lies on the host."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, offset: int, device: torch.device) -> None:
+        self._whole = torch.full((numel + 2 * _GUARD + offset,), _POISON, dtype=dtype, device=device)
+        self._inner = slice(_GUARD + offset, _GUARD + offset + numel)
+        self.view = self._whole[self._inner]
+
+    def filled(self, values: torch.Tensor) -> Guarded:
+        self.view.copy_(values)
+        return self
+
+    def expect(self, wanted: torch.Tensor, what: str) -> None:
+        """The view has the bits of ``wanted`` (NaN is NaN), the guards their own."""
+        found = self._whole.cpu()
+        inside = found[self._inner]
+        guards = torch.cat([found[: self._inner.start], found[self._inner.stop :]])
+        require(bool((guards == _POISON).all()), f"{what} wrote outside of its output")
+        same = (_bits(inside) == _bits(wanted)) | (inside.isnan() & wanted.isnan())
+        at = int((~same).nonzero()[0]) if not bool(same.all()) else -1
+        require(at < 0, f"{what}: element {at} is {float(inside[at])!r}, expected {float(wanted[at])!r}")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers on the host, with special ones among them."""
+    values = torch.randn(numel, dtype=torch.float64) * 3
+    special = torch.tensor(_SPECIAL, dtype=torch.float64)
+    values[::5] = special[torch.arange(len(values[::5])) % len(special)]
+    return values.to(dtype)
+
+
+def _cases(sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Sizes, each with two offsets: one per operand."""
+    generator = random.Random(0)
+    for numel in sizes:
+        for offset in OFFSETS:
+            yield numel, offset, generator.choice((offset, *OFFSETS))
+
+
+def _fill(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, _ in _cases(sizes):
+        for dtype in FLOATS:
+            for value in (0.0, 0.5, float("inf")):
+                out, wanted = Guarded(numel, dtype, offset, device), torch.empty(numel, dtype=dtype)
+                fill(out.view, value)
+                fill_reference(wanted, value)
+                out.expect(wanted, f"fill of {numel} x {dtype} at {offset}")
+                yield
+
+
+def _copy_cast(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, other in _cases(sizes):
+        for source_dtype, dtype in _casts():
+            values, wanted = _values(numel, source_dtype), torch.empty(numel, dtype=dtype)
+            out = Guarded(numel, dtype, offset, device)
+            copy_cast(out.view, Guarded(numel, source_dtype, other, device).filled(values).view)
+            copy_cast_reference(wanted, values)
+            out.expect(wanted, f"copy_cast of {numel} x {source_dtype} to {dtype} at {other}, {offset}")
+            yield
+
+
+def _accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, other in _cases(sizes):
+        for dtype in MASTER_FLOATS:
+            for addend_dtype in [d for d in FLOATS if d.itemsize <= dtype.itemsize]:
+                for first in (False, True):
+                    wanted, addend = _values(numel, dtype), _values(numel, addend_dtype)
+                    out = Guarded(numel, dtype, offset, device).filled(wanted)
+                    added = Guarded(numel, addend_dtype, other, device).filled(addend)
+                    accumulate(out.view, added.view, first=first)
+                    accumulate_reference(wanted, addend, first=first)
+                    out.expect(wanted, f"accumulate of {numel} x {addend_dtype} to {dtype}, first={first}")
+                    yield
+
+
+def _gather(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, other in _cases(sizes):
+        for source_dtype, dtype in _casts():
+            for own_in_place in (False, True):
+                values = [_values(numel + other, source_dtype) for _ in range(_CLIENTS)]
+                shards = [Guarded(numel + other, source_dtype, 0, device).filled(v) for v in values]
+                out, wanted = Guarded(_CLIENTS * numel, dtype, offset, device), torch.full((_CLIENTS * numel,), _POISON)
+                wanted = wanted.to(dtype)
+                words = {"rank": 1, "source_dtype": source_dtype, "offset": other, "own_in_place": own_in_place}
+                gather_from_peers(out.view, PeerTable.of([s.view for s in shards]), numel, **words)  # type: ignore[arg-type]
+                gather_from_peers_reference(wanted, PeerTable.of(values), numel, **words)  # type: ignore[arg-type]
+                out.expect(wanted, f"gather of {numel} x {source_dtype} to {dtype} at {other}, {offset}")
+                yield
+
+
+def _casts() -> list[tuple[torch.dtype, torch.dtype]]:
+    """Source and destination: all but float64 to 16 bits, which the launchers refuse."""
+    return [(s, out) for s in FLOATS for out in FLOATS if s != torch.float64 or out.itemsize > 2]
+
+
+def _scatter_accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, other in _cases(sizes):
+        for dtype in _GRADIENTS:
+            totals = [torch.randn(numel + other) for _ in range(_CLIENTS)]
+            grads = _values(_CLIENTS * numel, dtype)
+            found = [Guarded(numel + other, torch.float32, 0, device).filled(total) for total in totals]
+            pushed = Guarded(_CLIENTS * numel, dtype, offset, device).filled(grads)
+            table = PeerTable.of([total.view for total in found])
+            scatter_accumulate_direct(table, pushed.view, rank=1, offset=other)
+            scatter_accumulate_direct_reference(PeerTable.of(totals), grads, rank=1, offset=other)
+            for owner in range(_CLIENTS):
+                found[owner].expect(totals[owner], f"scatter_accumulate of {numel} x {dtype} to owner {owner}")
+            yield
+
+
+def _concurrent_atomics(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    """Launches on many streams add to the same sums at the same time; whole numbers, so any order is exact."""
+    for numel in sizes:
+        total = torch.zeros(numel, device=device)
+        addends = [torch.arange(numel, device=device).remainder_(11).to(torch.float32) + i for i in range(8)]
+        _on_many_streams(device, [_adding(PeerTable.of([total]), addend) for addend in addends])
+        wanted = torch.stack([addend.double() for addend in addends]).sum(0)
+        require(torch.equal(total.double(), wanted), f"concurrent atomic additions of {numel} elements lose some")
+        yield
+
+
+def _adding(table: PeerTable, addend: torch.Tensor) -> Callable[[], None]:
+    return lambda: scatter_accumulate_direct(table, addend, rank=0)
+
+
+def _on_many_streams(device: torch.device, works: list[Callable[[], None]]) -> None:
+    if device.type != "cuda":
+        for work in works:
+            work()
+        return
+    torch.cuda.synchronize(device)
+    for work in works:
+        with torch.cuda.stream(new_stream(device)):
+            work()
+    torch.cuda.synchronize(device)
+
+
+PARTS: tuple[Callable[[torch.device, tuple[int, ...]], Iterator[None]], ...] = (
+    _fill,
+    _copy_cast,
+    _accumulate,
+    _gather,
+    _scatter_accumulate,
+    _concurrent_atomics,
+)

@@ -1,0 +1,83 @@
+"""The results for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome
+from odc.bench.gpu.setting import TableData
+
+_LONGEST_TEXT = 400
+_STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
+
+
+def console() -> Console:
+    """Of the width of the terminal, or of a file."""
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def print_tables(tables: Iterable[TableData]) -> None:
+    for data in tables:
+        table = Table(title=data.title, min_width=len(data.title) + 2)
+        for column in data.columns:
+            table.add_column(column, justify="left" if column == data.columns[0] else "right")
+        for row in data.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console().print(table)
+
+
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """What failed, at length; what was measured; and a line per check, last."""
+    for outcome in outcomes:
+        if outcome.log:
+            console().print(
+                f"--- {outcome.name}: the end of its output\n{outcome.log}\n", markup=False, highlight=False
+            )
+        print_tables(outcome.tables)
+    table = Table(title=summary(outcomes))
+    for column in ("check", "result", "figures, or why", "s"):
+        table.add_column(column, justify="right" if column == "s" else "left")
+    for outcome in outcomes:
+        style = _STYLES[outcome.status]
+        seconds = f"{outcome.seconds:.0f}" if outcome.status != NOT_RUN else ""
+        table.add_row(outcome.name, f"[{style}]{outcome.status}[/]", _plain(outcome.figures), seconds)
+    console().print(table)
+
+
+def _plain(text: str) -> str:
+    """One line, not too long, and no markup."""
+    line = " ".join(text.split())
+    return escape(line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT] + " ...")
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One line."""
+    counts = {status: sum(outcome.status == status for outcome in outcomes) for status in _STYLES}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+
+
+def write_json(path: Path, outcomes: Sequence[Outcome], environment: dict[str, Any], settings: dict[str, Any]) -> None:
+    """All outcomes with what they ran on."""
+    checks = [
+        {
+            "name": outcome.name,
+            "status": outcome.status,
+            "figures": outcome.figures,
+            "seconds": round(outcome.seconds, 1),
+            "data": outcome.data,
+        }
+        for outcome in outcomes
+    ]
+    document = {"environment": environment, "settings": settings, "summary": summary(outcomes), "checks": checks}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)  # whoever is killed meanwhile leaves the file as it was

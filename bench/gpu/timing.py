@@ -1,0 +1,85 @@
+"""Times of operations side by side: interleaved repetitions, medians, spread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from odc.bench.gpu.device import seconds_between, spin, timing_event
+
+_LEAD_CYCLES = 2_000_000  # the GPU is busy so long that the host has queued a whole repetition meanwhile
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of one operation over all repetitions."""
+
+    median_s: float
+    p20_s: float
+    p80_s: float
+    num_samples: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """
+        >>> Spread.of([3.0, 1.0, 2.0]).median_s
+        2.0
+        """
+        times = torch.tensor(seconds, dtype=torch.float64)
+        quantiles = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+        p20, median, p80 = (float(quantile) for quantile in quantiles)
+        return cls(median, p20, p80, len(seconds))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+Operation = Callable[[int], object]
+"""Called with the number of the repetition, so that it can take turns among buffers."""
+
+
+def interleaved(operations: Mapping[str, Operation], repetitions: int, device: torch.device) -> dict[str, Spread]:
+    """Every operation once per repetition, in turn, after two repetitions that warm up.
+
+    On a GPU by events, with the launches queued beforehand, so that the host's speed is not part of the time.
+    """
+    measure = _by_events if device.type == "cuda" else _by_clock
+    samples: dict[str, list[float]] = {name: [] for name in operations}
+    for repetition in range(-2, repetitions):
+        for name, seconds in measure(operations, repetition + 2).items():
+            if repetition >= 0:
+                samples[name].append(seconds)
+    return {name: Spread.of(seconds) for name, seconds in samples.items()}
+
+
+def _by_events(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
+    spin(_LEAD_CYCLES)
+    events = []
+    for name, operation in operations.items():
+        start, end = timing_event(), timing_event()
+        start.record()
+        operation(repetition)
+        end.record()
+        events.append((name, start, end))
+    torch.cuda.synchronize()
+    return {name: seconds_between(start, end) for name, start, end in events}
+
+
+def _by_clock(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
+    seconds = {}
+    for name, operation in operations.items():
+        started = time.perf_counter()
+        operation(repetition)
+        seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def size_text(num_bytes: int) -> str:
+    """
+    >>> size_text(1 << 20), size_text(1 << 16)
+    ('1 MB', '64 KB')
+    """
+    return f"{num_bytes >> 20} MB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KB"

@@ -1,0 +1,100 @@
+"""Copy engines or a kernel: the two ways of a gather on peers' memory, and the table that chooses between them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc.bench.gpu.ranks import Rank
+from odc.bench.gpu.setting import TableData
+from odc.bench.gpu.timing import size_text
+from odc.cuda.transfers import COPY_ENGINE, KERNEL, TransferTable
+from odc.engine import Engine
+from odc.exchange import ProcessGroupExchange
+from odc.topology import Topology
+from odc.transports import registry
+from odc.transports.base import SymmetricBuffer, Transport
+
+_CALLS = 4
+_TIMEOUT_S = 60.0
+
+
+def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
+    """Median seconds of the slowest rank, by way and size. Collective.
+
+    Empty where the kernel cannot be used: on a CPU, or if a rank's memory is not addressable from all others.
+    """
+    if rank.device.type != "cuda":
+        return {}
+    exchange = ProcessGroupExchange()
+    topology = Topology.discover(exchange)
+    if topology.num_hosts > 1:
+        return {}
+    transport = registry.choose(rank.setting.transport, topology, rank.device, exchange)(exchange, topology, _TIMEOUT_S)
+    try:
+        transport.reserve(2 * max(sizes))
+        transport.open(num_signals=1, num_locks=0)
+        buffer = transport.allocate(max(sizes) // rank.world_size, "transfers")
+        transport.seal()
+        samples = [_measure(rank, transport, buffer, size, repetitions) for size in sizes]
+        rank.meet()
+    finally:
+        transport.close()
+    by_way = {way: [times[way] for times in samples] for way in (KERNEL, COPY_ENGINE)}
+    return {"sizes": list(sizes), "seconds": by_way}
+
+
+def _measure(
+    rank: Rank, transport: Transport, buffer: SymmetricBuffer, num_bytes: int, repetitions: int
+) -> dict[str, float]:
+    numel = num_bytes // rank.world_size // 4
+    shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
+    out = torch.zeros(numel * rank.world_size, device=rank.device)
+    ways = {KERNEL: _by_kernel(rank, out, shards), COPY_ENGINE: _by_copies(rank, transport.engine, out, shards)}
+    samples: dict[str, list[float]] = {way: [] for way in ways}
+    for repetition in range(repetitions + 1):
+        for way, gather in ways.items():
+            rank.meet()
+            started = time.perf_counter()
+            for _ in range(_CALLS):
+                gather()
+            torch.cuda.synchronize()
+            seconds = rank.largest(time.perf_counter() - started) / _CALLS
+            if repetition:
+                samples[way].append(seconds)
+    return {way: statistics.median(values) for way, values in samples.items()}
+
+
+def _by_kernel(rank: Rank, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+    from odc.kernels.gather import gather_from_peers  # needs triton
+    from odc.kernels.peers import PeerTable
+
+    table, numel = PeerTable.build([shard.data_ptr() for shard in shards], rank.device), shards[0].numel()
+    return lambda: gather_from_peers(out, table, numel, rank=rank.rank, source_dtype=torch.float32, own_in_place=True)
+
+
+def _by_copies(rank: Rank, engine: Engine, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+    return lambda: Engine.copy_rows(engine, out, shards, rank.rank, own_in_place=True)
+
+
+def transfer_report(transfers: dict[str, Any], path: str) -> tuple[tuple[TableData, ...], str]:
+    """The measured table for people and in a word; saved if ``path`` is not empty and there is one."""
+    if not transfers:
+        return (), "transfers not compared"
+    sizes, seconds = transfers["sizes"], transfers["seconds"]
+    chosen = TransferTable.of_measurements(sizes, seconds[KERNEL], seconds[COPY_ENGINE])
+    if path:
+        chosen.save(Path(path))
+    rows = tuple(
+        (size_text(size), f"{kernel * 1e3:.3f} ms", f"{copy * 1e3:.3f} ms", KERNEL if kernel < copy else COPY_ENGINE)
+        for size, kernel, copy in zip(sizes, seconds[KERNEL], seconds[COPY_ENGINE], strict=True)
+    )
+    text = ", ".join(f"{way} {f'up to {size_text(limit)}' if limit else 'beyond'}" for limit, way in chosen.rows)
+    return (
+        TableData("one gather, two ways", ("size", "kernel", "copy engines", "faster"), rows),
+    ), f"gathers by {text}"

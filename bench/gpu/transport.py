@@ -1,0 +1,228 @@
+"""Check ``transport``: memory, order and engine of a transport between processes, and what it leaves behind.
+
+What threads of one process can show is shown on every run of the tests. Here every rank is a process with a CUDA
+context of its own: memory by IPC handles, words in registered host memory, kernels on peers' addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from odc.bench.gpu.ranks import Rank, run_ranks
+from odc.bench.gpu.setting import Report, Setting, require
+from odc.bench.gpu.streams import streams_of
+from odc.exchange import ProcessGroupExchange
+from odc.topology import Topology
+from odc.transports import registry
+from odc.transports.base import Transport
+
+ROUNDS = 200
+ADDITIONS = 50
+LEAK_TOLERANCE_BYTES = 32 << 20
+_BUFFER_BYTES = 64 << 20
+_CYCLES, _WARM_UP_CYCLES = 5, 2
+_RESERVED_BYTES = 1 << 30  # for transports that must know beforehand
+_TIMEOUT_S = 30.0
+_KEEPS_ITS_MEMORY = ("nvshmem",)  # until the process ends: its heap is one per process
+
+
+def check(setting: Setting) -> Report:
+    data: dict[str, Any] = {}
+    for world_size in setting.worlds:
+        data[f"{world_size} ranks"] = run_ranks(setting, world_size, conformance)[0]
+    largest = data[f"{max(setting.worlds)} ranks"]
+    kept = largest["kept_bytes"]
+    memory = "nothing is asked" if kept is None else f"{kept / 2**20:.0f} MiB kept"
+    return Report(f"{len(PARTS)} parts on {', '.join(map(str, setting.worlds))} ranks; after close {memory}", data)
+
+
+def conformance(rank: Rank) -> dict[str, Any]:
+    """All parts on one transport, then opening and closing it several times."""
+    with _transport(rank) as transport:
+        for part in PARTS:
+            part(rank, transport)
+            rank.meet()
+    return {"parts": [part.__name__ for part in PARTS], "kept_bytes": _kept_bytes(rank)}
+
+
+@contextmanager
+def _transport(rank: Rank) -> Any:
+    """An open, sealed transport. Collective."""
+    exchange = ProcessGroupExchange()
+    topology = Topology.discover(exchange)
+    chosen = registry.choose(rank.setting.transport, topology, rank.device, exchange)
+    transport = chosen(exchange, topology, _TIMEOUT_S)
+    try:
+        transport.reserve(_RESERVED_BYTES if rank.device.type == "cuda" else 1 << 20)
+        transport.open(num_signals=8, num_locks=1)
+        transport.seal()
+        yield transport
+    finally:
+        transport.close()
+
+
+def _idle(rank: Rank, transport: Transport) -> None:
+    """All ranks are here, and all streams are done."""
+    require(transport.engine.synchronize(_TIMEOUT_S), f"streams were not idle after {_TIMEOUT_S:g} s")
+    rank.meet()
+
+
+def memory_by_rank(rank: Rank, transport: Transport) -> None:
+    """Zeroed, of the asked size, and written to by every rank at the place of every other."""
+    world = range(rank.world_size)
+    for num_bytes in (8 * rank.world_size, (2 << 20) + 8 * rank.world_size):
+        buffer = transport.allocate(num_bytes, "memory")
+        require(buffer.num_bytes == num_bytes, f"{buffer.num_bytes} bytes, expected {num_bytes}")
+        require(buffer.local.device.type == rank.device.type, f"memory is on {buffer.local.device}")
+        require(not bool(buffer.local.any()), "new memory is not zero")
+        _idle(rank, transport)
+        for owner in world:
+            word = buffer.peer(owner)[-8 * rank.world_size :].view(torch.int64)[rank.rank]
+            transport.engine.run(lambda word=word, owner=owner: word.fill_(100 * owner + rank.rank + 1))  # type: ignore[misc]
+        _idle(rank, transport)
+        for owner in world:
+            found = buffer.peer(owner)[-8 * rank.world_size :].view(torch.int64).tolist()
+            wanted = [100 * owner + writer + 1 for writer in world]
+            require(found == wanted, f"memory of rank {owner}: {found}, expected {wanted}")
+
+
+def order_of_streams(rank: Rank, transport: Transport) -> None:
+    """A value goes round all ranks, each adding to what its predecessor's busy stream has written."""
+    streams = streams_of(transport.engine, rank.device)
+    buffer = transport.allocate(8 * (ROUNDS + 1), "order")
+    _idle(rank, transport)
+    successor, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+    local, there = buffer.local.view(torch.int64), buffer.peer(successor).view(torch.int64)
+    turns = 0
+    for turn in range(ROUNDS):
+        if turn % rank.world_size != rank.rank:
+            continue
+        if turn:
+            turns += 1
+            _await(transport, before, turns)
+            transport.order_after(2, turns)
+        streams.delay(2e-4)
+        source, target = local[turn : turn + 1], there[turn + 1 : turn + 2]
+        transport.engine.run(lambda source=source, target=target: torch.add(source, 1, out=target))  # type: ignore[misc]
+        transport.post(successor, 2)
+    _idle(rank, transport)
+    mine = [turn for turn in range(1, ROUNDS + 1) if turn % rank.world_size == rank.rank]
+    found = local.tolist()
+    wrong = [turn for turn in mine if found[turn] != turn]
+    require(not wrong, f"after turn {wrong[:1]} the value is {[found[turn] for turn in wrong[:1]]}")
+
+
+def _await(transport: Transport, poster: int, count: int) -> None:
+    for _ in range(int(_TIMEOUT_S)):
+        if transport.count(2) >= count:
+            return
+        transport.block(1.0, [poster])
+    require(False, f"post {count} of rank {poster} did not come within {_TIMEOUT_S:g} s")
+
+
+def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
+    """Copy, cast, add, zero and rows, to and from a peer's memory."""
+    engine, device, peer = transport.engine, rank.device, (rank.rank + 1) % rank.world_size
+    buffer = transport.allocate(64, "engine")
+    _idle(rank, transport)
+    sums = buffer.peer(peer).view(torch.float32)
+    addend = torch.tensor([0.5, 1.5, -2.5], dtype=torch.bfloat16, device=device)
+    engine.copy(sums[1:4], addend)
+    engine.add(sums[1:4], sums[1:4], addend)
+    engine.zero(sums[2:3])
+    _idle(rank, transport)
+    found = buffer.local.view(torch.float32)[:5].tolist()
+    require(found == [0.0, 1.0, 0.0, -5.0, 0.0], f"copy, add, zero left {found}")
+    _idle(rank, transport)
+    engine.copy(buffer.local.view(torch.float32)[:2], torch.full((2,), rank.rank + 1.0, device=device))
+    _idle(rank, transport)
+    shards = [buffer.peer(owner).view(torch.float32)[:2] for owner in range(rank.world_size)]
+    rows = torch.full((2 * rank.world_size,), -1.0, device=device)
+    engine.copy_rows(rows, shards, rank.rank, own_in_place=True)
+    _idle(rank, transport)
+    wanted = [-1.0 if owner == rank.rank else owner + 1.0 for owner in range(rank.world_size) for _ in range(2)]
+    require(rows.tolist() == wanted, f"rows are {rows.tolist()}, expected {wanted}")
+
+
+def atomic_additions(rank: Rank, transport: Transport) -> None:
+    """All ranks add to rank 0's sum at once, and none of it is lost. Whole numbers: any order is exact."""
+    numel = 10_007
+    total = transport.allocate(4 * numel, "atomics").peer(0).view(torch.float32)
+    places = torch.arange(numel, device=rank.device).remainder_(7)
+    addend = (places + rank.rank).to(torch.float32)
+    _idle(rank, transport)
+    for _ in range(ADDITIONS):
+        transport.engine.add_atomically(total, addend)
+    _idle(rank, transport)
+    wanted = (places * rank.world_size + sum(range(rank.world_size))) * ADDITIONS
+    require(torch.equal(total, wanted.to(torch.float32)), "concurrent atomic additions lose some")
+
+
+PARTS: tuple[Callable[[Rank, Transport], None], ...] = (
+    memory_by_rank,
+    order_of_streams,
+    engine_copies_and_adds,
+    atomic_additions,
+)
+
+
+def _kept_bytes(rank: Rank) -> int | None:
+    """Device memory that is gone after opening and closing several times; None if there is nothing to ask.
+
+    Raises:
+        CheckFailedError: more than :data:`LEAK_TOLERANCE_BYTES`, or file descriptors.
+    """
+    if rank.setting.transport in _KEEPS_ITS_MEMORY:
+        return None
+    for _ in range(_WARM_UP_CYCLES):  # contexts and modules are loaded, the driver has its pools
+        _open_and_close(rank)
+    free, descriptors = _free_bytes(rank), _num_descriptors()
+    for _ in range(_CYCLES):
+        _open_and_close(rank)
+    kept = None if free is None else free - (_free_bytes(rank) or 0)
+    more = _num_descriptors() - descriptors
+    require(more <= 0, f"{more} file descriptors stay open after {_CYCLES} times open and close")
+    if kept is not None:
+        sharing = -(-rank.world_size // max(rank.setting.num_gpus, 1))  # free memory is that of the GPU
+        allocated = _CYCLES * _BUFFER_BYTES * sharing
+        require(
+            kept < LEAK_TOLERANCE_BYTES * sharing,
+            f"{kept / 2**20:.0f} of {allocated / 2**20:.0f} MiB per GPU are not given back by close()",
+        )
+    return kept
+
+
+def _num_descriptors() -> int:
+    """Of this process, without those of the device driver, which opens more whenever it likes."""
+    targets = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one this listing uses
+            targets.append(entry.readlink().as_posix())
+    return sum(not target.startswith("/dev/nvidia") for target in targets)
+
+
+def _open_and_close(rank: Rank) -> None:
+    num_bytes = _BUFFER_BYTES if rank.device.type == "cuda" else 1 << 16
+    with _transport(rank) as transport:
+        transport.allocate(num_bytes, "leak")
+        _idle(rank, transport)
+    rank.meet()
+
+
+def _free_bytes(rank: Rank) -> int | None:
+    """Of this rank's GPU, while all ranks are at rest."""
+    gc.collect()
+    if rank.device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    rank.meet()
+    free = torch.cuda.mem_get_info(rank.device)[0]
+    rank.meet()
+    return free

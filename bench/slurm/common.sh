@@ -1,0 +1,45 @@
+# What the jobs of this folder share; sourced by them, from the root of the repository.
+#
+# Every part runs even if one before it failed; the job's exit code says whether any did. Results go to
+# runs/slurm-<job>. The environment must hold odc with the extra for your CUDA, and the examples' libraries:
+#     pip install '.[cuda12,examples]'
+
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+
+out=runs/slurm-$SLURM_JOB_ID
+mkdir -p "$out"
+gpus=${GPUS_PER_NODE:-8}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # head would end early, and scontrol by SIGPIPE
+port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a host must not share a port
+status=0
+
+part() { # name, command...: note a failure and go on
+    local name=$1
+    shift
+    echo "=== $name: $*"
+    "$@" || { status=$?; echo "=== $name: exit code $status"; }
+}
+
+on_every_host() { # command...: once per host
+    srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "$@"
+}
+
+launch() { # torchrun's own arguments and the script: a rank per GPU, on all hosts of the job
+    on_every_host --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" \
+        --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:$port" "$@"
+}
+
+check_hosts() { # everything that one host can show; ranks 2 4 8 have a GPU each
+    on_every_host bash -c \
+        'python -m odc.bench.gpu_check --ranks 2 4 8 --json "$0/gpu_check-$(hostname).json"' "$out"
+}
+
+bandwidth() { # the primitives with NCCL beside them; further arguments as in odc.bench.gpu.bandwidth
+    launch -m odc.bench.gpu.bandwidth --json "$out/bandwidth.json" "$@"
+}
+
+train() { # the same fine-tuning over NCCL and under ODC; compare the losses and samples/s in the two files
+    part "training over NCCL" launch examples/hf_trainer.py --steps 40 --log-json "$out/training-nccl.json"
+    part "training under ODC" launch -m odc.run examples/hf_trainer.py --steps 40 --log-json "$out/training-odc.json"
+}
