@@ -4,10 +4,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench bench-balance clean
+.PHONY: help demo test test-extended test-torch-versions lint bench bench-balance clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -18,8 +18,23 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(PY) -m odc.bench.demo --out runs/demo
 
-test: $(STAMP)  ## all tests, cheapest layer first
-	$(PY) -m pytest tests
+# Tests that need one core, run beside those that start ranks. (A shell makes what runs beside it deaf to Ctrl-C.)
+ALONE := $(filter-out tests/test_balance_loader%,$(wildcard tests/test_balance_*.py)) \
+	$(filter-out tests/test_bench_gpu%,$(wildcard tests/test_bench_*.py)) \
+	$(wildcard tests/test_cli_*.py tests/test_kernels_*.py)
+
+test: $(STAMP)  ## the tests, cheapest layer first
+	env --default-signal=INT $(PY) -m pytest $(ALONE) > .test-alone.log 2>&1 & alone=$$!; \
+	$(PY) -m pytest tests $(addprefix --ignore=,$(ALONE)); ranks=$$?; \
+	wait $$alone; status=$$?; cat .test-alone.log; rm -f .test-alone.log; exit $$((ranks + status))
+
+test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
+	env --default-signal=INT $(PY) -m pytest tests -m "extended or not extended"
+
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
+
+test-torch-versions:  ## the FSDP tests under each supported torch, 5 to 7 GB each (TORCH_VERSIONS="2.10.0 2.12.1")
+	PYTHON=$(PYTHON) tests/torch_versions.sh $(TORCH_VERSIONS)
 
 lint: $(STAMP)  ## ruff, then mypy --strict on the installed package
 	$(PY) -m ruff check .
@@ -39,5 +54,5 @@ bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of par
 	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) .lint build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch .lint build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_NO_RESULT = "ended without a result"
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "odc", "odc.fsdp_patch", "process_ranks"])
+# torch._dynamo: fully_shard and optimizers import it when first used, which is most of a short rank's time.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "odc", "odc.fsdp_patch"]
+_CONTEXT.set_forkserver_preload([*_PRELOADED, "odc.transports.shm", "process_ranks"])
 
 
 @dataclass
@@ -68,6 +71,8 @@ class RankGroup:
                 process.join()
                 results[rank].error = results[rank].error or f"killed by the test after {timeout_s} s"
             results[rank].exitcode = process.exitcode
+            if results[rank].error == _NO_RESULT:
+                results[rank].error = f"{_NO_RESULT}: exit code {process.exitcode}"
         shutil.rmtree(self.folder, ignore_errors=True)
         return results
 
@@ -76,7 +81,7 @@ class RankGroup:
         try:
             kind, *payload = pipe.recv()
         except EOFError:
-            return RankResult(error="ended without a result")
+            return RankResult(error=_NO_RESULT)
         if kind == "value":
             return RankResult(value=payload[0])
         return RankResult(error=payload[1], error_type=payload[0])
@@ -90,8 +95,11 @@ def _main(
     pipe: Connection,
     body: Callable[..., Any],
     args: Any,
+    enter: Callable[[int, int], None] | None,
 ) -> None:
     os.environ.update(env)
+    if enter is not None:
+        enter(rank, world_size)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -111,16 +119,23 @@ def _main(
 
 
 def start_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
+    world_size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    enter: Callable[[int, int], None] | None = None,
 ) -> RankGroup:
-    """Start ``body(rank, world_size, *args)`` on every rank, inside a gloo process group."""
+    """Start ``body(rank, world_size, *args)`` on every rank, inside a gloo process group.
+
+    ``enter(rank, world_size)`` is what each process does first.
+    """
     folder = tempfile.mkdtemp(prefix="odc-test-")
     store = os.path.join(folder, "store")
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
-            target=_main, args=(rank, world_size, store, dict(env or {}), theirs, body, args), daemon=True
+            target=_main, args=(rank, world_size, store, dict(env or {}), theirs, body, args, enter), daemon=True
         )
         process.start()
         theirs.close()
@@ -142,3 +157,9 @@ def run_ranks(
         if result.error is not None:
             raise AssertionError(f"rank {rank}: {result.error_type}: {result.error}")
     return [result.value for result in results]
+
+
+def assert_one_says(results: list[RankResult], kind: str, words: str) -> None:
+    """A rank fails with ``kind`` and ``words``; another may be told of it."""
+    assert all(r.error_type in (kind, "AbortedError", "PeerClosedError") for r in results), results
+    assert any(r.error_type == kind and words in (r.error or "") for r in results), results

@@ -36,9 +36,9 @@ def digests(
 @pytest.mark.parametrize(
     ("counts", "accumulate"),
     [
-        pytest.param([3, 2], "direct", id="2-ranks"),
+        pytest.param([3, 2], "direct", id="2-ranks", marks=pytest.mark.extended),
         pytest.param([1, 3, 0, 2], "direct", id="4-ranks"),
-        pytest.param([1, 3, 0, 2], "daemon", id="4-ranks-daemon"),
+        pytest.param([1, 3, 0, 2], "daemon", id="4-ranks-daemon", marks=pytest.mark.extended),
     ],
 )
 def test_twenty_runs_under_random_delays_are_bit_equal(counts: list[int], accumulate: str) -> None:

@@ -24,17 +24,31 @@ def run(command: list[str], folder: Path) -> str:
 
 def test_the_command_line_explains_itself(tmp_path: Path) -> None:
     text = run([sys.executable, "-m", "odc", "--help"], tmp_path)
-    for words in ("odc.patch_fsdp(model)", "info", "ODC_TIMEOUT"):
+    for words in ("odc.patch_fsdp(model)", "odc run", "doctor", "ODC_TIMEOUT"):
         assert words in text
-    facts = json.loads(run([sys.executable, "-m", "odc", "info", "--json"], tmp_path))
-    assert facts["transport shm"] == "available"
+    facts = json.loads(run([sys.executable, "-m", "odc", "doctor", "--json"], tmp_path))
+    assert facts["ok"]
     assert run([sys.executable, "-m", "odc", "--version"], tmp_path).strip() == f"odc {facts['odc']}"
 
 
-def test_the_primitive_benchmark_writes_its_rows(tmp_path: Path) -> None:
+def test_a_checkout_finds_its_parts_whatever_is_installed() -> None:
+    """Python started in a checkout finds its folder `odc` first, and the parts of the package lie beside that."""
+    script = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import odc.bench.gpu.catalogue, odc.cli, odc.kernels.chunked
+print(odc.bench.__file__, odc.__path__)
+"""
+    bench, path = run([sys.executable, "-c", script], ROOT).split(" ", 1)
+    assert bench == str(ROOT / "bench" / "__init__.py")
+    assert path.strip() == str([str(ROOT / "odc"), str(ROOT)])
+
+
+@pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), pytest.param("2", "tcp", marks=pytest.mark.extended)])
+def test_the_primitive_benchmark_writes_its_rows(hosts: str, transport: str, tmp_path: Path) -> None:
     options = ["-m", "odc.bench.primitives", "--json", "out.json", "--sizes", "65536", "1048576", "--repetitions", "2"]
-    text = run([*TORCHRUN, *RENDEZVOUS, *options], tmp_path)
-    assert "scatter_accumulate (shm)" in text
+    text = run([*TORCHRUN, *RENDEZVOUS, *options, "--hosts", hosts], tmp_path)
+    assert f"scatter_accumulate ({transport})" in text
     document = json.loads((tmp_path / "out.json").read_text())
     primitives = {"gather", "scatter_accumulate", "all_gather", "reduce_scatter", "copy", "add"}
     assert {(r["primitive"], r["num_bytes"]) for r in document["rows"]} == {

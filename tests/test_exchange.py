@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
-from odc.exchange import gather_json, raise_together, require_agreement
+from odc.exchange import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
 
 
 def test_json_arrives_in_rank_order() -> None:
@@ -24,6 +30,60 @@ def test_one_ranks_failure_is_every_ranks_error() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], SetupError)
         assert "rank 1: ValueError: no mesh" in str(results[rank])
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:3")],
+)
+def test_messages_travel_in_host_memory_where_the_group_serves_it(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    assert ProcessGroupExchange(None, torch.device("cuda:3"))._device == torch.device(device)
+
+
+def test_set_up_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_TIMEOUT", "5")
+    assert setup_timeout_s() == 600.0
+    monkeypatch.setenv("ODC_TIMEOUT", "3600")
+    assert setup_timeout_s() == 3600.0
+    assert setup_timeout_s(1200.0) == 1200.0
+
+
+LONELY = """
+import sys, time, logging
+import torch.distributed as dist
+from odc import exchange
+exchange._FIRST_WARNING_S = 0.5
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+if rank == 1:
+    sys.stdin.read()
+exchange.ProcessGroupExchange(timeout_s=2.0).all_gather(b"")
+"""
+
+
+def test_a_rank_that_gives_up_waiting_in_set_up_ends_though_the_other_never_comes(tmp_path: Path) -> None:
+    """Gloo would keep the process until the operation under way has ended."""
+    command = [sys.executable, "-c", LONELY]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen([*command, "1", str(tmp_path / "s")], stdin=subprocess.PIPE, env=environment) as other:
+        ended = subprocess.run(
+            [*command, "0", str(tmp_path / "s")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert other.poll() is None
+        other.kill()
+    assert ended.returncode == 1
+    assert "SetupError: rank 0 has waited 2 s in set-up for the other ranks" in ended.stderr
+    assert "odc: rank 0 has waited 1 s in set-up" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,7 +129,7 @@ def test_ranks_on_other_hosts_are_refused_by_shm_with_the_reason() -> None:
     spec = UnitSpec("layer", 8, torch.float32)
 
     def body(exchange: ThreadExchange) -> None:
-        Runtime.create(exchange, [spec], RuntimeConfig(host_id=f"host-{exchange.rank}")).close()
+        Runtime.create(exchange, [spec], RuntimeConfig(transport="shm", host_id=f"host-{exchange.rank}")).close()
 
     for result in run_threads(2, body):
         assert isinstance(result, SetupError)

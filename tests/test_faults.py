@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -214,6 +215,7 @@ def test_a_rank_stopped_for_ever_is_alive_but_silent() -> None:
         assert words in (results[0].error or "")
 
 
+@pytest.mark.extended
 def test_suspending_the_whole_job_for_longer_than_the_limit_is_not_an_error(tmp_path: Path) -> None:
     """Ctrl-Z, a paused container, a suspended job: no rank may blame the others for its own absence."""
     started = tmp_path / "started"
@@ -362,6 +364,14 @@ def test_sys_exit_without_close_is_told_to_the_others(tmp_path: Path) -> None:
     assert "it closed its session" in text
 
 
+def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path) -> None:
+    """Fault test 7, outside of any block of a session: nothing of ODC sees it pass."""
+    job = start_job(tmp_path, TRAIN_JOB.format(at_step_3="None if rank == 0 else tokens('no', rank, 0)"))
+    text = output_of(job)
+    assert job.returncode != 0
+    assert re.search(r"rank 0 aborted because rank 1 \(pid \d+\): TypeError", text), text
+
+
 def test_killing_the_process_groups_leaves_nothing(tmp_path: Path) -> None:
     """Fault test 11. torchrun gives each rank its own group; all of them are killed at one stroke."""
     note_pid = f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(f'{{os.getpid()}} ')"
@@ -435,7 +445,8 @@ session = odc.patch_fsdp(model)
 with session.minibatch():
     model(torch.ones(2, 3620)).sum().backward()
 assert all(p.grad is not None for p in model.parameters())
-print("MEMORY", sum(session.memory().values()) >> 20, os.listdir("/dev/shm"), flush=True)
+sys.stdout.write(f"MEMORY {session.memory().odc >> 20} {os.listdir('/dev/shm')}\\n")  # in one piece: ranks share it
+sys.stdout.flush()
 session.close()
 dist.barrier()  # gloo's threads must have dropped the last results before Python begins to end
 dist.destroy_process_group()
@@ -450,6 +461,7 @@ def can_mount() -> bool:
         return False
 
 
+@pytest.mark.extended
 def test_a_small_dev_shm_is_enough_for_a_large_model(tmp_path: Path) -> None:
     """Fault test 13: a 200 MB model where /dev/shm has 64 MB, as in docker."""
     if not can_mount():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from odc import ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.protocol import MinibatchProtocol, State
 
 NUMEL = 48
+MODES = [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)]
 
 
 class Violation(AssertionError):
@@ -36,6 +37,8 @@ class Case:
     delay_s: float
     mode: tuple[str, bool] = ("direct", False)
     slow: dict[tuple[str, int], float] = field(default_factory=dict)  # (operation, rank) -> extra delay
+    hosts: int = 1
+    hold: bool = False  # gradients are read (again) after the next parameters are published
 
     @property
     def world_size(self) -> int:
@@ -61,8 +64,11 @@ class RankRun:
         units = [
             UnitSpec(f"layers.{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(case.num_units)
         ]
-        config = RuntimeConfig(timeout_s=10, accumulate=case.mode[0], deterministic=case.mode[1])
+        host = f"host{exchange.rank * case.hosts // case.world_size}" if case.hosts > 1 else ""
+        config = RuntimeConfig(timeout_s=10, accumulate=case.mode[0], deterministic=case.mode[1], host_id=host)
         self.runtime = Runtime.create(exchange, units, config)
+        if case.hold:
+            self.runtime.hold_gradients()
 
     def pause(self, operation: str) -> None:
         time.sleep(self.random.random() * self.case.delay_s + self.case.slow.get((operation, self.rank), 0.0))
@@ -72,14 +78,22 @@ class RankRun:
 
     def run(self) -> int:
         with self.runtime:
+            held: list[tuple[torch.Tensor, torch.Tensor]] = []  # sums, and what they were
             for minibatch, counts in enumerate(self.case.counts, start=1):
                 self.publish(minibatch)
+                self.pause("hold")
+                for sums, before in held:
+                    if not torch.equal(sums, before):
+                        raise Violation(f"rank {self.rank} minibatch {minibatch}: gradients changed while held")
+                if self.case.hold:
+                    self.runtime.open_sums()
                 self.runtime.begin()
                 for microbatch in range(counts[self.rank]):
                     self.microbatch(minibatch, microbatch)
                 self.pause("finish")
                 self.runtime.finish()
                 self.check_gradients(minibatch, counts)
+                held = self.held_sums()
             return self.runtime.stats.gathers
 
     def publish(self, minibatch: int) -> None:
@@ -122,6 +136,12 @@ class RankRun:
             if found != ([expected] if pushes else None):
                 raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: sum {found}, expected {expected}")
 
+    def held_sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not (self.case.hold and self.runtime.sums_stay):
+            return []
+        results = [self.runtime.gradient(unit) for unit in range(self.case.num_units)]
+        return [(result[0], result[0].clone()) for result in results if result is not None]
+
 
 def run_case(case: Case) -> list[int]:
     return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=30))
@@ -136,13 +156,29 @@ def cases(draw: st.DrawFn) -> Case:
         num_units=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 10**6)),
         delay_s=draw(st.sampled_from([0.0, 0.0005, 0.003])),
-        mode=draw(st.sampled_from([("direct", False), ("daemon", False), ("direct", True), ("daemon", True)])),
+        hold=draw(st.booleans()),
+        mode=draw(st.sampled_from(MODES)),
     )
+
+
+@st.composite
+def cases_across_hosts(draw: st.DrawFn) -> Case:
+    """Ranks that pose as two or more hosts, and talk over TCP."""
+    case = draw(cases())
+    hosts = draw(st.integers(2, case.world_size))
+    return replace(case, hosts=hosts, mode=draw(st.sampled_from([mode for mode in MODES if mode[0] == "daemon"])))
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
 @given(cases())
 def test_every_gather_sees_its_version_and_every_push_counts_once(case: Case) -> None:
+    gathers = run_case(case)
+    assert gathers == [sum(row[rank] for row in case.counts) * case.num_units for rank in range(case.world_size)]
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(cases_across_hosts())
+def test_so_they_do_across_hosts(case: Case) -> None:
     gathers = run_case(case)
     assert gathers == [sum(row[rank] for row in case.counts) * case.num_units for rank in range(case.world_size)]
 
@@ -154,19 +190,27 @@ ADVERSARY = Case(
     num_units=2,
     seed=5,
     delay_s=0.0,
-    slow={("publish", 1): 0.02, ("fill", 1): 0.02, ("push", 1): 0.03},
+    slow={("publish", 1): 0.02, ("fill", 1): 0.02, ("push", 1): 0.03, ("hold", 1): 0.05},
 )
 
 
-@pytest.mark.parametrize("mode", [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_adversary_alone_breaks_nothing(mode: tuple[str, bool]) -> None:
-    run_case(Case(**{**vars(ADVERSARY), "mode": mode}))
+    for hold in (False, True):
+        run_case(replace(ADVERSARY, mode=mode, hold=hold))
 
 
 def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
         run_case(ADVERSARY)
+
+
+def test_without_the_opened_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 takes its time over the gradients of a minibatch, whose sums a fast rank would then overwrite."""
+    monkeypatch.setattr(MinibatchProtocol, "_await_opened", lambda *args: None)
+    with pytest.raises((Violation, ProtocolError)):
+        run_case(replace(ADVERSARY, hold=True))
 
 
 def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from training import build, loss_of, optimizer_of, shard, tokens
@@ -22,18 +22,21 @@ import odc
 import odc.runtime
 
 
-def hybrid(model: nn.Module, world_size: int) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+def hybrid_of_hybrid(model: nn.Module, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
 
 
-def int_reshard(model: nn.Module, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    fully_shard(model.blocks[0], mesh=mesh, reshard_after_forward=2)
-    fully_shard(model, mesh=mesh)
+def two_meshes(model: nn.Module, world_size: int) -> None:
+    pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
+    fully_shard(model.blocks[0], mesh=pairs["pair"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 
 
-def offload(model: nn.Module, world_size: int) -> None:
-    shard(model, world_size, offload_policy=CPUOffloadPolicy(pin_memory=False))
+def no_sharding(model: nn.Module, world_size: int) -> None:
+    model.wrapped = FullyShardedDataParallel(
+        nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
 
 
 def half_reduce(model: nn.Module, world_size: int) -> None:
@@ -74,9 +77,9 @@ def nothing(model: nn.Module, world_size: int) -> None:
 
 
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
-    (hybrid, "HSDP"),
-    (int_reshard, "reshard_after_forward=<int>"),
-    (offload, "CPUOffloadPolicy"),
+    (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
+    (two_meshes, "different meshes"),
+    (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (double, "gradients are reduced in torch.float64"),
     (all_reduce_hook, "set_all_reduce_hook"),
@@ -97,9 +100,6 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
             found.append(("nothing raised", ""))
         except (odc.UnsupportedError, ValueError) as error:
             found.append((type(error).__name__, str(error)))
-    wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
-    with pytest.raises(odc.UnsupportedError, match="FSDP1"):
-        odc.patch_fsdp(wrapped)
     return found
 
 
@@ -159,7 +159,7 @@ def misuse(rank: int, world_size: int) -> None:
     optimizer = optimizer_of(model)
     with session.minibatch():
         loss_of(model, tokens(0, rank, 0)).backward()
-        with pytest.raises(odc.ProtocolError, match=r"optimizer.step\(\) inside the minibatch"):
+        with pytest.raises(odc.ProtocolError, match=r"optimizer.step inside the minibatch"):
             optimizer.step()
     dist.barrier()
     optimizer.step()
@@ -189,8 +189,6 @@ def changed_behind(rank: int, world_size: int, change: str) -> float:
     with torch.no_grad():
         if change == "data":
             model.head.weight.data.mul_(2.0)
-        elif change == "load":
-            model.load_state_dict({k: v * 2.0 for k, v in model.state_dict().items()})
         elif change == "submodule":
             model.blocks[0].load_state_dict({k: v * 2.0 for k, v in model.blocks[0].state_dict().items()})
         with pytest.raises(odc.ProtocolError, match="changed after it was published.*session.publish"):
@@ -199,11 +197,64 @@ def changed_behind(rank: int, world_size: int, change: str) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("change", ["data", "load", "submodule"])
+@pytest.mark.parametrize("change", ["data", "submodule"])
 def test_stale_parameters_are_never_computed_with(change: str) -> None:
     results = start_ranks(2, changed_behind, change).join(30)
     assert any(r.error is None for r in results), results
     assert all(r.error is None or "AbortedError" in r.error for r in results), results
+
+
+def loaded_then_used(rank: int, world_size: int) -> list[float]:
+    """A checkpoint loaded into the patched model, before a forward, an evaluation, or no microbatch at all."""
+    losses = []
+    for use_odc in (False, True):
+        model = shard(build(), world_size)
+        session = odc.patch_fsdp(model, timeout_s=20) if use_odc else None
+        optimizer = optimizer_of(model)
+        for step in range(3):
+            model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
+            if step == 1:
+                with torch.no_grad():
+                    losses.append(loss_of(model, tokens(9, rank, 0)).item())
+            if rank == 0 or step != 2 or not use_odc:
+                weight = 0.0 if rank == 1 and step == 2 else 1.0
+                (loss_of(model, tokens(step, rank, 0)) * weight).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_of(model, tokens(9, rank, 1)).item())
+        if session:
+            session.close()
+    return losses
+
+
+def test_a_checkpoint_loaded_into_a_patched_model_is_used_at_once() -> None:
+    for losses in run_ranks(2, loaded_then_used):
+        assert losses[2:] == pytest.approx(losses[:2], rel=1e-5)
+
+
+def evaluated_without_microbatches(rank: int, world_size: int) -> list[float]:
+    """Evaluations leave the root gathered; a rank without a backward must not go on with the old parameters."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(3):
+        if rank == 0:
+            loss_of(model, tokens(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_of(model, tokens(9, 0, 0)).item())
+    session.close()
+    return losses
+
+
+def test_a_rank_without_microbatches_evaluates_the_new_parameters() -> None:
+    first, second = run_ranks(2, evaluated_without_microbatches)
+    assert first == second
+    assert len(set(first)) == 3
 
 
 def reloaded_then_evaluated(rank: int, world_size: int) -> list[float]:
@@ -250,6 +301,28 @@ def skipped_step(rank: int, world_size: int, rollback: bool) -> None:
 @pytest.mark.parametrize("rollback", [False, True])
 def test_an_evaluation_after_a_skipped_step(rollback: bool) -> None:
     run_ranks(2, skipped_step, rollback)
+
+
+def skipped_step_and_idle_rank(rank: int, world_size: int) -> list[int]:
+    """Step 1 is skipped on all ranks; in step 2 rank 1 has no microbatch and comes straight to clipping."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, timeout_s=10)
+    optimizer = optimizer_of(model)
+    for step, counts in enumerate([(1, 1), (1, 1), (2, 0), (0, 0), (1, 2)]):
+        for microbatch in range(counts[rank]):
+            loss_of(model, tokens(step, rank, microbatch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the same gradients, a second time
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    minibatches = session.stats().minibatches
+    session.close()
+    return [minibatches]
+
+
+def test_an_idle_rank_joins_the_minibatch_after_a_skipped_step() -> None:
+    assert run_ranks(2, skipped_step_and_idle_rank) == [[5], [5]]
 
 
 def evaluation_too_early(rank: int, world_size: int) -> None:

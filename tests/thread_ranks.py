@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from odc import AbortedError
+
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ def values(results: list[T | BaseException]) -> list[T]:
     """The results if no rank failed; otherwise the first failure that is not a mere consequence is raised."""
     failures = [r for r in results if isinstance(r, BaseException)]
     for failure in failures:
-        if not isinstance(failure, threading.BrokenBarrierError):
+        if not isinstance(failure, (threading.BrokenBarrierError, AbortedError)):
             raise failure
     if failures:
         raise failures[0]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import odc
 
@@ -61,6 +62,18 @@ def shard(model: Net, world_size: int, **options: Any) -> Net:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    """The same units as :func:`shard`, by FSDP1."""
+    chosen = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), **options}
+    return FullyShardedDataParallel(model, **chosen)
+
+
+def gradient_now(parameter: torch.Tensor) -> torch.Tensor | None:
+    """``.grad`` as it is, final or not: what a script reads is always final."""
+    gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
+    return gradient
 
 
 def tokens(step: int, rank: int, microbatch: int) -> torch.Tensor:
@@ -131,6 +144,18 @@ def reference(
 def full_parameters(model: nn.Module) -> dict[str, Any]:
     """Unsharded parameters as numpy arrays. Collective."""
     return {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def full_parameters_of_fsdp1(model: nn.Module) -> dict[str, Any]:
+    """As :func:`full_parameters`, under FSDP1. Collective."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""): p.detach()
+            .clone()
+            .float()
+            .numpy()
+            for name, p in model.named_parameters()
+        }
 
 
 def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:

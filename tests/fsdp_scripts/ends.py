@@ -1,0 +1,169 @@
+"""Ways to end a minibatch: clipping, scalers, steps, closures, several optimizers."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is patched
+from training import loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import STEPS, Outcome, Run
+
+
+def clipping_by_norm(run: Run) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(clip_grad_norm_(model.parameters(), 0.5).full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_twice(run: Run) -> Outcome:
+    """To log the norm first, then to clip one part of the model more than the other."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(clip_grad_norm_(model.parameters(), float("inf")).full_tensor())
+        clip_grad_norm_(model.blocks.parameters(), max_norm=0.1)
+        clip_grad_norm_(model.head.parameters(), max_norm=0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_by_keyword(run: Run) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(clip_grad_norm_(max_norm=0.5, parameters=model.parameters()).full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_one_tensor(run: Run) -> Outcome:
+    """A norm per parameter, as some scripts log it: a tensor instead of a list."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms += [clip_grad_norm_(p, 0.1).full_tensor() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_by_value(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        run.backward(model, step)
+        clip_grad_value_([p for p in model.parameters() if p.requires_grad], clip_value=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaler(run: Run, unscales: bool, fused: bool = False) -> Outcome:
+    """A step is skipped when one rank alone has infinities."""
+    model = run.net()
+    run.patch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
+    grad_scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    scales = []
+    for step in range(6):
+        loss = loss_of(model, tokens(step, run.rank, 0)) * (float("inf") if step == 2 and run.rank == 1 else 0.02)
+        grad_scaler.scale(loss).backward()
+        if unscales:
+            grad_scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.5)
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        optimizer.zero_grad()
+        scales.append(grad_scaler.get_scale())
+    assert scales[2] < scales[1] > scales[0], "the scale grew, then a step was skipped"
+    return {"scales": torch.tensor(scales)}
+
+
+def step_alone(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_optimizers(run: Run) -> None:
+    """Matrices by one, the rest by another; units are split between them."""
+    model = run.net()
+    run.patch(model)
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == here] for here in (True, False))
+    optimizers = [torch.optim.SGD(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+    for step in range(STEPS):
+        run.backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def one_of_two_optimizers(run: Run) -> None:
+    """The second optimizer steps in every other minibatch; its gradients add up in between."""
+    model = run.net()
+    run.patch(model)
+    often = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
+    seldom = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-3)
+    for step in range(STEPS):
+        run.backward(model, step)
+        often.step()
+        often.zero_grad()
+        if step % 2:
+            seldom.step()
+            seldom.zero_grad()
+
+
+def closure(run: Run, keyword: bool) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            return run.backward(model, step)
+
+        losses.append(optimizer.step(closure=evaluate) if keyword else optimizer.step(evaluate))
+    return {"losses": torch.stack(losses)}
+
+
+def schedulers(run: Run) -> Outcome:
+    """Schedulers wrap ``optimizer.step`` on the instance: one before patching, one after."""
+    model = run.net()
+    optimizer = optimizer_of(model)
+    linear = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    run.patch(model)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    rates = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        optimizer.step()
+        linear.step()
+        plateau.step(float(step))
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return {"rates": torch.tensor(rates, dtype=torch.float64)}

@@ -1,0 +1,197 @@
+"""Loops: accumulation, ways to clear gradients, ranks without work, evaluation between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from training import loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import STEPS, Outcome, Run
+
+
+def accumulation(run: Run, sync_last_only: bool) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for m in range(3):
+            if sync_last_only:
+                model.set_requires_gradient_sync(m == 2)
+                model.set_is_last_backward(m == 2)
+            run.backward(model, step, m)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulation_without_sync_and_deterministic(run: Run) -> None:
+    """Both add a rank's microbatches first, then the ranks."""
+    model = run.net()
+    run.patch(model, deterministic=True)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for m in range(3):
+            model.set_requires_gradient_sync(m == 2)
+            run.backward(model, step, m)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    if how == "in place":
+        optimizer.zero_grad(set_to_none=False)
+    elif how == "module":
+        model.zero_grad()
+    elif how == "by hand":
+        for parameter in model.parameters():
+            parameter.grad = None
+    elif how == "by hand in place":
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+    else:
+        assert how == "none"
+        optimizer.zero_grad()
+
+
+def clearing(run: Run, how: str, first: bool = False) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        if first:
+            clear(model, optimizer, how)
+        run.backward(model, step)
+        if not first:
+            clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if not first:
+            clear(model, optimizer, how)
+
+
+def cleared_between_backward_passes(run: Run) -> None:
+    """A microbatch whose gradients the script throws away: ``zero_grad`` before the step."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.zero_grad()
+
+
+def never_cleared(run: Run) -> Outcome:
+    """Gradients add up over the steps."""
+    model = run.net()
+    run.patch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(2):
+        run.backward(model, step)
+        optimizer.step()
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def gradients_moved_by_hand(run: Run) -> None:
+    """Scaled in place, replaced, copied for the next step."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    kept = None
+    for step in range(STEPS):
+        run.backward(model, step)
+        clip_grad_norm_(model.parameters(), float("inf"))
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        model.head.weight.grad.mul_(3.0)
+        if kept is not None:
+            model.head.bias.grad.add_(kept)
+        kept = model.head.bias.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_kept_by_reference(run: Run) -> Outcome:
+    """The last minibatch's gradients without a copy, as for the angle between two steps."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    kept, products = None, []
+    for step in range(STEPS):
+        run.backward(model, step)
+        clip_grad_norm_(model.parameters(), 0.5)
+        grads = [p.grad for p in model.parameters()]
+        if kept is not None:
+            products.append(sum((a * b).sum().full_tensor() for a, b in zip(grads, kept, strict=True)))
+        kept = grads
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"products": torch.stack(products)}
+
+
+def without_microbatches(run: Run) -> None:
+    """Rank 1 has no microbatch in some minibatches, rank 0 none in others. Under FSDP it needs one of weight zero."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(6):
+        idle = step % 3 == 1 + run.rank
+        if not idle:
+            run.backward(model, step)
+        elif not run.patched:
+            (loss_of(model, tokens(step, run.rank, 0)) * 0.0).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluation(run: Run, context: Callable[[], Any]) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        losses.append(evaluate(model, context))  # inside the minibatch
+        run.backward(model, step)
+        optimizer.step()
+        losses.append(evaluate(model, context))  # before zero_grad
+        optimizer.zero_grad()
+        losses.append(evaluate(model, context))
+    return {"losses": torch.stack(losses)}
+
+
+def evaluate(model: nn.Module, context: Callable[[], Any] = torch.no_grad) -> torch.Tensor:
+    model.eval()
+    with context():
+        loss = loss_of(model, tokens(999, 0, 0))
+    model.train()
+    return loss.clone()
+
+
+def evaluation_only(run: Run) -> Outcome:
+    model = run.net()
+    model.requires_grad_(False)
+    run.patch(model)
+    return {"losses": torch.stack([evaluate(model), evaluate(model, torch.inference_mode)])}
+
+
+def logging_between(run: Run) -> Outcome:
+    """Collectives of the script itself in every microbatch."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(STEPS):
+        loss = run.backward(model, step)
+        dist.all_reduce(loss)
+        losses.append(loss)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": torch.stack(losses)}

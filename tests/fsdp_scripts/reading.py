@@ -1,0 +1,228 @@
+"""Gradients read by hand, read twice, not used, or asked for too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from training import loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import STEPS, TOLERANCE, Case, Outcome, Run, full, with_
+
+
+def clipping_what_has_a_gradient(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaling_by_hand(run: Run) -> None:
+    """As for a loss that is a sum: by the tokens of all ranks, known at the end."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1.0 / (step + 3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_by_hand(run: Run) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_in_two_parts(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        clip_grads_with_norm_(model.parameters(), 0.2, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_after_the_step(run: Run) -> Outcome:
+    """Logged when the gradients have been used; cleared only behind the next forward."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        norms.append(full(clip_grad_norm_(model.parameters(), float("inf"))))
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_every_microbatch(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for microbatch in range(3):
+            run.backward(model, step, microbatch)
+            clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_steps(run: Run, in_place: bool, behind_forward: bool) -> None:
+    """The script itself skips every second step when it sees the norm."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0))
+        if behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step % 2:
+            optimizer.step()
+        if not behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+
+
+def skipped_by_a_scaler(run: Run, in_place: bool, behind_forward: bool) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0)) * (float("inf") if step == 1 else 1.0)
+        if behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+
+
+def skipped_without_gradients(run: Run) -> None:
+    """No rank has a microbatch and the step is skipped; in the next minibatch one rank has none."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        idle = step == 1 or (step == 2 and run.rank == 0)
+        if not idle:
+            run.backward(model, step)
+        elif not run.patched:
+            (loss_of(model, tokens(step, run.rank, 0)) * 0.0).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_state_early(run: Run, optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Asked for between backward and step, when the optimizer has none yet."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_class(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    for step in range(STEPS):
+        run.backward(model, step)
+        get_optimizer_state_dict(model, optimizer)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow the fast ones of another optimizer, and pull them back every second step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.steps += 1
+        fast = [p for group in self.param_groups for p in group["params"]]
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for p, slow in zip(fast, self.slow, strict=True):
+                    slow.lerp_(p.detach(), 0.5)
+                    p.copy_(slow)
+
+
+def nested_optimizers(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = Lookahead(optimizer_of(model))
+    for step in range(STEPS):
+        run.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def discarded(run: Run) -> None:
+    """A minibatch that every rank throws away: plain FSDP clears the gradients."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        if step == 1:
+            if run.patched:
+                run.live_sessions()[0].discard()
+            optimizer.zero_grad()
+            continue
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clear_by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CASES = {
+    "clipping what has a gradient": Case(clipping_what_has_a_gradient),
+    "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
+    "norm by hand": Case(norm_by_hand),
+    "clipping in two parts": Case(clipping_in_two_parts),
+    "norm after the step": Case(norm_after_the_step, minibatches=None),
+    "clipping every microbatch": Case(clipping_every_microbatch, TOLERANCE, minibatches=3 * STEPS),
+    "skipped steps": Case(with_(skipped_steps, False, False)),
+    "skipped steps, cleared in place": Case(with_(skipped_steps, True, False)),
+    "skipped steps, cleared behind forward": Case(with_(skipped_steps, False, True)),
+    "skipped steps, cleared in place behind forward": Case(with_(skipped_steps, True, True)),
+    "skipped by a scaler": Case(with_(skipped_by_a_scaler, False, False)),
+    "skipped by a scaler, cleared in place": Case(with_(skipped_by_a_scaler, True, False)),
+    "skipped by a scaler, cleared behind forward": Case(with_(skipped_by_a_scaler, False, True)),
+    "skipped without gradients": Case(skipped_without_gradients),
+    "optimizer state asked for early": Case(with_(optimizer_state_early, torch.optim.AdamW)),
+    "optimizer state asked for early, SGD": Case(with_(optimizer_state_early, torch.optim.SGD)),
+    "nested optimizers": Case(nested_optimizers),
+    "a minibatch thrown away": Case(discarded),
+}

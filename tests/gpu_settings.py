@@ -1,0 +1,60 @@
+"""Settings of ``odc.bench.gpu`` for checks without a GPU: the fake transports, whole and broken on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_cuda import FAKES, AsynchronousFakeCudaTransport
+
+from odc.accumulators import SharedStore
+from odc.bench.gpu.setting import Setting
+
+HERE = __name__
+ROOT = Path(__file__).parent.parent
+HAS_GPU = torch.cuda.is_available()
+
+
+def register_fakes() -> None:
+    """In every process of a check."""
+    from odc.transports import registry
+
+    registry._LOCATIONS.update(FAKES)
+
+
+def lose_every_order() -> None:
+    register_fakes()
+    AsynchronousFakeCudaTransport.order_after = lambda self, index, count: None  # type: ignore[method-assign]
+
+
+def lose_a_push() -> None:
+    """One push that a client makes is not added."""
+    register_fakes()
+    add, added = SharedStore.add, []
+
+    def lossy(self: SharedStore, *arguments: Any, **options: Any) -> None:
+        added.append(1)
+        if len(added) != 3:
+            add(self, *arguments, **options)
+
+    SharedStore.add = lossy  # type: ignore[method-assign]
+
+
+def wait_in_finish() -> None:
+    """A runtime whose host waits for its device at the end of a minibatch."""
+    register_fakes()
+    from odc.protocol import MinibatchProtocol
+
+    finish = MinibatchProtocol.finish
+
+    def patient(self: MinibatchProtocol) -> None:
+        self._end.engine.synchronize(10.0)
+        finish(self)
+
+    MinibatchProtocol.finish = patient  # type: ignore[method-assign]
+
+
+STREAMS = Setting("fake_cuda_streams", "cpu", worlds=(2,), minibatches=4, quick=True, prepare=f"{HERE}:register_fakes")
+WITHIN = replace(STREAMS, transport="fake_cuda")

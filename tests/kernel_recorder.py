@@ -1,0 +1,51 @@
+"""In place of kernels: recorders of what would have been launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from odc.kernels import accumulate, fill, gather
+from odc.kernels.nvshmem import signals, transfer
+
+Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
+KERNELS = {
+    gather: ("_gather_kernel",),
+    accumulate: ("_accumulate_kernel", "_scatter_accumulate_kernel"),
+    fill: ("_fill_kernel", "_copy_cast_kernel"),
+    transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),
+    signals: ("_nvshmem_wait_kernel", "_nvshmem_order_kernel", "_nvshmem_pes_kernel"),
+}
+
+
+class Recorder:
+    """In place of a kernel: what it would have been launched with."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self.kernel, self.launches, self.__name__ = kernel, launches, kernel.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: object, **keywords: object) -> None:
+            named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | keywords
+            self.launches.append((self.kernel, named, grid))
+
+        return launch
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What kernels are launched with from now on."""
+    seen: Launches = []
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), seen))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: memoryview(b""))  # any context manager
+    return seen
+
+
+def load(kernel: Any, module: int) -> None:
+    """What Triton does when it has loaded a kernel."""
+    triton.knobs.runtime.kernel_load_end_hook(module, 0, kernel.__name__, {}, "hash")

@@ -1,0 +1,96 @@
+"""Two hosts and a switch on one machine: network namespaces, so that the network between them can be cut.
+
+Ranks that enter a host have its addresses, its routes and its name. Nothing is made up for them: hosts are told apart
+and addresses found as between real machines. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
+_INTERFACE = "odc0"  # the same name on both hosts
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """Ranks of the lower half live on the first host."""
+
+    hosts: tuple[str, str]
+    switch: str
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """Move this process to its rank's host, before it makes threads or sockets."""
+        host = self.hosts[rank * 2 // world_size]
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/run/netns", host).open() as namespace:
+            _require(libc.setns(namespace.fileno(), _CLONE_NEWNET))
+        _require(libc.unshare(_CLONE_NEWUTS))
+        socket.sethostname(host)
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+
+    def cut(self) -> None:
+        """Switch the switch off. Nobody is told: packets get no answer any more, and that is all."""
+        _ip("-n", self.switch, "link", "set", "switch", "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.switch, "link", "set", "switch", "up")
+
+
+@contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    """Set them up, and take them down afterwards."""
+    names = [f"odc-{os.getpid()}-{name}" for name in ("a", "b", "switch")]
+    made: list[str] = []
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            made.append(name)
+        *hosts, switch = names
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, host in enumerate(hosts, start=1):
+            _plug_in(host, switch, number)
+        yield TwoHosts((hosts[0], hosts[1]), switch)
+    finally:
+        for name in made:
+            _ip("netns", "del", name)
+
+
+def _plug_in(host: str, switch: str, number: int) -> None:
+    port = f"port{number}"
+    _ip("link", "add", _INTERFACE, "netns", host, "type", "veth", "peer", "name", port, "netns", switch)
+    _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+    _ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _INTERFACE)
+    for interface in ("lo", _INTERFACE):
+        _ip("-n", host, "link", "set", interface, "up")
+    _ip("-n", host, "route", "add", "default", "dev", _INTERFACE)
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have them, or None."""
+    if shutil.which("ip") is None:
+        return "needs iproute2 for network namespaces"
+    try:
+        with two_hosts():
+            return None
+    except (OSError, subprocess.SubprocessError) as problem:
+        return f"needs permission to make network namespaces (root): {problem}"
+
+
+def _require(status: int) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)

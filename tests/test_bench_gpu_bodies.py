@@ -1,0 +1,190 @@
+"""Layers 1 to 3. The bodies of ``python -m odc.bench.gpu_check``, without a GPU.
+
+They run on CPU ranks over the transports of ``fake_cuda.py``: that shows that they do what they say and can fail, not
+that a device does. What is CUDA's alone (the kernels' compiled form, events, sync debugging) stays unrun.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_settings import HERE, STREAMS, WITHIN
+from kernel_cases import interpreted
+
+from odc.bench.gpu import (
+    bandwidth,
+    hangs,
+    kernel_speed,
+    kernels,
+    no_host_sync,
+    protocol,
+    sft,
+    soak,
+    transport,
+)
+from odc.bench.gpu.minibatches import Case, RandomRun
+from odc.bench.gpu.ranks import Rank, run_ranks
+from odc.bench.gpu.setting import CheckFailedError, Setting
+from odc.bench.gpu.timing import Spread
+from odc.bench.gpu.transfers import transfer_report
+from odc.cuda.transfers import TransferTable
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+# Bodies over streams that lag behind the host
+
+
+def test_protocol() -> None:
+    report = protocol.check(STREAMS)
+    assert report.data["2 ranks"]["cases"] == 2 * 3
+    assert report.data["2 ranks"]["comparisons"] > 20
+    assert report.data["violations seen without order"] > 0
+
+
+def test_protocol_sees_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="gather of unit|sum of unit"):
+        run_ranks(replace(STREAMS, prepare=f"{HERE}:lose_every_order"), 2, run_adversary)
+
+
+def run_adversary(rank: Rank) -> None:
+    case = Case(counts=((1, 1),) * 4, slow_rank=1, longest_delay_s=0.03)
+    failures = RandomRun(case, rank).run()
+    if failures:
+        raise CheckFailedError(failures[0])
+
+
+def test_soak() -> None:
+    report = soak.check(replace(STREAMS, worlds=(2, 4)))
+    assert report.data["ranks"] == 4
+    assert report.figures.startswith("3 clients, 8 minibatches")
+
+
+def test_soak_sees_a_lost_push() -> None:
+    with pytest.raises(CheckFailedError, match="daemon: .* elements of sums"):
+        soak.check(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
+
+
+@pytest.mark.parametrize("setting", [STREAMS, WITHIN], ids=lambda setting: str(setting.transport))
+def test_transport(setting: Setting) -> None:
+    report = transport.check(replace(setting, worlds=(3,)))
+    assert report.data["3 ranks"]["parts"] == [part.__name__ for part in transport.PARTS]
+
+
+def test_transport_sees_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="after turn"):
+        transport.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+
+
+def test_hosts_run_ahead() -> None:
+    report = no_host_sync.check(STREAMS)
+    assert all(float(report.data[mode]) < no_host_sync.BUSY_S for mode in ("daemon", "direct", "deterministic"))
+
+
+def test_a_host_that_waits_is_seen() -> None:
+    with pytest.raises(CheckFailedError, match="the host took .* as long as its stream was busy"):
+        no_host_sync.check(replace(STREAMS, prepare=f"{HERE}:wait_in_finish"))
+
+
+def test_waiting_for_a_device_ends() -> None:
+    report = hangs.check(STREAMS)
+    assert report.data["killed_peer"]["how"] == "synchronize returned"
+    assert report.data["killed_peer"]["seconds"] < hangs.FREED_LIMIT_S
+    assert "PeerDiedError" in report.data["killed_peer"]["next"]
+
+
+# Bodies that need a model, or times
+
+
+def test_sft() -> None:
+    report = sft.check(WITHIN)
+    assert len(report.data["errors"]) == 4
+    assert 0 < max(report.data["errors"].values()) < 1e-2
+
+
+def test_sft_sees_a_lost_push() -> None:
+    with pytest.raises(CheckFailedError, match="fsdp. fp32, 2 ranks: losses .* off by"):
+        sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
+
+
+def test_sft_has_ranks_without_a_microbatch() -> None:
+    counts = [sft.counts_of(step, 4) for step in range(8)]
+    assert all(row.count(0) == 1 and max(row) <= 3 for row in counts)
+    assert len({tuple(row) for row in counts}) > 4
+
+
+def test_bandwidth() -> None:
+    report = bandwidth.check_shared(WITHIN)
+    assert {row["operation"] for row in report.data["rows"]} == {"gather", "scatter_accumulate", "copy"}
+    assert report.tables[0].title == "2 ranks"
+    assert "transfers not compared" in report.figures
+
+
+def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
+    measured = {"sizes": [1 << 20, 1 << 22], "seconds": {"kernel": [1e-5, 5e-5], "copy_engine": [2e-5, 4e-5]}}
+    tables, text = transfer_report(measured, str(tmp_path / "table.json"))
+    assert [row[-1] for row in tables[0].rows] == ["kernel", "copy_engine"]
+    assert text == "gathers by kernel up to 2 MB, copy_engine beyond"
+    assert TransferTable.load(tmp_path / "table.json").rows == ((1 << 21, "kernel"), (0, "copy_engine"))
+
+
+def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:
+    times = [Spread(seconds, seconds, seconds, 5) for seconds in (ratio, 1.0)]
+    return kernel_speed.Measured("accumulate", 1 << 26, 3 << 26, times[0], times[1], judged)
+
+
+def test_kernels_are_judged_by_their_floor() -> None:
+    assert "at most 1.10" in kernel_speed.report([of_speed(1.1), of_speed(2.0, judged=False)]).figures
+    with pytest.raises(CheckFailedError, match="accumulate at 64 MB: 1.20"):
+        kernel_speed.report([of_speed(1.1), of_speed(1.2)])
+
+
+@pytest.mark.parametrize("name", [candidate.name for candidate in kernel_speed.candidates()])
+def test_bytes_that_a_kernel_must_move(name: str) -> None:
+    candidate = next(c for c in kernel_speed.candidates() if c.name == name)
+    per_element = {"accumulate fp32": 12, "accumulate bf16": 10, "scatter_accumulate": 10, "fill": 4}
+    expected = per_element.get(name, 6 if "bf16" in name else 8)
+    assert candidate.moved_bytes(10) == 10 * expected
+
+
+KERNELS = ("fill", "copy_cast", "accumulate", "gather_from_peers", "scatter_accumulate_direct")
+HOMES = ("fill", "fill", "accumulate", "gather", "accumulate")
+
+
+def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreted() as loaded:
+        for name, home in zip(KERNELS, HOMES, strict=True):
+            monkeypatch.setattr(kernels, name, getattr(getattr(loaded, home), name))
+        monkeypatch.setattr(kernels, "QUICK_SIZES", (7,))
+        report = kernels.check(WITHIN)
+    assert set(report.data["cases"]) == {part.__name__.strip("_") for part in kernels.PARTS}
+    assert "beyond 2**31 not run" in report.figures
+
+
+@pytest.mark.parametrize("name", ["fill", "copy_cast", "accumulate"])
+def test_a_wrong_kernel_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(out: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        getattr(kernels, f"{name}_reference")(out, *arguments, **options)
+        out[-1:] += 1.0
+
+    monkeypatch.setattr(kernels, name, nearly)
+    part = getattr(kernels, f"_{name}")
+    with pytest.raises(CheckFailedError, match=f"{name} of 7"):
+        list(part(torch.device("cpu"), (7,)))
+
+
+def test_a_kernel_that_writes_too_far_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def far(out: torch.Tensor, value: float) -> None:
+        out.as_strided((out.numel() + 1,), (1,)).fill_(value)
+
+    monkeypatch.setattr(kernels, "fill", far)
+    with pytest.raises(CheckFailedError, match="wrote outside of its output"):
+        list(kernels._fill(torch.device("cpu"), (7,)))

@@ -1,0 +1,87 @@
+"""Layer 3: ranks as processes. Parameters that a script changes through ``.data`` after their first use are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import assert_one_says, start_ranks
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from training import build, loss_of, shard, tokens, wrap
+
+import odc
+from odc.fsdp_patch.unit import SAMPLE_SIZE, spread
+
+
+def evaluated(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model, tokens(9, 0, 0))
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            if module._handle is not None:
+                module._handle.reshard(True)  # else the root is not gathered again
+        elif hasattr(module, "reshard"):
+            module.reshard()
+
+
+def averaged_weights(model: Any, rank: int) -> None:
+    """Swapped in for an evaluation, after one with the plain ones."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, tokens(0, rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    evaluated(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.3)
+    evaluated(model)
+
+
+def few_elements(model: Any, rank: int) -> None:
+    """Too few for a sample: at the latest the next minibatch sees them."""
+    evaluated(model)
+    for parameter in model.parameters():
+        local = parameter.data._local_tensor if isinstance(parameter, DTensor) else parameter.data
+        if local.numel() > 2 * SAMPLE_SIZE:
+            local.data.view(-1)[1].add_(1.0)  # nor does the version of the local tensor tell
+    loss_of(model, tokens(0, rank, 0)).backward()
+
+
+def frozen_teacher(model: Any, rank: int) -> None:
+    """Never in a minibatch, moved towards the student after each step."""
+    for _ in range(2):
+        evaluated(model)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+
+
+def changed_through_data(rank: int, world_size: int, kind: str, change: Callable[[Any, int], None]) -> None:
+    net = build(num_blocks=2, width=65)  # most parameters are larger than a sample
+    if change is frozen_teacher:
+        net.requires_grad_(False)
+    model = shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=True)
+    session = odc.patch_fsdp(model, timeout_s=20)
+    change(model, rank)
+    session.close()
+
+
+@pytest.mark.parametrize("change", [averaged_weights, few_elements, frozen_teacher])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_parameters_changed_through_data_after_their_first_use_are_refused(
+    kind: str, change: Callable[[Any, int], None]
+) -> None:
+    results = start_ranks(2, changed_through_data, kind, change).join(60)
+    assert_one_says(results, "ProtocolError", "was changed after it was published")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, SAMPLE_SIZE - 1, SAMPLE_SIZE, SAMPLE_SIZE + 1, 1000, 2**33 + 7])
+def test_a_sample_is_spread_from_the_first_element_to_the_last(numel: int) -> None:
+    places = spread(numel).tolist()
+    assert len(set(places)) == len(places) == min(numel, SAMPLE_SIZE)
+    assert places == sorted(places)
+    if numel:
+        assert places[0] == 0
+        assert places[-1] == max(numel - 1, 0)

@@ -1,0 +1,181 @@
+"""Layer 1: no ranks. What ``odc doctor`` says of a machine's limits and of what shared memory is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
+
+from odc.doctor import Finding, Status, limits, primitives
+from odc.doctor.limits import UNLIMITED, Limit
+from odc.transports._robust_mutex import RobustMutex
+from odc.transports._semaphore import SignalCounter
+from odc.transports.base import LockOutcome
+
+# Limits
+
+
+def test_memory_and_shm() -> None:
+    says(limits.memory(16 << 30), OK, "16.0 GiB")
+    says(limits.memory(500 << 20), WARNING, "500 MiB", "docker run --memory")
+    says(limits.memory(None), WARNING, "unknown", "/proc")
+    says(limits.shm_folder(8 << 30), OK, "8.0 GiB")
+    says(limits.shm_folder(64 << 20), WARNING, "64 MiB", "--shm-size=8g")
+    says(limits.shm_folder(None), WARNING, "no /dev/shm", "--shm-size=8g")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "status", "found", "advice"),
+    [
+        (UNLIMITED, UNLIMITED, OK, "unlimited", ""),
+        (1024, 1048576, OK, "soft limit 1,024, hard limit 1,048,576: enough for 196 ranks", ""),
+        (256, 4096, WARNING, "enough for 42 ranks", "ulimit -n 4096; for more: docker run --ulimit nofile=65536"),
+        (256, UNLIMITED, WARNING, "hard limit unlimited", "ulimit -n 65536"),
+        (256, 256, WARNING, "enough for 42 ranks", "The hard limit has to be raised, by root: docker run --ulimit"),
+        (50, 1024, ERROR, "enough for 1 ranks", "ulimit -n 1024"),
+        (20, 1024, ERROR, "enough for 0 ranks", "ulimit -n 1024"),
+    ],
+)
+def test_descriptors(soft: int, hard: int, status: Status, found: str, advice: str) -> None:
+    says(limits.descriptors(Limit(soft, hard), used=10, per_rank=5, spare=32), status, found, advice)
+
+
+def test_memory_limits() -> None:
+    unlimited, small = Limit(UNLIMITED, UNLIMITED), Limit(8 << 20, 8 << 20)
+    says(limits.locked_memory(unlimited, has_rdma=True), OK, "unlimited")
+    says(limits.locked_memory(small, has_rdma=False), NOT_NEEDED, "8 MiB")
+    says(limits.locked_memory(small, has_rdma=True), WARNING, "8 MiB", "ulimit -l unlimited, or docker run")
+    says(limits.address_space(unlimited), OK, "unlimited")
+    says(limits.address_space(small), WARNING, "8 MiB", "ulimit -v unlimited")
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "local_ranks", "status", "found", "advice"),
+    [
+        (8, None, None, OK, "8 usable: 8 CPU ranks", ""),
+        (8, 2.5, None, OK, "2.5 usable: 2 CPU ranks", ""),
+        (2, 64.0, "2", OK, "2 usable", ""),
+        (4, None, "8", WARNING, "LOCAL_WORLD_SIZE=8", "--nproc-per-node 4"),
+        (8, 0.5, None, WARNING, "0.5 usable: 1 CPU rank ", "docker run --cpus=2"),
+        (1, None, None, WARNING, "1 usable: 1 CPU rank ", "docker run --cpus=2"),
+    ],
+)
+def test_cores(affinity: int, quota: float | None, local_ranks: str | None, status, found: str, advice: str) -> None:
+    says(limits.cores(affinity, quota, local_ranks), status, found, advice)
+
+
+def test_cpu_quota_of_either_version_of_control_groups(tmp_path: Path) -> None:
+    maximum, quota, period = (tmp_path / name for name in ("max", "quota", "period"))
+    assert limits.cpu_quota(maximum, quota, period) is None
+    quota.write_text("-1\n")
+    period.write_text("100000\n")
+    assert limits.cpu_quota(maximum, quota, period) is None
+    quota.write_text("150000\n")
+    assert limits.cpu_quota(maximum, quota, period) == 1.5
+    maximum.write_text("max 100000\n")
+    assert limits.cpu_quota(maximum, quota, period) is None
+    maximum.write_text("400000 100000\n")
+    assert limits.cpu_quota(maximum, quota, period) == 4
+
+
+def test_ptrace(tmp_path: Path) -> None:
+    path = tmp_path / "scope"
+    assert limits.ptrace_scope(path) is None
+    path.write_text("1\n")
+    assert limits.ptrace_scope(path) == "1"
+    says(limits.ptrace("1"), NOT_NEEDED, "ptrace_scope=1", "--cap-add SYS_PTRACE")
+    assert limits.ptrace("0") == limits.ptrace(None) == Finding(NOT_NEEDED, "unrestricted")
+
+
+# What the shared-memory transport is made of
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        primitives.shared_memory,
+        primitives.descriptor_passing,
+        primitives.process_watching,
+        primitives.semaphores,
+        primitives.robust_mutexes,
+    ],
+)
+def test_primitives_work_and_leave_nothing(check: Callable[[], Finding]) -> None:
+    assert check().status is OK  # whatever the first use opens for good
+    before = os.listdir("/proc/self/fd")
+    assert check().status is OK
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(
+    ("call", "check", "advice"),
+    [
+        ("os.memfd_create", primitives.shared_memory, "seccomp"),
+        ("fcntl.fcntl", primitives.shared_memory, "F_ADD_SEALS"),
+        ("os.eventfd", primitives.descriptor_passing, "eventfd"),
+        ("socket.send_fds", primitives.descriptor_passing, "SCM_RIGHTS"),
+        ("os.pidfd_open", primitives.process_watching, "Linux 5.3"),
+    ],
+)
+def test_a_sandbox_that_refuses_a_call(
+    call: str, check: Callable[[], Finding], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(call, refuse)
+    before = os.listdir("/proc/self/fd")
+    says(check(), ERROR, "Operation not permitted", advice)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("memfd_create", primitives.shared_memory),
+        ("eventfd", primitives.descriptor_passing),
+        ("pidfd_open", primitives.process_watching),
+    ],
+)
+def test_a_system_without_a_call(name: str, check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, name)
+    says(check(), ERROR, f"no attribute '{name}'", "It needs")
+
+
+def test_a_bell_that_does_not_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "eventfd_write", lambda *_: None)
+    says(primitives.descriptor_passing(), ERROR, "does not work", "eventfd")
+
+
+def test_a_pidfd_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.transports._process.WatchedProcess.is_dead", lambda _: True)
+    says(primitives.process_watching(), ERROR, "this process is dead", "sandbox")
+
+
+def test_semaphores_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SignalCounter, "post", lambda _: None)
+    says(primitives.semaphores(), ERROR, "posted once, counted 0", "glibc")
+
+
+def test_semaphores_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: SignalCounter) -> None:
+        raise OSError("sem_init failed")
+
+    monkeypatch.setattr(SignalCounter, "initialise", refuse)
+    says(primitives.semaphores(), ERROR, "sem_init failed", "glibc")
+
+
+def test_mutexes_that_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RobustMutex, "acquire", lambda *_: LockOutcome.TIMED_OUT)
+    says(primitives.robust_mutexes(), ERROR, "timed out", "set_robust_list")
+
+
+def test_mutexes_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: RobustMutex) -> None:
+        raise OSError(95, "pthread_mutexattr_setrobust: not supported")
+
+    monkeypatch.setattr(RobustMutex, "initialise", refuse)
+    says(primitives.robust_mutexes(), ERROR, "not supported", "glibc")

@@ -1,0 +1,110 @@
+"""Layer 1: no processes. What ``odc doctor`` says of Python, the system and installed packages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from doctor_rows import DRIVER, ERROR, FIX, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
+
+from odc.doctor import Facts, Status, software
+from odc.doctor.cuda import CudaDriver
+from odc.doctor.facts import TorchBuild, installed
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "advice"), [((3, 10, 0), OK, ""), ((3, 14, 1), OK, ""), ((3, 9, 20), ERROR, "3.10")]
+)
+def test_python(version: tuple[int, ...], status: Status, advice: str) -> None:
+    says(software.python(version, "/bin/python"), status, "/bin/python", advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "machine", "status", "advice"),
+    [
+        ("Linux", "6.8.0-31-generic", "x86_64", OK, ""),
+        ("Linux", "5.3.0", "aarch64", OK, ""),
+        ("Linux", "5.2.21", "x86_64", ERROR, "Linux 5.3"),
+        ("Linux", "4.18.0-553.el8", "x86_64", ERROR, "Linux 5.3"),
+        ("Linux", "6.8.0", "riscv64", WARNING, "Not tested"),
+        ("Darwin", "24.0.0", "arm64", ERROR, "ODC needs Linux"),
+    ],
+)
+def test_system(name: str, kernel: str, machine: str, status: Status, advice: str) -> None:
+    says(software.system(name, kernel, machine), status, machine, advice)
+
+
+@pytest.mark.parametrize(
+    ("build", "has_gpu", "status", "found", "advice"),
+    [
+        (TorchBuild("2.9.0+cpu"), False, OK, "CPU only", ""),
+        (TorchBuild("2.13.1+cu130", "13.0"), True, OK, "built for CUDA 13.0", ""),
+        (TorchBuild("2.8.0", "12.8"), True, ERROR, "2.8.0", "pip install 'torch>=2.9'"),
+        (TorchBuild("1.13.1"), False, ERROR, "1.13.1", "pip install 'torch>=2.9'"),
+        (TorchBuild("2.14.0a0+git1"), False, WARNING, "2.14.0a0", "pip install 'torch==2.13.*'"),
+        (TorchBuild("2.13.0+cpu"), True, WARNING, "CPU only", "CUDA build"),
+        (TorchBuild("2.12.0", hip="6.4"), False, OK, "built for ROCm 6.4", ""),
+        (TorchBuild("2.13.0", distributed=False), False, ERROR, "without torch.distributed", "pip install"),
+        (TorchBuild(problem="OSError: libcudart"), False, ERROR, "OSError: libcudart", "pip install --force-reinstall"),
+    ],
+)
+def test_torch(build: TorchBuild, has_gpu: bool, status: Status, found: str, advice: str) -> None:
+    says(software.torch(build, has_gpu=has_gpu), status, found, advice)
+
+
+@pytest.mark.parametrize(
+    ("versions", "has_gpu", "status", "found", "advice"),
+    [
+        ({}, False, NOT_NEEDED, "not installed", ""),
+        ({}, True, MISSING, "not installed", FIX),
+        ({"cupy-cuda13x": "14.0.1"}, True, OK, "cupy-cuda13x 14.0.1", ""),
+        ({"cupy": "13.6.0"}, True, OK, "cupy 13.6.0", ""),
+        ({"cupy-cuda12x": "13.6.0"}, True, WARNING, "another CUDA than 13", "pip uninstall -y cupy-cuda12x; " + FIX),
+        ({"cupy-cuda12x": "13.6.0"}, False, OK, "cupy-cuda12x 13.6.0", ""),
+        ({"cupy-cuda13x": "12.9"}, True, WARNING, "too old", FIX + " --upgrade"),
+        (
+            {"cupy-cuda13x": "14.0", "cupy-cuda12x": "14.0"},
+            True,
+            WARNING,
+            "overwrite each other",
+            "pip uninstall -y cupy-cuda12x cupy-cuda13x",
+        ),
+    ],
+)
+def test_cupy(versions: dict[str, str], has_gpu: bool, status: Status, found: str, advice: str) -> None:
+    says(software.cupy(versions, 13, has_gpu=has_gpu), status, found, advice)
+
+
+def test_nvshmem4py() -> None:
+    says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 12, has_gpu=True), OK, "nvshmem4py-cu12 0.4.1")
+    says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 13, has_gpu=True), WARNING, "another CUDA", FIX)
+    says(software.nvshmem4py({}, 12, has_gpu=True), MISSING, "not installed", "pip install 'odc[cuda12]'")
+    says(software.nvshmem4py({}, 12, has_gpu=False), NOT_NEEDED, "not installed")
+
+
+def test_triton_and_trainers() -> None:
+    says(software.triton({"triton": "3.5.0"}, has_gpu=False), OK, "3.5.0")
+    says(software.triton({}, has_gpu=False), NOT_NEEDED, "not installed")
+    says(software.triton({}, has_gpu=True), MISSING, "not installed", "pip install triton")
+    says(software.trainer("transformers", {"transformers": "5.1.0"}), OK, "5.1.0")
+    says(software.trainer("transformers", {"transformers": "4.57.0"}), WARNING, "4.57.0", "odc[examples]")
+    says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc[examples]")
+    says(software.trainer("trl", {}), NOT_NEEDED, "not installed", "pip install trl")
+    says(software.trainer("trl", {"trl": "0.9"}), OK, "0.9")
+
+
+def test_versions_come_from_metadata() -> None:
+    found = installed(["torch", "no-such-package"])
+    assert found.keys() == {"torch"}
+    assert software.release(found["torch"]) == software.release(torch.__version__)
+
+
+def test_the_extra_is_that_of_torch_then_of_the_driver() -> None:
+    def major(build: TorchBuild, driver: CudaDriver) -> int:
+        facts = Facts()
+        facts.torch, facts.cuda = build, driver
+        return facts.cuda_major
+
+    assert major(TorchBuild("2.9", "12.8"), DRIVER) == 12
+    assert major(TorchBuild("2.9"), CudaDriver("570", "12.8")) == 12
+    assert major(TorchBuild("2.9"), DRIVER) == 13
+    assert major(TorchBuild("2.9"), NO_DRIVER) == 13

@@ -1,0 +1,140 @@
+"""Layer 1 and 3: gathers that overlap with compute, in a copy thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from thread_ranks import ThreadExchange, run_threads, values
+from training import build, full_parameters, largest_difference, reference, shard, train
+
+import odc
+from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.copier import CopyThread
+from odc.protocol import MinibatchProtocol
+
+COUNTS = [3, 1]
+
+
+def test_the_thread_copies_while_its_owner_does_something_else() -> None:
+    copied_by: list[str] = []
+    done = threading.Event()
+    copier = CopyThread()
+
+    def copy() -> None:
+        copied_by.append(threading.current_thread().name)
+        done.set()
+
+    pending = copier.submit(copy)
+    assert done.wait(10)  # nobody has waited for the copy itself
+    pending.wait(lambda: None)
+    copier.close()
+    assert copied_by == ["odc-copy"]
+
+
+def test_what_has_not_begun_is_done_by_whoever_waits() -> None:
+    copied_by: list[str] = []
+    busy, begun = threading.Event(), threading.Event()
+    copier = CopyThread()
+
+    def keep_busy() -> None:
+        begun.set()
+        busy.wait(10)
+
+    first = copier.submit(keep_busy)
+    assert begun.wait(10)
+    second = copier.submit(lambda: copied_by.append(threading.current_thread().name))
+    second.wait(lambda: None)
+    assert copied_by == [threading.current_thread().name]
+    busy.set()
+    first.wait(lambda: None)
+    copier.close()
+
+
+def test_an_error_is_raised_where_the_copy_is_awaited_and_the_thread_goes_on() -> None:
+    def fail() -> None:
+        raise ValueError("no such memory")
+
+    copier, done = CopyThread(), threading.Event()
+    pending = copier.submit(fail)
+    copier.submit(done.set)
+    assert done.wait(10)
+    with pytest.raises(ValueError, match="no such memory"):
+        pending.wait(lambda: None)
+    copier.close()
+    copier.close()
+    assert "odc-copy" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_wait_for_a_running_copy_notices_failures() -> None:
+    busy, begun = threading.Event(), threading.Event()
+    copier = CopyThread()
+
+    def keep_busy() -> None:
+        begun.set()
+        busy.wait(10)
+
+    pending = copier.submit(keep_busy)
+    assert begun.wait(10)
+
+    def failed() -> None:
+        raise odc.AbortedError("rank 1 failed")
+
+    with pytest.raises(odc.AbortedError):
+        pending.wait(failed, slice_s=0.01)
+    busy.set()
+    copier.close()
+
+
+def test_finish_completes_prefetches_that_nobody_waited_for() -> None:
+    """Else the thread could read the next minibatch's shards, or memory that close() has unmapped."""
+
+    def body(exchange: ThreadExchange) -> list[float]:
+        spec = UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10, copy_thread="on")) as runtime:
+            out = torch.zeros(2000)
+            runtime.publish(0, lambda shard: shard.fill_(1.0))
+            runtime.begin()
+            assert runtime.gather_ahead(0, out) is None  # owners had to be waited for
+            out.zero_()
+            assert runtime.gather_ahead(0, out) is not None
+            runtime.finish()
+            exchange.all_gather(b"")
+            return out.unique().tolist()
+
+    assert values(run_threads(2, body)) == [[1.0], [1.0]]
+
+
+def overlapped(rank: int, world_size: int, mode: str) -> tuple[dict[str, Any], int]:
+    ahead = []
+    original = MinibatchProtocol.gather_ahead
+
+    def counted(self: MinibatchProtocol, *args: Any) -> Any:
+        wait = original(self, *args)
+        ahead.append(wait is not None)
+        return wait
+
+    MinibatchProtocol.gather_ahead = counted  # type: ignore[method-assign]
+    model = shard(build(), world_size)
+    for block, following in zip(model.blocks, model.blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+    with odc.patch_fsdp(model) as session:
+        train(model, session, rank, world_size, COUNTS, 6)
+        names = [thread.name for thread in threading.enumerate()]
+        assert ("odc-copy" in names) == (mode == "on")
+        return full_parameters(model), sum(ahead)
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_training_with_prefetches_is_the_same_with_and_without_the_thread(mode: str) -> None:
+    results = run_ranks(2, overlapped, mode, env={"ODC_COPY_THREAD": mode})
+    assert largest_difference(results[0][0], reference(COUNTS, 6)) < 1e-5
+    assert (results[0][1] > 0) == (mode == "on")
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(odc.ConfigError, match="copy_thread='sometimes'"):
+        RuntimeConfig(copy_thread="sometimes")

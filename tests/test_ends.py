@@ -1,0 +1,389 @@
+"""Layer 1: no processes. Every way to read gradients is noticed, and torch is left as it was."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.optim import optimizer as torch_optimizer
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch import ends
+from odc.fsdp_patch.listeners import Listener
+
+METHODS = [
+    (torch.amp.GradScaler, "unscale_"),
+    (torch.amp.GradScaler, "step"),
+    (ShardedGradScaler, "unscale_"),
+    (FullyShardedDataParallel, "clip_grad_norm_"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (nn.Module, "zero_grad"),
+]
+FUNCTIONS = [clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_]
+
+
+def objects() -> list[Any]:
+    """What listening exchanges, as it is now."""
+    methods = [owner.__dict__[name] for owner, name in METHODS]
+    cells = [cell.cell_contents for function in FUNCTIONS for cell in function.__closure__]
+    return methods + cells + [inspect.getattr_static(owner, "grad") for owner in (nn.Parameter, DTensor)]
+
+
+class Ear(Listener):
+    """A listener that writes down what it is told."""
+
+    def __init__(self, owns: bool = True, waits: bool = False) -> None:
+        self.heard: list[tuple[str, list[int]]] = []
+        self._owns = owns
+        self._waits = waits
+        self.undo = ends.listen(self)
+
+    @property
+    def waits_for_readers(self) -> bool:
+        return self._waits
+
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._owns
+
+    def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.heard.append((what, [id(t) for t in tensors]))
+
+    def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.heard.append((f"clearing {what}", [id(t) for t in tensors]))
+
+    def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.heard.append(("cleared", [id(t) for t in tensors]))
+
+    def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.heard.append((f"after {what}", [id(t) for t in tensors]))
+
+    def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.heard.append(("after scaled step", [id(t) for t in tensors]))
+
+    @property
+    def names(self) -> list[str]:
+        return [what for what, _ in self.heard]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """After every test torch holds the very same objects as before."""
+    before = objects()
+    yield
+    assert all(now is then for now, then in zip(objects(), before, strict=True))
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+
+
+@pytest.fixture
+def ear() -> Iterator[Ear]:
+    one = Ear()
+    yield one
+    one.undo()
+
+
+@pytest.fixture
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2)
+    linear(torch.ones(1, 3)).sum().backward()
+    return linear
+
+
+def ids(model: nn.Module) -> list[int]:
+    return [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda m: clip_grad_norm_(m.parameters(), 1.0), "clip_grad_norm_"),
+        (lambda m: clip_grad_norm_(list(m.parameters()), 1.0), "clip_grad_norm_"),
+        (lambda m: clip_grad_norm_(parameters=m.parameters(), max_norm=1.0), "clip_grad_norm_"),
+        (lambda m: clip_grad_norm_(max_norm=1.0, parameters=list(m.parameters())), "clip_grad_norm_"),
+        (lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), max_norm=1.0), "clip_grad_norm_"),
+        (lambda m: clip_grad_value_(m.parameters(), 0.1), "clip_grad_value_"),
+        (lambda m: clip_grad_value_(clip_value=0.1, parameters=m.parameters()), "clip_grad_value_"),
+    ],
+)
+def test_clipping_is_noticed_however_it_is_called(
+    ear: Ear, model: nn.Linear, call: Callable[[nn.Module], object], what: str
+) -> None:
+    call(model)
+    assert ear.heard[0] == (what, ids(model))
+    clipped = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    largest = clipped.norm() if what == "clip_grad_norm_" else clipped.abs().max()
+    assert float(largest) == pytest.approx(1.0 if what == "clip_grad_norm_" else 0.1)
+
+
+def test_one_tensor_is_clipped(ear: Ear, model: nn.Linear) -> None:
+    clip_grad_norm_(model.weight, 0.5)
+    assert ear.heard[0] == ("clip_grad_norm_", [id(model.weight)])
+
+
+def test_clipping_by_a_norm_computed_before_has_its_own_name(ear: Ear, model: nn.Linear) -> None:
+    clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
+    assert ear.names == [ends.CLIPPING_BY_NORM]
+
+
+def test_torch_complains_as_ever_about_wrong_calls(ear: Ear) -> None:
+    with pytest.raises(TypeError, match="max_norm"):
+        clip_grad_norm_([])
+    with pytest.raises(TypeError, match="parameters"):
+        clip_grad_norm_(max_norm=1.0)
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((p for p in ()), 1.0)
+    assert ear.names == []
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_scaler_is_noticed(ear: Ear, model: nn.Linear, keyword: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))  # creates the scale
+    if keyword:
+        scaler.unscale_(optimizer=optimizer)
+        scaler.step(optimizer=optimizer)
+    else:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert ear.names == [
+        *["GradScaler.unscale_", "GradScaler.step", "optimizer.step", "after optimizer.step", "after scaled step"],
+    ]
+    assert all(tensors == ids(model) for _, tensors in ear.heard)
+
+
+def test_steps_and_clearings_are_noticed(ear: Ear, model: nn.Linear) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad(set_to_none=True)
+    assert ear.names == [
+        *["optimizer.step", "after optimizer.step"],
+        *["clearing Optimizer.zero_grad", "cleared", "clearing Module.zero_grad", "cleared"],
+    ]
+    assert all(tensors == ids(model) for _, tensors in ear.heard)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_with_a_closure_gradients_are_final_behind_it(ear: Ear, model: nn.Linear, keyword: bool) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def closure() -> torch.Tensor:
+        ear.heard.append(("closure", []))
+        return torch.tensor(7.0)
+
+    loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+    assert loss == 7.0
+    assert ear.names == ["closure", "optimizer.step", "after optimizer.step"]
+
+
+def test_lbfgs_is_refused_only_for_parameters_of_a_listener(model: nn.Linear) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    stranger, owner = Ear(owns=False), Ear(owns=False)
+    optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    owner.undo()
+    owner = Ear(owns=True)
+    before = model.weight.clone()
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+    assert torch.equal(model.weight, before)
+    owner.undo()
+    stranger.undo()
+
+
+def test_two_listeners_hear_the_same_until_each_leaves(model: nn.Linear) -> None:
+    first, second = Ear(), Ear()
+    clip_grad_norm_(model.parameters(), 1.0)
+    first.undo()
+    first.undo()  # idempotent, and does not remove the other one
+    clip_grad_value_(model.parameters(), 1.0)
+    assert first.names == ["clip_grad_norm_"]
+    assert second.names == ["clip_grad_norm_", "clip_grad_value_"]
+    second.undo()
+    clip_grad_norm_(model.parameters(), 1.0)
+    assert len(second.names) == 2
+
+
+@pytest.mark.parametrize("reading", ["clip", "step", "closure"])
+def test_who_begins_to_listen_while_others_are_told_is_told_as_well(model: nn.Linear, reading: str) -> None:
+    late: list[Ear] = []
+
+    class Patching(Listener):
+        def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+            if not late:
+                late.append(Ear())
+
+    patching = Patching()
+    undo = ends.listen(patching)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if reading == "clip":
+        clip_grad_norm_(model.parameters(), 1.0)
+    elif reading == "step":
+        optimizer.step()
+    else:
+        optimizer.step(lambda: 0.0)
+    assert late[0].heard[0] == ("clip_grad_norm_" if reading == "clip" else "optimizer.step", ids(model))
+    late[0].undo()
+    undo()
+
+
+@pytest.mark.parametrize("reading", ["clip", "step", "closure"])
+def test_an_exception_of_a_listener_comes_before_anything_changes(model: nn.Linear, reading: str) -> None:
+    class Refusing(Listener):
+        def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+            raise RuntimeError(f"refused {what}")
+
+    refusing = Refusing()
+    undo = ends.listen(refusing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, gradient = model.weight.clone(), model.weight.grad.clone()
+    read: dict[str, Callable[[], object]] = {
+        "clip": lambda: clip_grad_norm_(model.parameters(), 0.1),
+        "step": optimizer.step,
+        "closure": lambda: optimizer.step(lambda: 0.0),
+    }
+    with pytest.raises(RuntimeError, match="refused"):
+        read[reading]()
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.weight.grad, gradient)
+    undo()
+    clip_grad_norm_(model.parameters(), 0.1)  # the listener is gone: nothing refuses
+    optimizer.step()
+    assert not torch.equal(model.weight, weight)
+
+
+def test_who_wraps_a_function_of_torch_meanwhile_keeps_it_wrapped(
+    model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    first = Ear()
+    telling = torch.optim.Optimizer.zero_grad
+
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        calls.append("wrapped")
+        telling(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", wrapped)
+    first.undo()
+    assert torch.optim.Optimizer.zero_grad is wrapped
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    assert calls == ["wrapped"]
+    assert first.names == []
+    second = Ear()
+    optimizer.zero_grad()
+    assert second.names == [
+        "clearing Optimizer.zero_grad",
+        "cleared",
+    ]  # once, not once per listener that there has been
+    monkeypatch.undo()
+    second.undo()
+
+
+def reads(ear: Ear) -> list[str]:
+    return [name.split(" (")[0] for name in ear.names]
+
+
+def test_gradients_read_by_hand_are_noticed_while_somebody_waits_for_that(model: nn.Linear) -> None:
+    idle = Ear()
+    assert model.weight.grad is not None
+    assert idle.names == []
+    waiting = Ear(waits=True)
+    gradient = model.weight.grad
+    assert waiting.heard == idle.heard  # whoever listens is told; a session that does not wait has nothing to do
+    assert reads(waiting) == ["reading .grad"]
+    assert "test_ends.py, line " in waiting.names[0]
+    assert waiting.heard[0][1] == [id(model.weight)]
+    model.weight.grad = gradient * 2
+    assert torch.equal(model.weight.grad, gradient * 2)
+    model.weight.grad = None
+    assert reads(waiting)[1:] == ["setting .grad", "reading .grad", "clearing setting .grad"]
+    model.bias.grad.zero_()  # type: ignore[union-attr]
+    assert reads(waiting)[-1] == "reading .grad"
+    idle.undo()
+    waiting.undo()
+
+
+def test_gradients_of_a_stranger_are_read_as_ever(model: nn.Linear) -> None:
+    """Also by torch, where it initialises the optimizer of another model."""
+    ear = Ear(owns=False, waits=True)
+    assert model.weight.grad is not None
+    model.weight.grad = None
+    model.zero_grad()
+    ear.heard.clear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    assert not [name for name in reads(ear) if ".grad" in name]
+    ear.undo()
+
+
+def test_what_torch_does_with_gradients_is_not_reading_by_hand(model: nn.Linear) -> None:
+    ear = Ear(waits=True)
+    model(torch.ones(1, 3)).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+    model.zero_grad()
+    model.to(torch.float64)
+    assert not [name for name in reads(ear) if ".grad" in name]
+    ear.undo()
+
+
+def test_an_optimizer_is_not_initialised_while_gradients_are_on_their_way(model: nn.Linear) -> None:
+    """Torch takes a step with gradients of zero for that, unless it finds gradients."""
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ear = Ear(waits=True)
+    get_optimizer_state_dict(model, optimizer)
+    assert "optimizer.step" not in ear.names
+    ear.undo()
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state, "torch no longer initialises optimizers by a step: the exception can go"
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Changes parameters after the step of the optimizer that it wraps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.5)
+
+
+def test_a_step_inside_a_step_is_over_with_the_outer_one(ear: Ear, model: nn.Linear) -> None:
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    nested = Lookahead(plain)
+    nested.step()
+    assert ear.names == ["optimizer.step", "optimizer.step", "after optimizer.step"]
+    plain.step()
+    assert ear.names[-1] == "after optimizer.step"
+    assert len(ear.names) == 5
+
+
+def test_a_listener_is_not_kept_alive(model: nn.Linear) -> None:
+    before = objects()
+    ear = Ear()
+    assert objects() != before
+    del ear
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(now is then for now, then in zip(objects(), before, strict=True))

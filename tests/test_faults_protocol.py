@@ -1,0 +1,531 @@
+"""Layers 2 and 3. Ranks that are not at the same minibatch, and pushes that come late, early, twice or out of order.
+
+What the runtime never does is done below it, by hand: a push of another minibatch through the pusher, a signal without
+a push, a push that is repeated on the wire. The sums are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import registered_fakes
+from process_ranks import run_ranks, start_ranks
+from test_links import across
+from thread_ranks import ThreadExchange, run_threads, values
+from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens
+
+import odc
+from odc import AbortedError, OdcError, ParamSlice, PeerClosedError, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc.protocol import State
+from odc.pushers import DaemonPusher
+from odc.transports._frames import Frame
+from odc.transports._link import Link
+
+NUMEL = 1000
+UNITS = [
+    UnitSpec("pushed", NUMEL, torch.float32, (ParamSlice("w", NUMEL - 10), ParamSlice("b", 10))),
+    UnitSpec("untouched", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)),
+]
+LIMIT_S = 20.0
+
+
+# Known gaps: the client's own care is all that keeps these from happening.
+@pytest.fixture(autouse=True, scope="module")
+def fakes() -> Iterator[None]:
+    with registered_fakes():
+        yield
+
+
+def create(exchange: ThreadExchange, mode: dict[str, Any]) -> Runtime:
+    options = dict(mode)
+    if options.pop("hosts", 1) > 1:
+        options["host_id"] = f"host{exchange.rank}"
+    return Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=LIMIT_S, **options))
+
+
+def publish_all(runtime: Runtime) -> None:
+    for unit in range(len(UNITS)):
+        runtime.publish(unit, lambda out: out.fill_(runtime.minibatch + 1.0))
+
+
+def gradients(seed: int) -> torch.Tensor:
+    """One row for each of two owners; sums of them depend on every bit."""
+    return torch.randn(2 * NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(tensor: torch.Tensor) -> str:
+    """Equal only where every bit is."""
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def sums_of(runtime: Runtime, minibatch: int) -> list[tuple[str, list[bool]] | None]:
+    """This rank's sums so far, final or not."""
+    found = [runtime._store.collect(unit, minibatch) for unit in range(len(UNITS))]
+    return [None if result is None else (bits(result[0]), result[1]) for result in found]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
+    """Run all minibatches before ``number``, and push to one unit in that one, whose sums are then known."""
+    for minibatch in range(1, number + 1):
+        publish_all(runtime)
+        runtime.begin()
+        for turn in range(2):  # one after the other: the order of an addition is in its last bit
+            if exchange.rank == turn:
+                runtime.scatter_accumulate(0, gradients(10 * minibatch + turn), present=[True, True])
+                runtime._pusher.drain()
+            exchange.all_gather(b"")
+        if minibatch < number:
+            runtime.finish()
+
+
+def expected_sum(owner: int, minibatch: int) -> str:
+    rows = [gradients(10 * minibatch + turn).view(2, -1)[owner] for turn in range(2)]
+    return bits(rows[0] + rows[1])
+
+
+# Fault test 19, where the client itself adds: in the three kinds of store
+
+DIRECT = [
+    pytest.param({"accumulate": "direct"}, id="shared"),
+    pytest.param({"accumulate": "direct", "deterministic": True}, id="per-client"),
+    pytest.param({"accumulate": "direct", "transport": "fake_cuda"}, id="atomic"),
+]
+
+
+@pytest.mark.parametrize("mode", DIRECT)
+def test_a_push_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[str, Any]) -> None:
+    """Late, early, and long past, to a unit that has been pushed and to one that has not; in minibatch 3."""
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            in_minibatch(runtime, exchange, 3)
+            before = sums_of(runtime, 3)
+            assert before == [(expected_sum(exchange.rank, 3), [True, True]), None]
+            for number in (2, 4, 1, 0):
+                for unit, flags in ((0, [True, True]), (1, [True])):
+                    words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank {1 - exchange.rank}"
+                    with pytest.raises(ProtocolError, match=words):
+                        runtime._pusher.push(1 - exchange.rank, unit, gradients(99)[:NUMEL], flags, number)
+            exchange.all_gather(b"")
+            assert sums_of(runtime, 3) == before
+            runtime.finish()
+            assert sums_of(runtime, 3) == before
+
+    values(run_threads(2, body))
+
+
+@pytest.mark.parametrize("mode", DIRECT)
+def test_a_push_that_comes_after_the_end_does_not_change_gradients_that_are_in_use(mode: dict[str, Any]) -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            runtime.hold_gradients()
+            in_minibatch(runtime, exchange, 1)
+            runtime.finish()
+            exchange.all_gather(b"")
+            if exchange.rank == 1:
+                with pytest.raises(ProtocolError, match="its minibatch 1 is final"):
+                    runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 1)
+            exchange.all_gather(b"")
+            assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
+
+    values(run_threads(2, body))
+
+
+# Fault test 19, where the owner's daemon adds: slots on one host and across hosts
+
+DAEMONS = [
+    pytest.param({"accumulate": "daemon"}, id="shm"),
+    pytest.param({"accumulate": "daemon", "deterministic": True}, id="shm-deterministic"),
+    pytest.param({"hosts": 2}, id="tcp"),
+    pytest.param({"hosts": 2, "deterministic": True}, id="tcp-deterministic"),
+    pytest.param({"accumulate": "daemon", "transport": "fake_cuda"}, id="cuda"),
+    pytest.param({"hosts": 2, "transport": "fake_nvshmem"}, id="nvshmem"),
+]
+
+
+def pusher_of(runtime: Runtime) -> DaemonPusher:
+    assert isinstance(runtime._pusher, DaemonPusher)
+    return runtime._pusher
+
+
+def announce(runtime: Runtime) -> None:
+    """Tell rank 0's daemon that rank 1's slot has been filled."""
+    runtime._transport.post(0, pusher_of(runtime)._posted_at + 1, daemon=True)
+
+
+def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtime], None], words: str) -> None:
+    """In minibatch ``number`` rank 1 does ``wrong``: rank 0 fails with ``words``, rank 1 is told, no sum changes."""
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            in_minibatch(runtime, exchange, number)
+            before = sums_of(runtime, number)
+            assert before == [(expected_sum(exchange.rank, number), [True, True]), None]
+            exchange.all_gather(b"")
+            does_wrong(runtime, exchange, wrong)
+            assert sums_of(runtime, number) == before
+            assert_failed(runtime, exchange, words)
+
+    values(run_threads(2, body))
+
+
+def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runtime], None]) -> None:
+    """Rank 1 does; rank 0's daemon must have refused it when this returns."""
+    daemon = pusher_of(runtime)._daemon
+    handled = daemon._handled[1]
+    exchange.all_gather(b"")
+    if exchange.rank == 1:
+        wrong(runtime)
+    else:
+        until(lambda: runtime.has_failed or daemon._handled[1] > handled)
+        assert runtime.has_failed, "it was accepted"
+    exchange.all_gather(b"")
+
+
+def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> None:
+    """The minibatch ends with an error for both, and nobody gets a gradient."""
+    kind, who = (OdcError, "rank 0 failed earlier") if exchange.rank == 0 else (AbortedError, "because rank 0")
+    until(lambda: runtime.has_failed or runtime._transport.abort_notice() is not None)
+    with pytest.raises(kind, match=f"{who}.*ProtocolError: .*{words}"):
+        runtime.finish()
+    with pytest.raises(ProtocolError, match="are not final"):
+        runtime.gradient(0)
+    exchange.all_gather(b"")
+
+
+@pytest.mark.parametrize("mode", DAEMONS)
+@pytest.mark.parametrize("number", [1, 3, 0], ids=["late", "early", "never"])
+def test_a_slot_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[str, Any], number: int) -> None:
+    def push(runtime: Runtime) -> None:
+        runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], number)
+
+    words = f"push of rank 1 for minibatch {number}, unit 'pushed', refused by rank 0"
+    refused_by_daemon(mode, 2, push, words)
+
+
+@pytest.mark.parametrize("mode", DAEMONS)
+def test_a_slot_that_is_announced_twice_is_added_once(mode: dict[str, Any]) -> None:
+    """Out of order too: what the second announcement was for has not come yet."""
+
+    refused_by_daemon(mode, 2, announce, "rank 1")
+
+
+@pytest.mark.parametrize("mode", DAEMONS)
+def test_a_slot_that_is_announced_before_it_was_ever_filled_is_refused(mode: dict[str, Any]) -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            publish_all(runtime)
+            runtime.begin()
+            does_wrong(runtime, exchange, announce)
+            assert sums_of(runtime, 1) == [None, None]
+            assert_failed(runtime, exchange, "rank 1")
+
+    values(run_threads(2, body))
+
+
+@pytest.mark.parametrize("mode", [*DIRECT, *DAEMONS])
+def test_a_push_that_comes_before_the_owner_has_opened_its_sums_is_refused(mode: dict[str, Any]) -> None:
+    """Rank 0 still uses its gradients of minibatch 1; a client that has not waited pushes for minibatch 2."""
+
+    def push(runtime: Runtime) -> None:
+        runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 2)
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            runtime.hold_gradients()
+            in_minibatch(runtime, exchange, 1)
+            runtime.finish()
+            before = sums_of(runtime, 1)
+            assert before == [(expected_sum(exchange.rank, 1), [True, True]), None]
+            exchange.all_gather(b"")
+            if isinstance(runtime._pusher, DaemonPusher):
+                does_wrong(runtime, exchange, push)
+            elif exchange.rank == 1:
+                with pytest.raises(ProtocolError, match="push of rank 1 for minibatch 2, unit 'pushed', refused"):
+                    push(runtime)
+            exchange.all_gather(b"")
+            assert sums_of(runtime, 1) == before
+
+    values(run_threads(2, body))
+
+
+class Recorder:
+    """What one link sends, so that it can be sent again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._original = Link._send
+        self._frames: list[tuple[Frame, bytes | None]] = []
+        self._link: Link | None = None
+        recorder = self
+
+        def send(self: Link, frame: Frame, payload: memoryview | None = None, *rest: Any) -> None:
+            if self is recorder._link:
+                recorder._frames.append((frame, None if payload is None else bytes(payload)))
+            recorder._original(self, frame, payload, *rest)
+
+        monkeypatch.setattr(Link, "_send", send)
+
+    def record(self, link: Link, action: Callable[[], None]) -> None:
+        self._link = link
+        action()
+        self._link = None
+
+    def repeat(self, link: Link) -> None:
+        assert [frame.kind.name for frame, _ in self._frames] == ["WRITE", "WRITE", "POST"]
+        for frame, payload in self._frames:
+            self._original(link, frame, None if payload is None else memoryview(payload))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared", "per-client"])
+@pytest.mark.parametrize("later", [pytest.param(False, id="at once"), pytest.param(True, id="a minibatch later")])
+def test_a_push_that_is_repeated_on_the_wire_is_added_once(
+    later: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+
+    def link_of(runtime: Runtime) -> Link:
+        return runtime._transport._links.by_rank[0]  # type: ignore[attr-defined, no-any-return]
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, {"hosts": 2, "deterministic": deterministic}) as runtime:
+            publish_all(runtime)
+            runtime.begin()
+            exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
+            if exchange.rank == 1:
+                grads = gradients(1)[:NUMEL]
+                recorder.record(link_of(runtime), lambda: runtime._pusher.push(0, 0, grads, [True, True], 1))
+                runtime._pusher.drain()
+            exchange.all_gather(b"")
+            if later:
+                runtime.finish()
+                publish_all(runtime)
+                runtime.begin()
+            before = sums_of(runtime, 1 + later)
+            if exchange.rank == 0:
+                assert before == [None if later else (bits(gradients(1)[:NUMEL]), [True, True]), None]
+            does_wrong(runtime, exchange, lambda runtime: recorder.repeat(link_of(runtime)))
+            assert sums_of(runtime, 1 + later) == before
+            assert_failed(runtime, exchange, "rank 1")
+
+    values(run_threads(2, body))
+
+
+# Fault test 18: a rank that leaves, wherever it is in its minibatch
+
+LEAVING = ["after finish", "after publish", "after begin", "after gather", "after push"]
+
+
+def minibatch(runtime: Runtime, world_size: int) -> None:
+    publish_all(runtime)
+    runtime.begin()
+    runtime.gather(0, torch.empty(world_size * NUMEL))
+    runtime.scatter_accumulate(0, torch.ones(world_size * NUMEL))
+    runtime.finish()
+
+
+def leave(runtime: Runtime, world_size: int, when: str) -> None:
+    """Run a part of a minibatch and close."""
+    steps: dict[str, Callable[[], None]] = {
+        "after finish": lambda: None,
+        "after publish": lambda: publish_all(runtime),
+        "after begin": runtime.begin,
+        "after gather": lambda: runtime.gather(0, torch.empty(world_size * NUMEL)),
+        "after push": lambda: runtime.scatter_accumulate(0, torch.ones(world_size * NUMEL)),
+    }
+    for name, step in steps.items():
+        step()
+        if name == when:
+            break
+    runtime.close()
+
+
+@pytest.mark.parametrize("mode", [{}, {"accumulate": "daemon"}, {"hosts": 2}], ids=["direct", "daemon", "tcp"])
+@pytest.mark.parametrize("when", LEAVING)
+def test_a_rank_that_leaves_early_is_named_with_the_minibatch(when: str, mode: dict[str, Any]) -> None:
+    """Rank 1 ends its training in minibatch 3, without a mistake; the others want to go on."""
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, mode) as runtime:
+            for _ in range(2):
+                minibatch(runtime, exchange.world_size)
+                assert sum_is_whole(runtime)
+            if exchange.rank == 1:
+                leave(runtime, exchange.world_size, when)
+                return
+            with pytest.raises((PeerClosedError, AbortedError)) as caught:
+                minibatch(runtime, exchange.world_size)
+            assert "rank 1 (host" in str(caught.value)
+            assert "minibatch 3" in str(caught.value)
+            if runtime.state is State.FINISHED:  # told by the other one before it had published
+                assert runtime.minibatch == 2
+                assert sum_is_whole(runtime)
+                return
+            with pytest.raises(ProtocolError, match="are not final"):
+                runtime.gradient(0)
+
+    values(run_threads(3, body))
+
+
+def sum_is_whole(runtime: Runtime) -> bool:
+    sums = runtime.gradient(0)
+    assert sums is not None
+    return bool((sums[0] == runtime.topology.world_size).all())
+
+
+# Fault test 18: the loops of a script, each rank with its own
+
+Plan = tuple[tuple[int, ...], ...]  # the samples of each minibatch; every one ends with a step
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What three ranks do, and for how many minibatches they agree."""
+
+    plans: tuple[Plan, Plan, Plan]
+    named: tuple[int, ...]
+    """Ranks any of which may be blamed."""
+
+    @property
+    def common(self) -> int:
+        return min(len(plan) for plan in self.plans)
+
+
+FOUR: Plan = ((0,), (1,), (2,), (3,))
+LOOPS = {
+    "ends early": Loops((FOUR, FOUR[:3], FOUR), named=(1,)),
+    "ends at once": Loops((FOUR, FOUR[:1], FOUR), named=(1,)),
+    "one step more": Loops((FOUR, (*FOUR, (4,)), FOUR), named=(0, 2)),
+    "goes on without samples": Loops((FOUR, (*FOUR, (), ()), FOUR), named=(0, 2)),
+    "skips a step": Loops((FOUR, ((0,), (1, 2), (3,)), FOUR), named=(1,)),
+    "steps twice": Loops((FOUR, ((0,), (1,), (), (2,), (3,)), FOUR), named=(0, 2)),
+    "leaves one by one": Loops((FOUR[:3], FOUR[:2], FOUR), named=(1,)),
+}
+
+
+def run_loop(loops: Loops, rank: int, world_size: int) -> dict[str, Any]:
+    """One rank's script, without a word about minibatches. What it got, and how it failed."""
+    model = shard(build(num_blocks=1), world_size)
+    shards: list[Any] = list(model.parameters())  # an error in a forward leaves others in the model
+    session, optimizer = odc.patch_fsdp(model), optimizer_of(model)
+    result: dict[str, Any] = {"error": None}
+    agreed: list[torch.Tensor] = []
+    try:
+        for number, samples in enumerate(loops.plans[rank], start=1):
+            for sample in samples:
+                (loss_of(model, tokens(sample, rank, 0)) * 0.02).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == loops.common:
+                result["parameters"] = full_parameters(model)
+                agreed = [p.to_local().clone() for p in shards]
+    except OdcError as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        session.close()
+    result["unchanged"] = all(map(torch.equal, agreed, [p.to_local() for p in shards]))
+    return result
+
+
+def run_loops(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    results = {}
+    for name, loops in LOOPS.items():
+        results[name] = run_loop(loops, rank, world_size)
+        dist.barrier()
+    return results
+
+
+def reference_of(loops: Loops) -> dict[str, Any]:
+    """The minibatches for which the ranks agree, in one float64 process."""
+    model = build(torch.float64, num_blocks=1)
+    optimizer = optimizer_of(model)
+    for number in range(loops.common):
+        for rank, plan in enumerate(loops.plans):
+            for sample in plan[number]:
+                (loss_of(model, tokens(sample, rank, 0)) * 0.02 / len(loops.plans)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one host", "two hosts"])
+def results(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(3, across, request.param, run_loops, env={"ODC_TIMEOUT": "20"}, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_different_length_fail_where_they_part(results: list[dict[str, dict[str, Any]]], name: str) -> None:
+    """Whoever goes on is told who has left, in which minibatch; what was agreed until then is right, and stays."""
+    loops = LOOPS[name]
+    expected = reference_of(loops)
+    for rank, plan in enumerate(loops.plans):
+        found = results[rank][name]
+        assert largest_difference(found["parameters"], expected) < 1e-5
+        if len(plan) == loops.common:
+            assert found["error"] is None
+            continue
+        assert found["unchanged"]
+        assert found["error"].startswith(("PeerClosedError", "AbortedError")), found["error"]
+        assert f"minibatch {loops.common + 1}" in found["error"]
+        assert any(f"rank {named} (host" in found["error"] for named in loops.named), found["error"]
+
+
+def clears_instead_of_stepping(rank: int, world_size: int) -> None:
+    """Rank 1 throws its second minibatch away, as a script does whose loss is not a number."""
+    model = shard(build(num_blocks=1), world_size)
+    optimizer = optimizer_of(model)
+    with odc.patch_fsdp(model):
+        for step in range(4):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            if rank != 1 or step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
+    env = {"ODC_TIMEOUT": "20"}
+    first, second, third = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(60)
+    assert second.error_type == "ProtocolError", second.error
+    assert "session.discard()" in (second.error or "")
+    for told in (first, third):
+        assert told.error_type == "AbortedError", told.error
+        assert "rank 1 (pid" in (told.error or "")
+        assert "ProtocolError: Optimizer.zero_grad" in (told.error or "")
+
+
+def waits_elsewhere(rank: int, world_size: int) -> None:
+    """Rank 1 meets a collective of the script's own one minibatch too early."""
+    model = shard(build(num_blocks=1), world_size)
+    optimizer = optimizer_of(model)
+    with odc.patch_fsdp(model):
+        for step in range(4):
+            if step == 2 + (rank != 1):
+                dist.barrier()
+            loss_of(model, tokens(step, rank, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> None:
+    """Nothing can wake a rank that gloo holds, but the others do not wait for it for ever; their end ends it too."""
+    first, second = start_ranks(2, across, hosts, waits_elsewhere, env={"ODC_TIMEOUT": "2"}).join(60)
+    assert first.error_type == "PeerSilentError", first.error
+    for words in ("rank 1 (host", "minibatch 3", "alive but silent"):
+        assert words in (first.error or "")
+    assert second.error is not None
+    assert "killed by the test" not in second.error

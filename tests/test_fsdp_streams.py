@@ -1,0 +1,101 @@
+"""Layer 3: ranks as processes. FSDP over ``cuda_ipc`` and ``nvshmem``, on the fakes of ``fake_cuda.py`` and
+``fake_nvshmem.py``.
+
+The model computes on the CPU, so the streams do their work within the call (what lags is tested in
+``test_stream_order.py``). What runs for real: the transport's memory by handles between processes, the daemon and the
+atomics, the session, FSDP1 and FSDP2. What does not: a device. ``python -m odc.bench.gpu_check`` trains on one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import registered_fakes
+from process_ranks import run_ranks
+from torch.distributed.fsdp import FullyShardedDataParallel
+from training import (
+    build,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    largest_difference,
+    loss_of,
+    num_tokens,
+    optimizer_of,
+    reference,
+    shard,
+    tokens,
+    wrap,
+)
+
+import odc
+
+TOLERANCE = 1e-5  # as in test_fsdp2_parity.py
+COUNTS = [1, 3, 0]  # microbatches of each rank; two ranks run the first two
+STEPS = 6
+
+
+def train(model: Any, rank: int, world_size: int) -> None:
+    """As ``training.train``, clipping as FSDP1 wants it."""
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        scale = world_size / num_tokens(step, COUNTS[:world_size])
+        for microbatch in range(COUNTS[rank]):
+            (loss_of(model, tokens(step, rank, microbatch)) * scale).backward()
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(0.5)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def patched(
+    rank: int, world_size: int, kind: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], str, dict[str, int]]:
+    with registered_fakes():
+        model = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=kind == "fsdp1-orig")
+        session = odc.patch_fsdp(model, **{"transport": "fake_cuda", **options})
+        memory = session._runtime.memory()
+        train(model, rank, world_size)
+        assert session.stats().minibatches == STEPS
+        name = session.transport
+        transport = session._runtime._transport
+        session.close()
+        assert transport.leaked == []
+    return full_parameters(model) if kind == "fsdp2" else full_parameters_of_fsdp1(model), name, memory
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1-flat", "fsdp1-orig"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": "direct"}, {"deterministic": True}, {"deterministic": True, "accumulate": "direct"}],
+    ids=["daemon", "atomics", "deterministic", "deterministic-direct"],
+)
+def test_training_matches_one_float64_process(kind: str, options: dict[str, Any]) -> None:
+    ours, name, memory = run_ranks(2, patched, kind, options)[0]
+    assert name == "fake_cuda"
+    assert largest_difference(ours, reference(COUNTS, STEPS)) < TOLERANCE
+    by_daemon = options.get("accumulate") != "direct"
+    assert (memory["slots"] > 0) == by_daemon
+    if not options.get("deterministic"):
+        assert memory["spare_sums"] == 0  # only on a CPU do clients need a spare slot to add into
+
+
+def across(
+    rank: int, world_size: int, kind: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], str, dict[str, int]]:
+    """Ranks 0 and 1 on one host, rank 2 on another."""
+    os.environ["ODC_HOST_ID"] = f"host{rank // 2}"
+    return patched(rank, world_size, kind, {"transport": "fake_nvshmem", **options})
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1-flat"])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["daemon", "deterministic"])
+def test_training_across_hosts_matches_one_float64_process(kind: str, options: dict[str, Any]) -> None:
+    for ours, name, memory in run_ranks(3, across, kind, options):
+        assert name == "fake_nvshmem"
+        assert largest_difference(ours, reference(COUNTS, STEPS)) < TOLERANCE
+        assert memory["slots"] > 0

@@ -1,0 +1,298 @@
+"""Device kernels compiled ahead of time for three architectures, by the command that users run.
+
+Layer: one process that compiles, no GPU. This shows that every kernel compiles, is linked with NVSHMEM's device
+library, spills nothing, and uses the instructions it is meant to use. It cannot show that a GPU computes what it
+should: the same kernels do in the interpreter (test_kernels_interpreted.py).
+
+The NVSHMEM kernels need a device library that Triton can read (the release in constraints.txt). ``NVSHMEM_LIB`` names
+the folder of another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from odc.kernels import aot_list
+from odc.kernels.aot_compile import file_stem, linked_version, read_usage
+from odc.kernels.launching import DTYPES
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+NAMES = [entry.name for entry in aot_list.entries()]
+NVSHMEM = [entry.name for entry in aot_list.entries() if entry.nvshmem]
+
+
+def aot(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    command = [sys.executable, "-m", "odc.kernels.aot", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+
+
+def library() -> list[str]:
+    folder = os.environ.get("NVSHMEM_LIB")
+    return ["--nvshmem-lib", folder] if folder else []
+
+
+@dataclass(frozen=True)
+class Compiled:
+    process: subprocess.CompletedProcess[str]
+    document: dict[str, Any]
+    folder: Path
+
+    def result(self, name: str, arch: str) -> dict[str, Any]:
+        (found,) = [r for r in self.document["results"] if (r["kernel"], r["arch"]) == (name, arch)]
+        return dict(found)
+
+    def ptx(self, name: str, arch: str) -> str:
+        return (self.folder / f"{file_stem(name, arch)}.ptx").read_text()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    folder = tmp_path_factory.mktemp("aot")
+    process = aot("--arch", *ARCHS, "--json", str(folder / "aot.json"), "--keep", str(folder), *library())
+    assert (folder / "aot.json").exists(), process.stderr
+    return Compiled(process, json.loads((folder / "aot.json").read_text()), folder)
+
+
+def test_the_command_succeeds(compiled: Compiled) -> None:
+    assert compiled.process.returncode == 0, compiled.process.stderr
+    assert f"{len(NAMES) * len(ARCHS)} binaries" in compiled.process.stdout
+    assert compiled.document["triton_version"]
+    assert re.fullmatch(r"3\.\d+\.\d+", compiled.document["nvshmem_version"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_on_every_architecture(compiled: Compiled, name: str, arch: str) -> None:
+    result = compiled.result(name, arch)
+    assert result["error"] is None
+    assert result["cubin_bytes"] == (compiled.folder / f"{file_stem(name, arch)}.cubin").stat().st_size > 0
+    assert 0 < result["registers"] <= 128  # at least two programs of 256 threads on a multiprocessor
+    assert result["spill_bytes"] == 0
+    assert re.search(rf"^\.target {arch}a?$", compiled.ptx(name, arch), re.M)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", NVSHMEM)
+def test_nvshmem_is_linked(compiled: Compiled, name: str, arch: str) -> None:
+    ptx = compiled.ptx(name, arch)
+    assert ".extern .func" not in ptx  # a function that nobody defines
+    assert compiled.result(name, arch)["nvshmem_version"] == linked_version(ptx) is not None
+    # What nvshmemx_cumodule_init looks for in the loaded module.
+    cubin = (compiled.folder / f"{file_stem(name, arch)}.cubin").read_bytes()
+    assert b"nvshmemi_device_state_d" in cubin
+    defined = set(re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx))
+    assert set(re.findall(r"call\.uni\s+(?:\([^)]*\),\s*)?(\w+)", ptx)) <= defined
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", [n for n in NAMES if "aligned]" in n])
+def test_wide_accesses_exactly_if_aligned(compiled: Compiled, name: str, arch: str) -> None:
+    """16 bytes at a time for loads and stores of 2- and 4-byte elements, and for pairs of 8-byte ones."""
+    ptx = compiled.ptx(name, arch)
+    wide = {kind: set(re.findall(rf"\b{kind}\.global(?:\.\w+)*?\.(v\d\.b\d+)", ptx)) for kind in ("ld", "st")}
+    if ", aligned]" not in name:
+        assert wide == {"ld": set(), "st": set()}
+        return
+    if not name.startswith("fill"):
+        assert wide["ld"] & {"v4.b32", "v2.b64"}
+    if not name.startswith("scatter"):
+        assert wide["st"] & {"v4.b32", "v2.b64"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("scatter")])
+def test_remote_additions_are_atomic_for_the_whole_system(compiled: Compiled, name: str, arch: str) -> None:
+    atomics = re.findall(r"\b(?:atom|red)\.global\.\S+", compiled.ptx(name, arch))
+    assert atomics
+    assert all(re.match(r"(atom|red)\.global\.sys\.relaxed\.add(\.v[24])?\.f32$", atomic) for atomic in atomics)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("gather", "copy_cast")) and "fp32->bf16" in n])
+def test_bf16_is_rounded_to_nearest(compiled: Compiled, name: str, arch: str) -> None:
+    conversions = set(re.findall(r"cvt\S*\.bf16(?:x2)?\.f32", compiled.ptx(name, arch)))
+    assert conversions
+    assert all(conversion.startswith("cvt.rn.") for conversion in conversions)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_peers_are_read_past_l1(compiled: Compiled, arch: str) -> None:
+    for name in (n for n in NAMES if n.startswith("gather")):
+        loads = set(re.findall(r"\bld\.global\S*", compiled.ptx(name, arch)))
+        assert {load for load in loads if ".cg" not in load} <= {"ld.global.b64"}  # the table of addresses
+
+
+class NoGpu:
+    """What Triton asks its driver when it compiles at a launch: a GPU that nobody has."""
+
+    DEVICE = 4242
+
+    def get_current_device(self) -> int:
+        return self.DEVICE
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in NVSHMEM and ("bf16->" in n or "fill[bf16" in n)])
+def test_a_launch_compiles_the_same_code_once(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Triton's own way at run time, up to loading: no argument's value or address makes it compile another kernel."""
+    (entry,) = [entry for entry in aot_list.entries() if entry.name == name]
+    kinds = {f"*{short}": dtype for dtype, short in DTYPES.items()} | {"*i64": torch.int64}
+    seen = []
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoGpu())  # Triton can set one, but not unset it again
+    try:
+        with triton.knobs.cache.scope():
+            triton.knobs.cache.dir = str(tmp_path)
+            for number, shift in ((1, 0), (16, 1), (2**40, 8)):
+                values = {"i64": number, "i32": min(number, 2**31 - 1), "fp32": float(number)}
+                arguments = {
+                    n: torch.zeros(9, dtype=kinds[kind])[shift:] if kind.startswith("*") else values[kind]
+                    for n, kind in entry.signature.items()
+                    if kind != "constexpr"
+                }
+                options = {"num_warps": entry.num_warps, "grid": (1,), "warmup": True}
+                seen.append(entry.kernel.run(**arguments, **entry.constants, **options))
+    finally:
+        entry.kernel.device_caches.pop(NoGpu.DEVICE, None)
+    assert seen[0] is seen[1] is seen[2]
+    assert seen[0].asm["ptx"] == compiled.ptx(name, "sm_90")
+
+
+BROKEN = """
+import triton
+import triton.language as tl
+from odc.kernels.aot_entry import entry
+from odc.kernels.gather import aot_entries
+from odc.kernels.nvshmem import device
+
+@triton.jit
+def _broken_kernel(out, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
+
+@triton.jit
+def _spilling_kernel(out):
+    lanes = tl.arange(0, 32768)
+    values = tl.load(out + lanes)
+    tl.debug_barrier()
+    tl.store(out + lanes, values + 1)
+
+@triton.jit
+def _all_functions_kernel(out: tl.int64, here: tl.int64, signal: tl.int64, pe: tl.int32):
+    n = tl.full([], 64, tl.int64)
+    device.getmem_block(here, out, n, pe)
+    device.getmem_nbi_block(here, out, n, pe)
+    device.putmem_block(out, here, n, pe)
+    device.putmem_nbi_block(out, here, n, pe)
+    device.putmem_signal_block(out, here, n, signal, n, device.SIGNAL_SET, pe)
+    device.putmem_signal_nbi_block(out, here, n, signal, n, device.SIGNAL_ADD, device.my_pe())
+    device.signal_wait_until(signal, device.CMP_GE, n)
+    device.fence()
+    device.quiet()
+    device.getmem_block(here, out, n, device.n_pes())
+
+def entries():
+    return [
+        entry("broken", _broken_kernel, {"out": "*i32"}, {"BLOCK": 64}, 4),
+        entry("spilling", _spilling_kernel, {"out": "*fp64"}, {}, 1),
+        entry("all_functions", _all_functions_kernel, {}, {}, 4, nvshmem=True),
+        aot_entries()[0],
+    ]
+"""
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("others")
+    (folder / "other_kernels.py").write_text(BROKEN)
+    return folder
+
+
+def test_a_broken_kernel_is_named_and_fails(others: Path) -> None:
+    process = aot("--arch", "sm_90", "--entries", "other_kernels", "--kernels", "broken", "gather", path=others)
+    assert process.returncode == 1
+    (failure,) = [line for line in process.stderr.splitlines() if line.startswith("broken for sm_90: ")]
+    assert "CompilationError" in failure
+    assert re.search(r"gather\[bf16->bf16, aligned\] +│ sm_90 +│ +\d+", process.stdout)  # the others are compiled
+
+
+def test_a_spill_fails(others: Path, tmp_path: Path) -> None:
+    file = tmp_path / "aot.json"
+    arguments = ("--arch", "sm_90", "--entries", "other_kernels", "--kernels", "spilling", "--json", str(file))
+    process = aot(*arguments, path=others)
+    assert process.returncode == 1
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["error"] is None
+    assert result["spill_bytes"] > 0
+    assert f"spilling for sm_90: spills {result['spill_bytes']} bytes of registers" in process.stderr
+
+
+def test_every_device_function_exists(others: Path, tmp_path: Path) -> None:
+    """Also those that no kernel of the product uses."""
+    arguments = ("--arch", "sm_90", "--entries", "other_kernels", "--kernels", "all_functions", "--keep", str(tmp_path))
+    process = aot(*arguments, *library(), path=others)
+    assert process.returncode == 0, process.stderr
+    assert ".extern .func" not in (tmp_path / "all_functions.sm_90.ptx").read_text()
+
+
+def test_a_missing_device_library_fails(tmp_path: Path) -> None:
+    file = tmp_path / "aot.json"
+    how = ("--arch", "sm_90", "--kernels", "nvshmem_pes", "fill[bf16, aligned]", "--nvshmem-lib", str(tmp_path))
+    process = aot(*how, "--json", str(file))
+    assert process.returncode == 1
+    assert "nvshmem_pes for sm_90: FileNotFoundError: no NVSHMEM device library" in process.stderr
+    assert "pip install nvidia-nvshmem-cu13" in process.stderr
+    missing, fill = json.loads(file.read_text())["results"]
+    assert "pip install" in missing["error"]
+    assert fill["cubin_bytes"] > 0
+
+
+def test_an_unreadable_device_library_fails(tmp_path: Path) -> None:
+    """A release whose bitcode is of a newer LLVM than Triton's looks like this to Triton."""
+    (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC\xc0\xde" + bytes(64))
+    process = aot("--arch", "sm_90", "--kernels", "nvshmem_pes", "--nvshmem-lib", str(tmp_path))
+    assert process.returncode == 1
+    assert re.search(r"Triton 3\S+ cannot read this NVSHMEM release's bitcode: pip install nvidia", process.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arch", "sm90"), "architecture 'sm90', expected sm_"),
+        (("--arch", "sm_90", "--kernels", "gater"), "--kernels gater: no such kernel"),
+        ((), "--arch"),
+    ],
+)
+def test_a_wrong_command_line(arguments: tuple[str, ...], message: str) -> None:
+    process = aot(*arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
+
+
+def test_help_teaches() -> None:
+    text = aot("--help").stdout
+    for word in ("examples:", "exit code", "--nvshmem-lib", "pip install", "sm_90"):
+        assert word in text
+
+
+def test_usage_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no resource usage in the output of ptxas"):
+        read_usage("ptxas info    : 0 bytes gmem")

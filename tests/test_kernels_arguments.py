@@ -1,0 +1,349 @@
+"""Device kernels from the host's side: refused arguments, what exactly is launched, and what a launch needs beforehand.
+
+Layer: no processes, no GPU; kernels are replaced by recorders, so this shows what would be launched and never launches.
+It cannot show that NVSHMEM accepts a module: that needs a GPU.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_recorder import Launches, record_launches
+
+from odc.kernels import accumulate, aot_list, fill, gather
+from odc.kernels.launching import DTYPES
+from odc.kernels.nvshmem import modules, signals, transfer
+from odc.kernels.peers import PeerTable
+
+BF16, FP16, FP32, FP64, I32, I64 = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
+)  # fmt: skip
+ENTRIES = aot_list.entries()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return record_launches(monkeypatch)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    path = tmp_path / "libnvshmem_device.bc"
+    path.write_bytes(b"BC")
+    return path
+
+
+@pytest.fixture
+def nvshmem(library: Path) -> Iterator[modules.KernelModules]:
+    kernels = modules.KernelModules(library, lambda module: None)
+    yield kernels
+    kernels.close()
+
+
+def room(numel: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+    """Zeros that start ``shift`` elements after a 64-byte boundary."""
+    storage = torch.zeros(numel + shift + 64, dtype=dtype)
+    start = -storage.data_ptr() % 64 // dtype.itemsize + shift
+    return storage[start : start + numel]
+
+
+class TestPeerTable:
+    @pytest.mark.parametrize("addresses", [[], [0], [64, -1], [64, 2**63]])
+    def test_bad_addresses(self, addresses: list[int]) -> None:
+        with pytest.raises(ValueError, match="expected"):
+            PeerTable.build(addresses, "cpu")
+
+    def test_strided_buffers(self) -> None:
+        with pytest.raises(ValueError, match=r"buffer of rank 1 has strides \(2,\)"):
+            PeerTable.of([torch.zeros(3), torch.zeros(6)[::2]])
+
+    def test_alignment_is_that_of_all_buffers(self) -> None:
+        assert PeerTable.build([64, 128, 4096], "cpu").aligned(48)
+        assert not PeerTable.build([64, 128, 4096], "cpu").aligned(8)
+        assert not PeerTable.build([64, 136, 4096], "cpu").aligned(48)
+        assert not PeerTable.build([72, 72], "cpu").aligned(0)
+        assert PeerTable.build([72, 72], "cpu").aligned(8)
+
+    def test_views_share_the_memory(self) -> None:
+        buffer = torch.zeros(4)
+        PeerTable.of([buffer]).host_view(0, 4, 2, FP32).fill_(1)
+        assert buffer.tolist() == [0, 1, 1, 0]
+
+    def test_device_addresses_are_not_viewed(self) -> None:
+        table = PeerTable((64,), torch.zeros(1, dtype=I64, device="meta"))
+        with pytest.raises(ValueError, match="the table is on meta"):
+            table.host_view(0, 0, 1, FP32)
+
+
+def table(*sizes: int, dtype: torch.dtype = FP32) -> PeerTable:
+    return PeerTable.of([room(size, dtype) for size in sizes])
+
+
+ODD = PeerTable.build([64, 66], "cpu")
+REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
+    "gather: shape": (
+        "shape",
+        lambda: gather.gather_from_peers(room(6, FP32).view(2, 3), table(3, 3), 3, rank=0, source_dtype=FP32),
+    ),
+    "gather: length": (
+        "7 elements, expected 6",
+        lambda: gather.gather_from_peers(room(7, FP32), table(3, 3), 3, rank=0, source_dtype=FP32),
+    ),
+    "gather: integers": (
+        "out is torch.int32",
+        lambda: gather.gather_from_peers(room(6, I32), table(3, 3), 3, rank=0, source_dtype=FP32),
+    ),
+    "gather: source": (
+        "source_dtype is torch.int32",
+        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=I32),
+    ),
+    "gather: rank": (
+        "rank=2, expected 0 <= rank < 2",
+        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=2, source_dtype=FP32),
+    ),
+    "gather: nothing": (
+        "shard_numel=0",
+        lambda: gather.gather_from_peers(room(0, FP32), table(3, 3), 0, rank=0, source_dtype=FP32),
+    ),
+    "gather: offset": (
+        "offset=-1",
+        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32, offset=-1),
+    ),
+    "gather: misaligned": (
+        "rank 1 is at 0x42, expected a multiple of 4",
+        lambda: gather.gather_from_peers(room(6, FP32), ODD, 3, rank=0, source_dtype=FP32),
+    ),
+    "gather: device": (
+        "out is on meta, table is on cpu",
+        lambda: gather.gather_from_peers(torch.zeros(6, device="meta"), table(3, 3), 3, rank=0, source_dtype=FP32),
+    ),
+    "gather: programs": (
+        "num_programs=0",
+        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32, num_programs=0),
+    ),
+    "gather: cast": (
+        "rounded twice",
+        lambda: gather.gather_from_peers(room(6, BF16), table(3, 3, dtype=FP64), 3, rank=0, source_dtype=FP64),
+    ),
+    "accumulate: half": ("accumulator is torch.bf", lambda: accumulate.accumulate(room(3, BF16), room(3, BF16))),
+    "accumulate: wider": ("nothing wider", lambda: accumulate.accumulate(room(3, FP32), room(3, FP64))),
+    "accumulate: length": ("4 elements, expected 3", lambda: accumulate.accumulate(room(3, FP32), room(4, FP32))),
+    "accumulate: strides": ("strides", lambda: accumulate.accumulate(room(3, FP32), room(6, FP32)[::2])),
+    "accumulate: overlap": ("overlap", lambda: _overlapping(accumulate.accumulate)),
+    "scatter: remainder": (
+        "multiple of the world size 2",
+        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(5, FP32), rank=0),
+    ),
+    "scatter: empty": (
+        "0 elements, expected a positive",
+        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(0, FP32), rank=0),
+    ),
+    "scatter: fp64": (
+        "grads is torch.float64",
+        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(6, FP64), rank=0),
+    ),
+    "scatter: misaligned": (
+        "expected a multiple of 4",
+        lambda: accumulate.scatter_accumulate_direct(ODD, room(6, FP32), rank=0),
+    ),
+    "fill: value": ("not an fp32 number", lambda: fill.fill(room(3, FP32), 0.1)),
+    "fill: integers": ("out is torch.int64", lambda: fill.fill(room(3, I64))),
+    "copy: length": ("4 elements, expected 3", lambda: fill.copy_cast(room(3, FP32), room(4, FP32))),
+    "copy: overlap": ("overlap", lambda: _overlapping(fill.copy_cast)),
+    "copy: cast": ("rounded twice", lambda: fill.copy_cast(room(3, FP16), room(3, FP64))),
+}
+
+
+def _overlapping(launcher: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    storage = room(8, FP32)
+    launcher(storage[:5], storage[3:])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused_before_anything_is_launched(case: str, launches: list[Any]) -> None:
+    message, call = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert not launches
+
+
+def test_host_memory_is_refused_with_the_name_of_the_twin() -> None:
+    with pytest.raises(ValueError, match="on cpu, expected a CUDA device: use gather_from_peers_reference"):
+        gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32)
+    with pytest.raises(ValueError, match="use accumulate_reference"):
+        accumulate.accumulate(room(3, FP32), room(3, FP32))
+
+
+def test_nothing_to_do_launches_nothing(launches: list[Any]) -> None:
+    accumulate.accumulate(room(0, FP32), room(0, BF16))
+    fill.fill(room(0, FP32))
+    fill.copy_cast(room(0, FP32), room(0, BF16))
+    assert not launches
+
+
+class TestAlignment:
+    """Wide accesses are chosen exactly if every address that a program starts from is a multiple of 16 bytes."""
+
+    @pytest.mark.parametrize(
+        ("numel", "offset", "shift", "aligned"),
+        [(8, 0, 0, True), (16, 8, 8, True), (12, 0, 0, False), (8, 4, 0, False), (8, 0, 1, False), (4, 0, 0, False)],
+    )
+    def test_gather(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
+        out = room(2 * numel, BF16, shift)
+        gather.gather_from_peers(out, table(32, 32, dtype=BF16), numel, rank=0, source_dtype=BF16, offset=offset)
+        assert launches[0][1]["ALIGNED"] is aligned
+
+    def test_gather_with_one_misaligned_owner(self, launches: list[Any]) -> None:
+        peers = PeerTable.of([room(8, FP32), room(8, FP32, 1)])
+        gather.gather_from_peers(room(16, FP32), peers, 8, rank=0, source_dtype=FP32)
+        assert launches[0][1]["ALIGNED"] is False
+
+    def test_gather_in_its_own_dtype_and_in_that_of_out(self, launches: list[Any]) -> None:
+        for offset, aligned in ((4, True), (2, False)):  # 16 bytes and 8 bytes of fp32
+            peers = table(32, 32)
+            gather.gather_from_peers(room(16, BF16), peers, 8, rank=0, source_dtype=FP32, offset=offset)
+            assert launches[-1][1]["ALIGNED"] is aligned
+
+    @pytest.mark.parametrize(("shift", "other", "aligned"), [(0, 0, True), (4, 8, True), (1, 0, False), (0, 4, False)])
+    def test_local(self, launches: list[Any], shift: int, other: int, aligned: bool) -> None:
+        accumulate.accumulate(room(5, FP32, shift), room(5, BF16, other))
+        fill.copy_cast(room(5, FP32, shift), room(5, BF16, other))
+        assert [launch[1]["ALIGNED"] for launch in launches] == [aligned, aligned]
+
+    @pytest.mark.parametrize(
+        ("numel", "offset", "shift", "aligned"),
+        [(8, 0, 0, True), (8, 4, 0, True), (8, 2, 0, False), (12, 0, 0, False), (8, 0, 4, False)],
+    )
+    def test_scatter(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
+        peers = table(32, 32)
+        accumulate.scatter_accumulate_direct(peers, room(2 * numel, BF16, shift), rank=0, offset=offset)
+        assert launches[0][1]["ALIGNED"] is aligned
+
+
+def _binary(kernel: Any, types: Any, constants: Any, num_warps: int) -> tuple[Any, ...]:
+    pointers = tuple(sorted((n, t) for n, t in types.items() if t.startswith("*")))
+    return kernel.__name__, pointers, tuple(sorted((n, str(c)) for n, c in constants.items())), num_warps
+
+
+def _launched(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    names = DTYPES | {I32: "i32", I64: "i64"}
+    types = {n: f"*{names[a.dtype]}" for n, a in arguments.items() if isinstance(a, torch.Tensor)}
+    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    return _binary(kernel, types, constants, arguments["num_warps"])
+
+
+class TestCompiledAheadOfTime:
+    """What launchers launch is what `aot_list` compiles: same types, same constants, nothing specialized."""
+
+    def test_every_launch_is_in_the_list(self, launches: list[Any], nvshmem: modules.KernelModules) -> None:
+        for shift in (0, 1):
+            for source, out in gather.PAIRS:
+                peers = table(8, 8, dtype=source)
+                gather.gather_from_peers(room(16, out, shift), peers, 8, rank=0, source_dtype=source)
+            for addend in (BF16, FP16, FP32):
+                for first in (False, True):
+                    accumulate.accumulate(room(8, FP32, shift), room(8, addend), first=first)
+                accumulate.scatter_accumulate_direct(table(8, 8), room(16, addend, shift), rank=0)
+            for addend in (FP32, FP64):
+                accumulate.accumulate(room(8, FP64, shift), room(8, addend))
+                accumulate.accumulate(room(8, FP64, shift), room(8, addend), first=True)
+            for dtype in fill.FLOATS:
+                fill.fill(room(8, dtype, shift))
+            for source, out in fill.CASTS:
+                fill.copy_cast(room(8, out, shift), room(8, source))
+        ranks, words, ticket = torch.zeros(2, dtype=I32), [room(2, I64) for _ in range(3)], room(1, I32)
+        transfer.gather_from_pes(nvshmem, room(16, BF16), room(8, BF16), ranks, rank=0)
+        transfer.put_with_signal(nvshmem, room(8, BF16), room(8, BF16), room(1, I64), 1, ticket, pe=1)
+        signals.wait_for_signals(nvshmem, *words, timeout_s=1)
+        signals.quiet_on_stream(nvshmem, torch.device("cuda"))
+        signals.fence_on_stream(nvshmem, torch.device("cuda"))
+        signals.read_pes(nvshmem, ranks)
+        launched = {_launched(kernel, arguments) for kernel, arguments, _ in launches}
+        assert launched == {_binary(e.kernel, e.signature, e.constants, e.num_warps) for e in ENTRIES}
+
+    def test_nothing_is_specialized(self) -> None:
+        for entry in ENTRIES:
+            for param in entry.kernel.params:
+                assert param.is_constexpr or param.do_not_specialize, f"{entry.name}: {param.name}"
+
+    def test_names_are_unique(self) -> None:
+        names = [entry.name for entry in ENTRIES]
+        assert len(set(names)) == len(names)
+
+
+class TestNvshmemArguments:
+    @pytest.fixture(autouse=True)
+    def _recorded(self, launches: list[Any]) -> Iterator[None]:
+        yield
+        assert not launches
+
+    @pytest.mark.parametrize(
+        ("message", "change"),
+        [
+            ("pes is torch.int64", {"pes": torch.zeros(2, dtype=I64)}),
+            ("out has 15 elements, expected 16", {"out": torch.zeros(15)}),
+            ("out is torch.bfloat16", {"out": torch.zeros(16, dtype=BF16)}),
+            ("rank=2", {"rank": 2}),
+            ("chunk_bytes=24, expected a multiple of 16", {"chunk_bytes": 24}),
+            ("chunk_bytes=0", {"chunk_bytes": 0}),
+            ("chunks_in_flight=0", {"chunks_in_flight": 0}),
+            ("source_numel=0", {"source": torch.zeros(0)}),
+        ],
+    )
+    def test_gather(self, nvshmem: modules.KernelModules, message: str, change: dict[str, Any]) -> None:
+        good = {"out": torch.zeros(16), "source": torch.zeros(8), "pes": torch.zeros(2, dtype=I32), "rank": 0}
+        with pytest.raises(ValueError, match=message):
+            transfer.gather_from_pes(nvshmem, **(good | change))
+
+    @pytest.mark.parametrize(
+        ("message", "change"),
+        [
+            ("slot has 7 elements", {"slot": torch.zeros(7)}),
+            ("slot is torch.float16", {"slot": torch.zeros(8, dtype=FP16)}),
+            ("signal is torch.int32", {"signal": torch.zeros(1, dtype=I32)}),
+            ("ticket has 2 elements", {"ticket": torch.zeros(2, dtype=I32)}),
+            ("value=0", {"value": 0}),
+            ("pe=-1", {"pe": -1}),
+        ],
+    )
+    def test_put(self, nvshmem: modules.KernelModules, message: str, change: dict[str, Any]) -> None:
+        words = {"signal": torch.zeros(1, dtype=I64), "ticket": torch.zeros(1, dtype=I32)}
+        good = {"source": torch.zeros(8), "slot": torch.zeros(8), "value": 1, "pe": 1, **words}
+        with pytest.raises(ValueError, match=message):
+            transfer.put_with_signal(nvshmem, **(good | change))
+
+    def test_wait(self, nvshmem: modules.KernelModules) -> None:
+        words = torch.zeros(2, dtype=I64)
+        with pytest.raises(ValueError, match="timeout_s=0"):
+            signals.wait_for_signals(nvshmem, words, words, words, timeout_s=0)
+        with pytest.raises(ValueError, match="observed has 1 elements, expected 2"):
+            signals.wait_for_signals(nvshmem, words, words, words[:1], timeout_s=1)
+
+
+MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "fill", "aot_entry", "aot_compile", "aot")
+
+
+@pytest.mark.parametrize("name", [*MODULES, "nvshmem.bitcode", "nvshmem.transfer", "nvshmem.signals"])
+def test_examples_in_docstrings(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(f"odc.kernels.{name}"))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+def test_the_package_imports_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import odc.kernels, odc.kernels.peers, odc.kernels.arguments, odc.kernels.nvshmem\n"
+        "import odc.kernels.aot_entry\n"
+        "assert not [m for m in sys.modules if m.startswith('triton.')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,146 @@
+"""What NVSHMEM kernels need before a launch: the device library, and a loaded module that NVSHMEM has set up.
+
+Layer: no processes, no GPU; Triton's loading is played back. It cannot show that NVSHMEM accepts a module.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from kernel_recorder import Launches, load, record_launches
+
+from odc.kernels import gather
+from odc.kernels.nvshmem import bitcode, modules, signals
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return record_launches(monkeypatch)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    path = tmp_path / "libnvshmem_device.bc"
+    path.write_bytes(b"BC")
+    return path
+
+
+class TestKernelModules:
+    """`KernelModules` against Triton's own chain of hooks."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self, monkeypatch: pytest.MonkeyPatch, launches: list[Any]) -> Iterator[None]:
+        monkeypatch.setattr(modules, "_loaded", [])
+        before = list(triton.knobs.runtime.kernel_load_end_hook.calls)
+        yield
+        assert triton.knobs.runtime.kernel_load_end_hook.calls == before
+
+    def test_each_loaded_module_is_initialized_once(self, library: Path) -> None:
+        initialized: list[int] = []
+        finalized: list[int] = []
+        kernels = modules.KernelModules(library, initialized.append, finalized.append)
+        signals.quiet_on_stream(kernels, torch.device("cuda"))
+        load(signals._nvshmem_order_kernel, 11)
+        load(signals._nvshmem_order_kernel, 12)  # another constant, another module
+        load(gather._gather_kernel, 13)  # none of its business
+        assert initialized == [11, 12]
+        kernels.close()
+        assert finalized == [11, 12]
+
+    def test_modules_outlive_an_nvshmem(self, library: Path) -> None:
+        first = modules.KernelModules(library, lambda module: None)
+        signals.quiet_on_stream(first, torch.device("cuda"))
+        load(signals._nvshmem_order_kernel, 11)
+        first.close()
+        again: list[int] = []
+        second = modules.KernelModules(library, again.append)
+        assert again == [11]
+        second.close()
+
+    def test_others_hooks_are_called_too(self, library: Path) -> None:
+        others: list[int] = []
+
+        def hook(module: int, *_: object) -> None:
+            others.append(module)
+
+        chain = triton.knobs.runtime.kernel_load_end_hook
+        chain.add(hook)
+        kernels = modules.KernelModules(library, lambda module: None)
+        load(gather._gather_kernel, 13)
+        kernels.close()
+        load(gather._gather_kernel, 14)
+        chain.remove(hook)
+        assert others == [13, 14]
+
+    def test_a_kernel_that_could_not_be_initialized_is_never_launched(self, library: Path, launches: list[Any]) -> None:
+        def initialize(module: int) -> None:
+            raise OSError("nvshmemx_cumodule_init returned 7")
+
+        kernels = modules.KernelModules(library, initialize)
+        signals.quiet_on_stream(kernels, torch.device("cuda"))
+        with pytest.raises(OSError, match="returned 7"):
+            load(signals._nvshmem_order_kernel, 11)
+        launches.clear()
+        with pytest.raises(RuntimeError, match="_nvshmem_order_kernel was loaded but"):
+            signals.quiet_on_stream(kernels, torch.device("cuda"))
+        assert not launches
+        kernels.close()
+
+    def test_kernels_are_linked_with_the_library(self, library: Path, launches: list[Any]) -> None:
+        kernels = modules.KernelModules(library, lambda module: None)
+        signals.quiet_on_stream(kernels, torch.device("cuda"))
+        assert launches[0][1]["extern_libs"] == {"libnvshmem_device": str(library)}
+        kernels.close()
+
+    def test_missing_library(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="is no file, expected what find_bitcode returns"):
+            modules.KernelModules(tmp_path / "absent.bc", lambda module: None)
+
+
+class TestBitcode:
+    def make(self, folder: Path, *names: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            (folder / name).touch()
+        return folder
+
+    @pytest.mark.parametrize(("arch", "found"), [("sm_80", 80), ("sm_86", 80), ("sm_90", 90), ("sm_100", 100)])
+    def test_the_newest_not_above_the_target(self, tmp_path: Path, arch: str, found: int) -> None:
+        self.make(tmp_path, *(f"libnvshmem_device_sm_{n}.bc" for n in (75, 80, 90, 100)))
+        assert bitcode.find_bitcode(arch, tmp_path).name == f"libnvshmem_device_sm_{found}.bc"
+
+    def test_one_for_all(self, tmp_path: Path) -> None:
+        self.make(tmp_path / "lib", "libnvshmem_device.bc", "libnvshmem_device_sm_90.bc")
+        assert bitcode.find_bitcode("sm_80", tmp_path).name == "libnvshmem_device.bc"
+        assert bitcode.find_bitcode("sm_90", str(tmp_path)).name == "libnvshmem_device_sm_90.bc"
+
+    def test_a_given_folder_is_the_only_one(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*pip install nvidia-nvshmem-cu13"):
+            bitcode.find_bitcode("sm_90", tmp_path)
+
+    def test_wheels_then_the_system(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        wheel = self.make(tmp_path / "wheel", "libnvshmem_device.bc")
+        system = self.make(tmp_path / "system", "libnvshmem_device.bc")
+        monkeypatch.setattr(bitcode, "SYSTEM_FOLDERS", (str(system),))
+
+        def distribution(name: str) -> SimpleNamespace:
+            if name != "nvidia-nvshmem-cu12" or not wheel.exists():
+                raise importlib.metadata.PackageNotFoundError(name)
+            return SimpleNamespace(locate_file=lambda path: wheel)
+
+        monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+        assert bitcode.find_bitcode("sm_90").parent == wheel
+        (wheel / "libnvshmem_device.bc").rename(wheel / "other.bc")
+        assert bitcode.find_bitcode("sm_90").parent == system
+
+    @pytest.mark.parametrize("arch", ["90", "sm90", "sm_9", "compute_90", "sm_90a"])
+    def test_architecture_names(self, arch: str) -> None:
+        with pytest.raises(ValueError, match="expected sm_ and two or three digits"):
+            bitcode.find_bitcode(arch)

@@ -1,0 +1,192 @@
+"""Layer 1: no processes. The roots that ``odc run`` meets and patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch_fakes import FakeSession
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.launch.automatic import AutomaticPatching, model_name
+from odc.fsdp_patch.launch.roots import RootWatch
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard2(width: int = 3) -> nn.Module:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def shard1(width: int = 3) -> nn.Module:
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    inner = FullyShardedDataParallel(nn.Linear(width, width), **options)
+    return FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(width, width)), **options)
+
+
+WATCHED = [
+    (FSDPState, "init"),
+    (FSDPState, "_lazy_init"),
+    (FullyShardedDataParallel, "__init__"),
+    (FullyShardedDataParallel, "forward"),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("shard", [shard1, shard2])
+def test_each_root_is_met_once_and_torch_left_as_it_was(shard: Callable[[], nn.Module]) -> None:
+    before = [owner.__dict__[name] for owner, name in WATCHED]
+    old = shard()
+    met: list[tuple[nn.Module, bool]] = []
+    watch = RootWatch(lambda module, computes: met.append((module, computes)))
+    try:
+        first, second, third = shard(), shard(), shard()
+        for model in (second, first, second, old):
+            model(torch.ones(1, 3)).sum().backward()
+        assert met == [(second, True), (first, True), (old, True)]
+        watch.gradients_read(list(first.parameters()))
+        assert len(met) == 3
+        assert watch.pending(list(third.parameters())) == [third]
+        watch.gradients_read(list(third.parameters()))
+        third(torch.ones(1, 3))
+        assert met[3:] == [(third, False)]
+        numbers = [watch.number(model) for model in (old, first, second, third)]
+        assert numbers == sorted(numbers)
+        assert numbers[-1] < watch.num_known
+        assert model_name(first) == f"Sequential (FSDP{2 if shard is shard2 else 1})"
+    finally:
+        watch.close()
+    watch.close()
+    assert all(owner.__dict__[name] is then for (owner, name), then in zip(WATCHED, before, strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_at_the_address_of_a_forgotten_one_is_met() -> None:
+    met: list[bool] = []
+    watch = RootWatch(lambda module, computes: met.append(computes))
+    try:
+        for count in range(1, 21):
+            shard1()(torch.ones(1, 3))
+            assert len(met) == count
+    finally:
+        watch.close()
+
+
+class FakePatched(FakeSession):
+    """A session that does nothing but say its name and remember its end."""
+
+    def __init__(self, ended: list[str], broken: bool = False) -> None:
+        super().__init__()
+        self._ended = ended
+        self._broken = broken
+
+    def describe(self) -> str:
+        return "fake"
+
+    def close(self) -> None:
+        self._ended.append("closed")
+        if self._broken:
+            raise RuntimeError("broken")
+
+
+class OtherRank:
+    """What another rank says when this one comes with a root; the same as this one unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.comes_with: list[tuple[int, int]] = []
+
+    def agree(self, module: nn.Module, numbers: tuple[int, int]) -> list[tuple[int, int]]:
+        return [numbers, self.comes_with.pop(0) if self.comes_with else numbers]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_that_come_with_different_roots_patch_all_that_both_have() -> None:
+    patched: list[nn.Module] = []
+    said: list[str] = []
+    ended: list[str] = []
+    other = OtherRank()
+
+    def patch(module: nn.Module) -> Any:
+        patched.append(module)
+        return FakePatched(ended)
+
+    patching = AutomaticPatching(patch, said.append, other.agree)
+    try:
+        policy, reference = shard2(), shard2()
+        watch = patching._watch
+        both, later = watch.num_known, shard2()
+        other.comes_with = [(watch.number(reference), both)]  # it computes with the reference, before the third exists
+        torch.optim.SGD(policy.parameters(), lr=0.1).step()
+        assert patched == [policy, reference]
+        reference(torch.ones(1, 3))
+        policy(torch.ones(1, 3))
+        assert len(patched) == 2
+        later(torch.ones(1, 3))
+        assert patched == [policy, reference, later]
+        assert said == ["odc: patched Sequential (FSDP2): fake"] * 3
+    finally:
+        patching.close()
+    assert ended == ["closed"] * 3
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_is_ahead_waits_for_the_other_to_have_its_root() -> None:
+    patched: list[nn.Module] = []
+    other = OtherRank()
+
+    def patch(module: nn.Module) -> Any:
+        patched.append(module)
+        return FakePatched([])
+
+    patching = AutomaticPatching(patch, lambda text: None, other.agree)
+    try:
+        first = shard2()
+        known, second = patching._watch.num_known, shard2()
+        other.comes_with = [(patching._watch.number(first), known)]  # then it comes with the second
+        second(torch.ones(1, 3))
+        assert patched == [first, second]
+        assert not other.comes_with
+    finally:
+        patching.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_root_that_another_rank_uses_and_this_one_has_used_before_is_an_error() -> None:
+    other = OtherRank()
+    patching = AutomaticPatching(lambda module: FakePatched([]), lambda text: None, other.agree)
+    try:
+        first = shard2()
+        known, second = patching._watch.num_known, shard2()
+        first(torch.ones(1, 3))
+        other.comes_with = [(patching._watch.number(first), known)]
+        with pytest.raises(UnsupportedError, match="Wrap models in the same order"):
+            second(torch.ones(1, 3))
+    finally:
+        patching.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_closing_goes_on_where_one_model_cannot_be_closed() -> None:
+    before = [owner.__dict__[name] for owner, name in WATCHED]
+    ended: list[str] = []
+    patching = AutomaticPatching(lambda module: FakePatched(ended, broken=True), lambda text: None)
+    models = [shard2(), shard1()]
+    for model in models:
+        model(torch.ones(1, 3))
+    with pytest.raises(RuntimeError, match="broken"):
+        patching.close()
+    assert ended == ["closed", "closed"]
+    assert all(owner.__dict__[name] is then for (owner, name), then in zip(WATCHED, before, strict=True))

@@ -1,0 +1,300 @@
+"""Layer 1: no ranks. One link to a bare socket: what it carries, refuses, and notices."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from odc import (
+    OdcError,
+    PeerClosedError,
+    PeerDiedError,
+    PeerSilentError,
+)
+from odc.engine import no_op
+from odc.transports import _silence
+from odc.transports._control import Closing
+from odc.transports._frames import HEADER, Frame, Kind
+from odc.transports._link import Link
+
+
+class Owner:
+    """A rank that has 100 bytes of memory and four signals."""
+
+    world_size = 8
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(range(100))
+        self.delivered: list[tuple[int, bool]] = []
+        self.notices: list[str] = []
+        self.losses = 0
+        self.failure: Exception | None = None
+        self.waited_for: list[int | None] = []
+
+    def deliver(self, index: int, daemon: bool) -> None:
+        if index > 3:
+            raise IndexError(f"index {index} of 4")
+        self.delivered.append((index, daemon))
+
+    def memory(self, buffer: int) -> memoryview | None:
+        return memoryview(self.bytes) if buffer == 0 else None
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def lost(self) -> None:
+        self.losses += 1
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def waits_for(self, rank: int | None) -> None:
+        self.waited_for.append(rank)
+
+
+class Pair:
+    """A link and the bare sockets at its other end; news are read by a thread, as :class:`Links` does."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        (self.far, data), (self.news, news) = self._connection(), self._connection()
+        self.owner = Owner()
+        self.link = Link(7, "rank 7", data, news, self.owner, timeout_s)
+        self.link.start()
+        self._ending = False
+        self._reader = threading.Thread(target=self._read_news)
+        self._reader.start()
+
+    @staticmethod
+    def _connection() -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            far = socket.create_connection(listener.getsockname())
+            far.settimeout(5.0)
+            return far, listener.accept()[0]
+
+    def _read_news(self) -> None:
+        while not self._ending and self.link.news.read():
+            time.sleep(0.002)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending = True
+        self._reader.join()
+        self.far.close()
+        self.news.close()
+        self.link.close()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 5.0
+        while not holds():
+            assert time.monotonic() < deadline, self.link.describe()
+            time.sleep(0.005)
+
+    @staticmethod
+    def receive(connection: socket.socket, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            data += connection.recv(num_bytes - len(data))
+        return data
+
+
+def test_frames_do_what_they_say() -> None:
+    with Pair() as pair:
+        pair.far.sendall(Frame(Kind.WRITE, 0, 10, 3).pack() + b"abc" + Frame(Kind.POST, 3, 1).pack())
+        pair.until(lambda: pair.owner.delivered == [(3, True)])
+        assert bytes(pair.owner.bytes[9:14]) == b"\x09abc\x0d"
+        pair.far.sendall(Frame(Kind.READ, 0, 10, 3, 99).pack())
+        assert pair.receive(pair.far, HEADER.size + 3) == Frame(Kind.DATA, a=0, b=3, c=99).pack() + b"abc"
+
+
+def test_news_come_in_pieces_and_several_at_a_time() -> None:
+    with Pair() as pair:
+        news = Frame(Kind.STATUS, a=41, b=3).pack() + Frame(Kind.ABORT, b=2).pack() + "é".encode()
+        for byte in news[:40]:
+            pair.news.sendall(bytes([byte]))
+        pair.until(lambda: (pair.link.progress, pair.link.waiting_on) == (41, 2))
+        assert not pair.owner.notices
+        pair.news.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
+        pair.until(lambda: pair.link.closing is Closing.FAILED)
+        assert pair.owner.notices == ["é"]
+        assert not pair.link.is_dead
+
+
+BAD_DATA = [
+    (Frame(Kind.WRITE, 0, 98, 3).pack() + b"abc", "bytes 98 to 101 of buffer 0: 100 bytes"),
+    (Frame(Kind.READ, 0, 2**63, 2**62).pack(), "of buffer 0: 100 bytes"),
+    (Frame(Kind.READ, 1, 0, 1).pack(), "of buffer 1: nothing"),
+    (Frame(Kind.DATA, a=0, b=1, c=5).pack() + b"x", "1 bytes that nobody had asked for"),
+    (Frame(Kind.POST, 4).pack(), "index 4 of 4"),
+    (Frame(Kind.HELLO).pack(), "a frame of kind HELLO, which does not belong here"),
+    (Frame(Kind.ABORT).pack(), "a frame of kind ABORT, which does not belong here"),
+    (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + bytes(64), "71 is not a valid Kind"),
+    (b"\x80\x04\x95" + bytes(64), "128 is not a valid Kind"),
+]
+BAD_NEWS = [
+    (Frame(Kind.CLOSED, a=77).pack(), "77 is not a valid Closing"),
+    (Frame(Kind.POST, 1).pack(), "news of kind POST"),
+    (Frame(Kind.ABORT, b=10**9).pack(), "news of kind ABORT with 1000000000, which cannot be"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "by"), [(*row, "far") for row in BAD_DATA] + [(*row, "news") for row in BAD_NEWS]
+)
+def test_what_does_not_fit_ends_the_link_and_touches_nothing(data: bytes, words: str, by: str) -> None:
+    """Fault test 21, once connected: garbage, HTTP, a pickle, lengths, offsets and numbers that lie."""
+    with Pair() as pair:
+        getattr(pair, by).sendall(data)
+        pair.until(lambda: pair.link.is_dead)
+        assert words in pair.link.describe()
+        assert bytes(pair.owner.bytes) == bytes(range(100))
+        assert not pair.owner.delivered
+        with pytest.raises(PeerDiedError, match="rank 7 cannot be reached any more"):
+            pair.link.write(0, 0, memoryview(b"x"))
+
+
+def test_a_rank_that_does_not_exist_is_not_waited_for() -> None:
+    with Pair() as pair:
+        pair.news.sendall(Frame(Kind.STATUS, a=1, b=8).pack() + Frame(Kind.STATUS, a=2, b=1).pack())
+        pair.until(lambda: pair.link.progress == 2)
+        pair.news.sendall(Frame(Kind.STATUS, a=3, b=9).pack())
+        pair.until(lambda: pair.link.progress == 3 or pair.link.is_dead)
+        assert pair.link.is_dead or (pair.link.waiting_on or 0) < 8
+
+
+def test_an_answer_longer_than_asked_for_is_refused() -> None:
+    with Pair() as pair:
+        target = bytearray(4)
+
+        def answer() -> None:
+            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+            pair.far.sendall(Frame(Kind.DATA, a=2, b=3, c=request.c).pack() + b"xyz")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PeerDiedError, match="3 bytes that nobody had asked for"):
+            pair.link.read(0, 0, memoryview(target), no_op)
+        thread.join()
+        assert target == bytearray(4)
+
+
+def test_an_answer_that_does_not_come_is_silence() -> None:
+    with Pair(timeout_s=0.2) as pair, pytest.raises(PeerSilentError, match="rank 7 has answered nothing for 0.2 s"):
+        pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+
+
+def test_a_long_wait_is_warned_of_and_known_to_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_silence, "_FIRST_WARNING_S", 0.4)
+    with Pair(timeout_s=2.0) as pair:
+        with pytest.raises(PeerSilentError):
+            pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+        assert pair.owner.waited_for[0] == 7
+        assert pair.owner.waited_for[-1] is None
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts
+    assert all(text.startswith("rank 7 has answered nothing for ") for text in texts)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cause", ["silence", "another rank's failure", "Ctrl-C"])
+def test_half_a_frame_ends_the_data_but_not_the_news(cause: str) -> None:
+    """Nothing can follow half a frame; the other rank hears why, and that there is nothing more to come."""
+    with Pair(timeout_s=0.2) as pair:
+        expected: type[BaseException] = {"silence": PeerSilentError, "Ctrl-C": KeyboardInterrupt}.get(cause, OdcError)
+        pair.owner.failure = OdcError("rank 3: ValueError") if expected is OdcError else None
+        with pytest.raises(expected):
+            pair.link.write(0, 0, memoryview(bytearray(64 << 20)), interrupted if cause == "Ctrl-C" else no_op)
+        assert pair.link.is_dead
+        pair.link.abort("rank 0: it was so")
+        frame = Frame.unpack(pair.receive(pair.news, HEADER.size))
+        assert pair.receive(pair.news, frame.b) == b"rank 0: it was so"
+        while pair.far.recv(1 << 20):  # what was sent, and then the end
+            continue
+
+
+def test_news_overtake_data() -> None:
+    with Pair() as pair:
+        ends: list[str] = []
+
+        def push() -> None:
+            try:
+                pair.link.write(0, 0, memoryview(bytearray(64 << 20)))
+            except PeerDiedError as error:
+                ends.append(str(error))
+
+        stuck = threading.Thread(target=push)
+        stuck.start()
+        pair.receive(pair.far, HEADER.size + 1)  # it has begun; nobody takes in the rest
+        pair.link.abort("first things first")
+        assert Frame.unpack(pair.receive(pair.news, HEADER.size)).kind is Kind.ABORT
+        assert stuck.is_alive()
+        pair.far.close()
+        stuck.join()
+        assert ends
+
+
+def test_the_end_of_the_connection_wakes_a_reader() -> None:
+    with Pair() as pair:
+
+        def leave() -> None:
+            pair.far.close()
+            pair.news.close()
+
+        timer = threading.Timer(0.1, leave)
+        timer.start()
+        with pytest.raises(PeerDiedError, match="rank 7 cannot be reached any more: .*[Cc]onnection"):
+            pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+        timer.join()
+        assert pair.owner.losses >= 1
+
+
+def test_a_rank_that_has_closed_is_told_from_one_that_died() -> None:
+    with Pair() as pair:
+        pair.far.close()  # the data's end may be seen before the farewell
+        pair.news.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
+        pair.until(lambda: pair.link.is_dead)
+        with pytest.raises(PeerClosedError, match="rank 7 has closed its session"):
+            pair.link.write(0, 0, memoryview(b"x"))
+        pair.link.post(0, False)  # it needs none any more
+
+
+def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
+    """By the kernel's own timers; that they are set is all that can be shown without cutting a network."""
+    with Pair() as pair:
+        news = pair.link.news._connection
+        assert news.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert news.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+        assert news.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+        assert not pair.link._data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
+        for _ in range(1000):  # more than a quarter of an hour of a rank that reads no news
+            pair.link.send_status(1, 2)
+        assert not pair.link.is_dead
+
+
+def test_descriptors_beyond_1024_are_as_good_as_others() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.dup(0) for _ in range(1050)]
+    try:
+        with Pair() as pair:
+            assert pair.link.news.fileno() > 1024
+            pair.link.abort("x")
+            pair.link.tell_closed(Closing.COMPLETE)
+            assert Frame.unpack(pair.receive(pair.news, HEADER.size)).kind is Kind.ABORT
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

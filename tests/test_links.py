@@ -1,0 +1,299 @@
+"""Layers 2 and 3. Ranks of several hosts: what their links carry, refuse, and notice. Ranks here pose as hosts.
+
+The faults are those of ``test_faults.py``; what is sent and in which order is in ``test_protocol.py`` and
+``test_transport_conformance.py``. A network that is cut is in ``test_network.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks, start_ranks
+from test_faults import TIMEOUT, assert_told, endless, fault, raising, stoppable, survivors
+from thread_ranks import ThreadExchange, run_threads, values
+from training import build, full_parameters, largest_difference, reference, shard, train
+
+import odc
+from odc import (
+    ConfigError,
+    ParamSlice,
+    Runtime,
+    RuntimeConfig,
+    SetupError,
+    UnitSpec,
+)
+from odc.exchange import ProcessGroupExchange
+from odc.topology import Topology, route_address
+from odc.transports import _links
+from odc.transports._frames import Frame, Kind
+from odc.transports._link import Link
+
+NOTICE_S = 2.0
+
+
+def across(rank: int, world_size: int, hosts: int, body: Callable[..., Any], *args: Any) -> Any:
+    """``body`` on ranks that pose as so many hosts."""
+    os.environ["ODC_HOST_ID"] = f"host{rank * hosts // world_size}"
+    return body(rank, world_size, *args)
+
+
+# Training
+
+
+def patched(rank: int, world_size: int, counts: list[int], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, **options)
+    train(model, session, rank, world_size, counts, 6)
+    name = session.transport
+    session.close()
+    return name, full_parameters(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["daemon", "deterministic"])
+def test_training_across_hosts_matches_one_float64_process(options: dict[str, Any]) -> None:
+    counts = [1, 3, 0, 2]
+    results = run_ranks(4, across, 2, patched, counts, options)
+    assert {name for name, _ in results} == {"tcp"}
+    assert largest_difference(results[3][1], reference(counts, 6)) < 1e-5
+
+
+def test_direct_accumulation_across_hosts_is_refused() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        config = RuntimeConfig(accumulate="direct", host_id=f"h{exchange.rank}", timeout_s=10)
+        with pytest.raises(ConfigError, match="the ranks of 2 hosts do not share: use 'daemon' or 'auto'"):
+            Runtime.create(exchange, units, config)
+
+    values(run_threads(2, body))
+
+
+# Deaths, silence, failures
+
+
+@pytest.mark.parametrize("point", ["gather.before", "scatter.after_chunk", "publish.before", "finish.before_done"])
+def test_a_killed_rank_is_named_on_every_host(point: str) -> None:
+    """Rank 1 dies; rank 0 is on its host, rank 2 and 3 are not."""
+    results = start_ranks(4, across, 2, endless, env=fault(point, "kill")).join(40)
+    assert results[1].exitcode == -signal.SIGKILL
+    for result in survivors(results):
+        assert_told(result, "rank 1", "minibatch ")
+    times = [result.seconds for result in survivors(results)]
+    assert max(times) - min(times) < NOTICE_S
+
+
+def test_an_exception_reaches_other_hosts_with_its_text() -> None:
+    results = start_ranks(3, across, 3, raising, env=TIMEOUT).join(30)
+    for result in survivors(results):
+        assert_told(result, "rank 1", "ValueError: sample 17 has no answer")
+        assert result.seconds - results[1].seconds < NOTICE_S
+
+
+def test_a_rank_of_another_host_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
+    steps, started = 100, tmp_path / "started"
+    env = {**TIMEOUT, "ODC_FAULT": "point=gather.before,do=delay:0.002"}
+    group = start_ranks(2, across, 2, stoppable, steps, str(started), env=env)
+    while not started.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(group.pids[1], signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(group.pids[1], signal.SIGCONT)
+    results = group.join(60)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    undisturbed = run_ranks(2, stoppable, steps, str(started))  # on one host: deterministic sums do not know the wire
+    assert largest_difference(results[0].value, undisturbed[0]) == 0.0
+
+
+def test_a_rank_of_another_host_stopped_for_ever_is_alive_but_silent() -> None:
+    env = {"ODC_TIMEOUT": "2", "ODC_FAULT": "rank=1,point=gather.before,at=9,do=stop"}
+    results = start_ranks(2, across, 2, endless, env=env).join(30, expendable=[1])
+    assert results[0].error_type == "PeerSilentError", results[0].error
+
+
+def reading_from_a_stopped_rank(rank: int, world_size: int) -> None:
+    """Rank 2 stops; rank 1 reads from it over its link, patiently; rank 0 has pushed nothing and waits for both."""
+    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+    config = RuntimeConfig.from_environment(timeout_s=2.0 if rank == 0 else 60.0)
+    runtime = Runtime.create(ProcessGroupExchange(), units, config)
+    runtime.publish(0, lambda shard: shard.fill_(rank))
+    runtime.begin()
+    ProcessGroupExchange().all_gather(b"")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1:
+        wait_for_stop(runtime.topology.pids[2])
+        runtime.gather(0, torch.empty(12))
+    runtime.finish()
+
+
+def wait_for_stop(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, "rank 2 did not stop: nothing was tested"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_waits_for_its_link_is_not_to_blame() -> None:
+    results = start_ranks(3, across, 2, reading_from_a_stopped_rank).join(40, expendable=[2])
+    assert results[0].error_type == "PeerSilentError", results[0].error
+    for words in ("for rank 1", "(rank 1 itself waits for rank 2)", "Cause: rank 2 is alive but silent"):
+        assert words in (results[0].error or "")
+    assert results[1].error_type == "AbortedError", results[1].error
+
+
+def with_a_forked_child(rank: int, world_size: int, released: str) -> None:
+    """Rank 1 forks a worker that outlives it."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    if rank == 1 and os.fork() == 0:
+        ends = time.monotonic() + 30
+        while not Path(released).exists() and time.monotonic() < ends:
+            time.sleep(0.05)
+        os._exit(0)
+    train(model, session, rank, world_size, [2, 2], steps=10_000)
+
+
+def test_a_child_of_a_dead_rank_does_not_keep_its_links_open(tmp_path: Path) -> None:
+    """Fault test 12: a forked DataLoader worker inherits every socket of its rank."""
+    released = tmp_path / "released"
+    env = fault("gather.before", "kill")
+    results = start_ranks(2, across, 2, with_a_forked_child, str(released), env=env).join(40, expendable=[1])
+    released.touch()
+    assert_told(results[0], "rank 1")
+    assert results[0].seconds < 20  # the child would have held the connection for thirty
+
+
+# Set-up
+
+
+def test_strangers_at_the_door_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault test 21 during set-up: somebody talks HTTP, shows a wrong key, or says nothing, before the ranks come."""
+    monkeypatch.setattr(_links, "_HELLO_S", 0.2)
+    strangers: list[socket.socket] = []
+    original = _links.Links._call
+
+    def call(self: _links.Links, rank: int, address: tuple[str, int], purpose: int) -> None:
+        for data in (b"GET / HTTP/1.1\r\n\r\n" + bytes(60), Frame(Kind.HELLO, 1).pack() + bytes(16), b""):
+            stranger = socket.create_connection(address)
+            stranger.sendall(data)
+            strangers.append(stranger)
+        original(self, rank, address, purpose)
+
+    monkeypatch.setattr(_links.Links, "_call", call)
+
+    def body(exchange: ThreadExchange) -> str:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=10)) as runtime:
+            runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
+            runtime.begin()
+            out = torch.empty(8)
+            runtime.gather(0, out)
+            runtime.finish()
+            return f"{runtime.transport_name} {out.sum().item()}"
+
+    assert values(run_threads(2, body)) == ["tcp 4.0"] * 2
+    assert len(strangers) == 6
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(_links.socket, "create_connection", refuse)
+
+    def body(exchange: ThreadExchange) -> None:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=0.5)).close()
+
+    results = [result for result in run_threads(2, body) if isinstance(result, SetupError)]
+    assert any("set ODC_ADDRESS on each host" in str(result) for result in results)
+
+
+def test_no_way_out_is_a_reason_against_tcp() -> None:
+    from odc.transports.tcp import TcpTransport
+
+    topology = Topology(0, ("a", "b"), ("a", "b"), (1, 2), ("", "10.0.0.2"))
+    reason = TcpTransport.unavailable(topology, torch.device("cpu"))
+    assert reason is not None
+    assert "set ODC_ADDRESS" in reason
+
+
+def test_the_address_is_that_of_a_route_that_leads_out() -> None:
+    assert route_address(["127.0.0.1", ""]) == ""
+    assert route_address(["no-such-host.invalid"]) == ""
+
+
+def test_an_address_that_is_not_this_hosts_fails_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _links.Links.listen
+
+    def listen(self: _links.Links) -> list[Any]:
+        if self._topology.rank == 1:  # reserved for documentation: nobody's address
+            self._topology = replace(self._topology, addresses=("127.0.0.1", "203.0.113.7", "127.0.0.1"))
+        return original(self)
+
+    monkeypatch.setattr(_links.Links, "listen", listen)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def body(exchange: ThreadExchange) -> None:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=5))
+
+    results = run_threads(3, body)
+    assert all(isinstance(result, SetupError) for result in results), results
+    assert all("cannot listen at its address 203.0.113.7" in str(result) for result in results)
+    assert all("Set ODC_ADDRESS on that host" in str(result) for result in results)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_thread_that_cannot_start_fails_on_all_ranks_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Link.start
+
+    def start(self: Link) -> None:
+        if "rank 2 " in self._who:
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    monkeypatch.setattr(Link, "start", start)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def body(exchange: ThreadExchange) -> None:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=5))
+
+    results = run_threads(3, body)
+    assert all(isinstance(result, (SetupError, RuntimeError)) for result in results), results
+    assert all("can't start new thread" in str(result) for result in results)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.extended
+def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
+    """Fault test 6, across hosts: longer than any sign of life is waited for."""
+    assert run_ranks(2, across, 2, holding, 8.0, env={"ODC_TIMEOUT": "60"}) == ["tcp", "tcp"]
+
+
+def holding(rank: int, world_size: int, seconds: float) -> str:
+    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+    with Runtime.create(ProcessGroupExchange(), units, RuntimeConfig.from_environment()) as runtime:
+        runtime.publish(0, lambda shard: shard.fill_(rank))
+        runtime.begin()
+        runtime.gather(0, torch.empty(8))
+        if rank == 1:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the lock
+        runtime.scatter_accumulate(0, torch.ones(8))
+        runtime.finish()
+        return runtime.transport_name

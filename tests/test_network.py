@@ -1,0 +1,134 @@
+"""Layer 3. Ranks on two hosts with a real network between them, also when it fails.
+
+Ranks that merely pose as hosts are in ``test_links.py``: those tests run everywhere, but their network cannot be cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import network
+import pytest
+import torch
+from process_ranks import RankResult, start_ranks
+from training import build, full_parameters, largest_difference, loss_of, optimizer_of, reference, shard, tokens, train
+
+import odc
+
+pytestmark = pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not()))
+
+SILENCE_S = 5.0  # without an acknowledgement, after which a host counts as lost
+SLACK_S = 3.0  # for kernel timers, which go by powers of two, and for this machine
+
+
+@pytest.fixture
+def hosts() -> Iterator[network.TwoHosts]:
+    with network.two_hosts() as hosts:
+        yield hosts
+
+
+def on_hosts(rank: int, world_size: int, counts: list[int]) -> tuple[Any, ...]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    train(model, session, rank, world_size, counts, 6)
+    name, topology = session.transport, session._runtime.topology
+    session.close()
+    return name, topology.host_names, topology.addresses, full_parameters(model)
+
+
+def test_hosts_are_told_apart_and_found(hosts: network.TwoHosts) -> None:
+    """Nothing is set: host names, addresses and the transport are found, and training gives the right numbers."""
+    counts = [1, 3, 0, 2]
+    results = start_ranks(4, on_hosts, counts, enter=hosts.enter).join(60)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    for name, host_names, addresses, parameters in (r.value for r in results):
+        assert name == "tcp"
+        assert host_names == (hosts.hosts[0],) * 2 + (hosts.hosts[1],) * 2
+        assert addresses == ("10.77.0.1",) * 2 + ("10.77.0.2",) * 2
+        assert largest_difference(parameters, reference(counts, 6)) < 1e-5
+
+
+def until_told(rank: int, world_size: int, started: str, pause_s: float = 0.0) -> None:
+    """Train until something happens; ``pause_s``: rank 0 then computes for so long in every minibatch."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    optimizer = optimizer_of(model)
+    for step in range(100_000):
+        with session.minibatch():
+            loss_of(model, tokens(step, rank, 0)).backward()
+            if step == 3:
+                Path(f"{started}{rank}").touch()
+            if rank == 0 and step >= 3:
+                time.sleep(pause_s)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wait_for_all(started: Path, world_size: int) -> None:
+    deadline = time.monotonic() + 40
+    while not all(Path(f"{started}{rank}").exists() for rank in range(world_size)):
+        assert time.monotonic() < deadline, "training did not begin"
+        time.sleep(0.02)
+
+
+def assert_all_name_the_other_host(results: list[RankResult], other_ranks: list[set[int]]) -> None:
+    for result, others in zip(results, other_ranks, strict=True):
+        assert result.error_type in ("PeerDiedError", "AbortedError"), result.error
+        assert "no sign of life from its host or the network" in (result.error or "")
+        assert any(f"rank {other} (host odc-" in (result.error or "") for other in others), result.error
+
+
+def test_a_cut_network_is_noticed_on_both_sides(hosts: network.TwoHosts, tmp_path: Path) -> None:
+    """Ranks that wait learn within seconds that the other host is gone, not after the time limit."""
+    started = tmp_path / "started"
+    group = start_ranks(4, until_told, str(started), enter=hosts.enter, env={"ODC_TIMEOUT": "60"})
+    wait_for_all(started, 4)
+    hosts.cut()
+    cut_at = time.monotonic() - group.started
+    results = group.join(60)
+    assert_all_name_the_other_host(results, [{2, 3}, {2, 3}, {0, 1}, {0, 1}])
+    assert max(r.seconds for r in results) - cut_at < SILENCE_S + SLACK_S
+
+
+@pytest.mark.extended
+def test_a_rank_that_computes_meanwhile_is_told_at_its_next_operation(hosts: network.TwoHosts, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    pause_s = SILENCE_S + SLACK_S + 2
+    group = start_ranks(2, until_told, str(started), pause_s, enter=hosts.enter, env={"ODC_TIMEOUT": "60"})
+    wait_for_all(started, 2)
+    hosts.cut()
+    cut_at = time.monotonic() - group.started
+    results = group.join(60)
+    assert_all_name_the_other_host(results, [{1}, {0}])
+    assert results[1].seconds - cut_at < SILENCE_S + SLACK_S
+    assert results[0].seconds - cut_at < pause_s + 2
+
+
+def to_the_end(rank: int, world_size: int, started: str, steps: int) -> dict[str, torch.Tensor]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, deterministic=True)
+    Path(f"{started}{rank}").touch()
+    train(model, session, rank, world_size, [2, 1], steps)
+    session.close()
+    return full_parameters(model)
+
+
+def test_a_network_that_comes_back_in_time_changes_nothing(hosts: network.TwoHosts, tmp_path: Path) -> None:
+    """Three seconds without it: packets are sent again, no byte is lost or taken twice, the sums are bit-equal."""
+    started, steps = tmp_path / "started", 100
+    env = {"ODC_TIMEOUT": "60", "ODC_FAULT": "point=gather.before,do=delay:0.002"}
+    group = start_ranks(2, to_the_end, str(started), steps, enter=hosts.enter, env=env)
+    wait_for_all(started, 2)
+    time.sleep(0.3)
+    hosts.cut()
+    cut_at = time.monotonic() - group.started
+    time.sleep(3)
+    hosts.mend()
+    results = group.join(90)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    assert min(r.seconds for r in results) > cut_at + 3, "the ranks had ended before the cut: nothing was tested"
+    undisturbed = start_ranks(2, to_the_end, str(started), steps).join(60)
+    assert largest_difference(results[0].value, undisturbed[0].value) == 0.0

@@ -1,0 +1,213 @@
+"""Layers 1 and 2. The ``nvshmem`` transport: what it refuses, how it sizes the heap, what it moves how.
+
+There is neither a GPU nor a second host where CI runs: a fake heap (``fake_nvshmem.py``) stands in. That streams keep
+their order over it is in ``test_stream_order.py``, that it is a transport in ``test_transport_conformance.py``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import registered_fakes
+from fake_nvshmem import FakeNvshmemTransport
+from thread_ranks import ThreadExchange, run_threads, values
+
+from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc.config import nvshmem_heap_bytes
+from odc.nvshmem import checks
+from odc.nvshmem.checks import heap_problem
+from odc.nvshmem.heap import Nvshmem4pyHeap
+
+NUMEL = 1000
+UNITS = [UnitSpec("layers.0", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fakes() -> Iterator[None]:
+    with registered_fakes():
+        yield
+
+
+def create(exchange: ThreadExchange, hosts: int = 2) -> Runtime:
+    host = f"host{exchange.rank * hosts // exchange.world_size}"
+    return Runtime.create(exchange, UNITS, RuntimeConfig(transport="fake_nvshmem", timeout_s=10, host_id=host))
+
+
+def test_a_heap_that_is_too_small_is_an_error_that_states_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNvshmemTransport, "heap_bytes", 4096)
+    results = run_threads(4, lambda exchange: create(exchange).close())
+    needed = {word for result in results for word in str(result).split() if word.startswith("NVSHMEM_SYMMETRIC_SIZE=")}
+    assert all(isinstance(result, SetupError) for result in results), results
+    assert "NVSHMEM_SYMMETRIC_SIZE=4096" in needed
+    (stated,) = needed - {"NVSHMEM_SYMMETRIC_SIZE=4096"}
+    # published shard and a slot per rank, staging memory, alignment
+    assert 5 * 4 * NUMEL < int(stated.partition("=")[2]) < 5 * 4 * NUMEL + 10_000
+    monkeypatch.setattr(FakeNvshmemTransport, "heap_bytes", int(stated.partition("=")[2]))
+    values(run_threads(4, lambda exchange: create(exchange).close()))
+
+
+def test_an_unset_heap_size_is_no_problem() -> None:
+    assert heap_problem(1 << 40, None) is None
+    assert heap_problem(100, 100) is None
+    assert "unset it: ODC then asks for what it needs" in (heap_problem(101, 100) or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1073741824", 1 << 30), ("1.5G", 3 << 29), ("512m", 512 << 20), ("64 KB", 64 << 10), ("2T", 2 << 40), ("", None)],
+)
+def test_sizes_as_nvshmem_reads_them(text: str, num_bytes: int | None) -> None:
+    assert nvshmem_heap_bytes({"NVSHMEM_SYMMETRIC_SIZE": text}) == num_bytes
+    assert nvshmem_heap_bytes({}) is None
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NVSHMEM_SYMMETRIC_SIZE='plenty' cannot be used: expected a number of bytes"):
+        nvshmem_heap_bytes({"NVSHMEM_SYMMETRIC_SIZE": "plenty"})
+
+
+def test_peers_of_this_host_are_copied_from_and_the_others_got_in_one_gather() -> None:
+    """Two hosts of two ranks: a gather gets two shards, a push puts two slices, in limited pieces."""
+
+    def body(exchange: ThreadExchange) -> tuple[list[float], Counter[tuple[str, int]], int]:
+        with create(exchange) as runtime:
+            transport = runtime._transport
+            assert isinstance(transport, FakeNvshmemTransport)
+            transport.heap.moved.clear()  # the test of the memory at set-up
+            runtime.publish(0, lambda shard: shard.fill_(exchange.rank + 1.0))
+            runtime.begin()
+            out = torch.empty(4 * NUMEL)
+            runtime.gather(0, out)
+            runtime.scatter_accumulate(0, torch.ones(4 * NUMEL))
+            runtime.finish()
+            result = runtime.gradient(0)
+            assert result is not None
+            assert result[0].eq(4.0).all()
+            moved: Counter[tuple[str, int]] = Counter()
+            for kind, rank, num_bytes in transport.heap.moved:
+                moved[kind, rank] += num_bytes
+            largest = max(num_bytes for _, _, num_bytes in transport.heap.moved)
+            return out.view(4, -1)[:, 0].tolist(), moved, largest
+
+    for rank, (rows, moved, largest) in enumerate(values(run_threads(4, body))):
+        assert rows == [1.0, 2.0, 3.0, 4.0]
+        others = (2, 3) if rank < 2 else (0, 1)
+        assert moved == {(kind, other): 4 * NUMEL for kind in ("get", "put") for other in others}
+        assert largest <= FakeNvshmemTransport.staging_bytes
+
+
+def test_later_gathers_get_from_all_hosts_at_the_same_time() -> None:
+    """The first gather of a unit takes owners as they publish; then one kernel serves all that are far away."""
+
+    def body(exchange: ThreadExchange) -> list[list[int]]:
+        with create(exchange, hosts=3) as runtime:
+            transport = runtime._transport
+            assert isinstance(transport, FakeNvshmemTransport)
+            runtime.publish(0, lambda shard: shard.copy_(torch.arange(NUMEL) + 2000.0 * exchange.rank))
+            runtime.begin()
+            out = torch.empty(3 * NUMEL)
+            runtime.gather(0, out)
+            transport.heap.gets.clear()
+            out.zero_()
+            runtime.gather(0, out)
+            runtime.finish()
+            assert torch.equal(out.view(3, NUMEL), torch.arange(NUMEL) + 2000.0 * torch.arange(3)[:, None])
+            return transport.heap.gets
+
+    turns = -(-4 * NUMEL // (FakeNvshmemTransport.staging_bytes // 2 // 16 * 16))
+    for rank, gets in enumerate(values(run_threads(3, body))):
+        assert gets == [[(rank + 1) % 3, (rank + 2) % 3]] * turns
+
+
+# The real heap, as far as it goes without NVSHMEM
+
+
+def with_nvshmem(status: int, monkeypatch: pytest.MonkeyPatch, pes: tuple[int, int] = (0, 1)) -> Nvshmem4pyHeap:
+    """The heap on a bare stand-in for nvshmem4py that is initialised already."""
+    bindings: Any = types.ModuleType("nvshmem.bindings")
+    names = ("NOT_INITIALIZED", "IS_BOOTSTRAPPED", "IS_INITIALIZED", "LIMITED_MPG", "FULL_MPG")
+    bindings.Init_status = types.SimpleNamespace(**{f"STATUS_{name}": number for number, name in enumerate(names)})
+    bindings.init_status, bindings.my_pe, bindings.n_pes = lambda: status, lambda: pes[0], lambda: pes[1]
+    package: Any = types.ModuleType("nvshmem")
+    package.bindings, package.core = bindings, types.ModuleType("nvshmem.core")
+    package.core.get_version = lambda: None
+    for name, module in (("nvshmem", package), ("nvshmem.bindings", bindings), ("nvshmem.core", package.core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = with_nvshmem(3, monkeypatch)
+    (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
+    assert isinstance(result, SetupError)
+    assert "several ranks share one GPU" in str(result)
+    assert "transport='cuda_ipc'" in str(result)
+
+
+def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = with_nvshmem(2, monkeypatch)
+
+    def get_version() -> None:
+        raise RuntimeError("Failure finding libnvshmem_host.so")
+
+    monkeypatch.setattr(sys.modules["nvshmem"].core, "get_version", get_version)
+    (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
+    assert isinstance(result, SetupError)
+    assert "cannot be loaded: Failure finding libnvshmem_host.so. pip install 'odc[cuda" in str(result)
+
+
+def test_an_nvshmem_of_another_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = with_nvshmem(2, monkeypatch, pes=(1, 4))
+    (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
+    assert isinstance(result, SetupError)
+    assert "its PEs are [[1, 4]], the ranks of this one are 0 to 0" in str(result)
+
+
+def test_a_small_heap_is_refused_before_nvshmem_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1M")
+    heap = with_nvshmem(0, monkeypatch)
+    (result,) = run_threads(1, lambda exchange: heap.start(exchange, 5 << 20))
+    assert isinstance(result, SetupError)
+    assert "NVSHMEM_SYMMETRIC_SIZE=1048576 (1 MiB)" in str(result)
+    assert f"NVSHMEM_SYMMETRIC_SIZE={(5 + 64) << 20} (69 MiB)" in str(result)
+
+
+def test_a_call_that_never_returns_ends_the_process_and_says_what_to_look_at() -> None:
+    script = """
+import time
+from odc.nvshmem import limit
+limit._FIRST_WARNING_S = 0.2
+with limit.time_limit("NVSHMEM's start", 5.0):
+    time.sleep(0.5)
+with limit.time_limit("NVSHMEM's allocation", 1.0):
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "NVSHMEM's start has not returned for 0 s. A rank has not" in done.stderr  # and then it did
+    assert "NVSHMEM's allocation has not returned for 1 s; ending this process. A rank has not" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["nvshmem", "bitcode"])
+def test_a_missing_piece_is_named_with_the_command(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.checks, "unavailable", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    present = None if missing == "nvshmem" else object()
+    monkeypatch.setattr(checks.checks.importlib.util, "find_spec", lambda name: present)
+
+    def find_bitcode(arch: str, folder: str | None) -> None:
+        assert arch == "sm_90"
+        raise FileNotFoundError("no NVSHMEM device library for sm_90: pip install nvidia-nvshmem-cu13")
+
+    monkeypatch.setattr(checks, "find_bitcode", find_bitcode)
+    reason = checks.unavailable(torch.device("cuda"))
+    assert reason is not None
+    assert "pip install" in reason
+    assert ("nvshmem4py" in reason) == (missing == "nvshmem")

@@ -1,0 +1,163 @@
+"""Layer 4: unmodified scripts of three training libraries, started by ``torchrun`` and by ``odc run``, on two ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RANKS = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
+ODC_RUN = [sys.executable, "-m", "odc", "run", *RANKS]
+SCRIPTS = ["accelerate_sft", "hf_trainer", "trl_sft"]
+STEPS = 4
+further = functools.partial(pytest.param, marks=pytest.mark.extended)
+
+
+def command(words: list[str], folder: Path, code: int = 0) -> str:
+    """What a command printed."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(launcher: list[str], script: str, folder: Path, *options: str) -> tuple[list[float], str]:
+    """Of each step of an example, and what it printed."""
+    words = [*launcher, str(ROOT / "examples" / f"{script}.py"), "--steps", str(STEPS), "--log-json", "out.json"]
+    text = command([*words, *options], folder)
+    result: list[float] = json.loads((folder / "out.json").read_text())["losses"]
+    assert len(result) == STEPS
+    return result, text
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """Losses of a script with FSDP2's collectives; with FSDP1's they are the same to 1e-6."""
+    return functools.cache(lambda script: losses(TORCHRUN, script, tmp_path_factory.mktemp(script))[0])
+
+
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [
+        ("hf_trainer", "2"),
+        ("accelerate_sft", "2"),
+        ("trl_sft", "2"),
+        further("accelerate_sft", "1"),
+        further("hf_trainer", "1"),
+        further("trl_sft", "1"),
+    ],
+)
+def test_odc_run_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], script: str, version: str
+) -> None:
+    ours, text = losses(ODC_RUN, script, tmp_path, "--fsdp-version", version)
+    assert ours == pytest.approx(plain(script), rel=1e-5)
+    assert re.search(rf"odc: patched \w+ForCausalLM \(FSDP{version}\): \d units over 2 ranks", text)
+
+
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [further("accelerate_sft", "2"), ("hf_trainer", "2"), further("trl_sft", "1"), further("trl_sft", "2")],
+)
+def test_lb_mini_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], script: str, version: str
+) -> None:
+    own = ["--balance", "lb-mini"] if script == "accelerate_sft" else []  # the script's own line, and no option of ours
+    launcher = [*ODC_RUN, *([] if own else ["--balance", "lb-mini", "--max-tokens", "450"])]
+    ours, text = losses(launcher, script, tmp_path, "--fsdp-version", version, *own)
+    assert ours == pytest.approx(plain(script), rel=1e-5)
+    assert f"(FSDP{version}): " in text
+    if not own:
+        planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .* in (\d+) minibatches", text)
+        assert planned is not None
+        assert int(planned[1]) == STEPS
+        assert int(planned[2]) > 0
+
+
+CHANGED_EXAMPLE = """
+import sys
+sys.path.insert(0, {examples!r})
+import hf_trainer, transformers
+{change}
+hf_trainer.main()
+"""
+
+
+def changed_example(folder: Path, change: str) -> Path:
+    """``examples/hf_trainer.py`` with lines before its ``main()``."""
+    script = folder / "changed.py"
+    script.write_text(CHANGED_EXAMPLE.format(examples=str(ROOT / "examples"), change=change))
+    return script
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("version", [pytest.param("1", marks=pytest.mark.extended), "2"])
+def test_lb_micro_over_collectives_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], version: str
+) -> None:
+    script = changed_example(tmp_path, "from odc.trainers import install\ninstall('lb-micro', 450)")
+    options = ["--steps", str(STEPS), "--log-json", "out.json", "--fsdp-version", version]
+    text = command([*TORCHRUN, str(script), *options], tmp_path)
+    assert json.loads((tmp_path / "out.json").read_text())["losses"] == pytest.approx(plain("hf_trainer"), rel=1e-5)
+    assert "odc: patched" not in text
+
+
+def test_a_model_whose_packed_samples_see_one_another_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    made = (
+        "config = transformers.OPTConfig(vocab_size=512, hidden_size=32, ffn_dim=64, num_hidden_layers=2,"
+        " num_attention_heads=2, word_embed_proj_dim=32)\n"
+        "hf_trainer.build_model = lambda: transformers.OPTForCausalLM(config)"
+    )
+    script = changed_example(tmp_path, made)
+    text = command([*ODC_RUN, "--balance", "lb-mini", str(script), "--steps", "1"], tmp_path, code=1)
+    assert "OPTForCausalLM does not tell packed samples apart by position_ids" in text
+
+
+@pytest.mark.extended
+def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+    script = str(ROOT / "tests" / "lifecycle_script.py")
+    for name, launcher in (("plain", TORCHRUN), ("ours", [*ODC_RUN, "--balance", "lb-mini", "--max-tokens", "64"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        command([*launcher, script, str(folder)], folder)
+        results.append(json.loads((folder / "result.json").read_text()))
+    plain, ours = results
+    assert len(plain["losses"]) == 8
+    for kind in ("losses", "resumed", "evaluations"):
+        assert ours[kind] == pytest.approx(plain[kind], rel=1e-5), kind
+
+
+@pytest.mark.extended
+def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -> None:
+    _, text = losses([*ODC_RUN, "--balance", "lb-mini"], "accelerate_sft", tmp_path)
+    assert "--balance lb-mini had no effect" in text
+    assert "odc.trainers.minibatches" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--balance", "lb-nano"], "policy 'lb-nano' is not known"), (["--max-tokens", "5"], "give both")],
+)
+def test_bad_options_end_the_run_before_the_script(tmp_path: Path, options: list[str], named: str) -> None:
+    (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")
+    text = command([sys.executable, "-m", "odc.run", *options, "script.py"], tmp_path, code=1)
+    assert named in text
+    assert "the script ran" not in text
+
+
+@pytest.mark.extended
+def test_lb_mini_in_a_loop_over_collectives_is_refused(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "accelerate_sft.py")
+    text = command([*TORCHRUN, script, "--steps", "1", "--balance", "lb-mini"], tmp_path, code=1)
+    assert "start the script with `odc run`" in text

@@ -1,0 +1,440 @@
+"""Layer 1: balanced minibatches inside training libraries, in this process. (Ranks: test_trainer_scripts.py.)"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import accelerate.data_loader
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from tiny_trainers import hf_trainer, losses, model, pad, samples, sft_trainer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from transformers import Trainer, set_seed
+
+from odc.balance import LinearCost, policy_names
+from odc.errors import ConfigError, UnsupportedError
+from odc.trainers import BalanceOptions, balance, install, minibatches
+from odc.trainers.batches import BalancedBatches
+from odc.trainers.bundles import Bundle, counted_batches_of, cut, microbatches_of
+from odc.trainers.lengths import sample_lengths
+from odc.trainers.loader import balanced_loader
+from odc.trainers.overrides import Overrides
+from odc.trainers.packing import collate_alone, pack
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")
+
+
+# Bundles
+
+
+@pytest.mark.parametrize("num_microbatches", range(1, 9))
+@pytest.mark.parametrize("num_bundles", [1, 3, 4])
+def test_a_cut_keeps_the_order_and_leaves_something_for_the_last_bundle(
+    num_microbatches: int, num_bundles: int
+) -> None:
+    bundles = cut(range(num_microbatches), num_bundles)
+    assert len(bundles) == num_bundles
+    assert [one for bundle in bundles for one in bundle] == list(range(num_microbatches))
+    assert bundles[-1]
+
+
+def test_a_bundle_moves_like_a_tensor() -> None:
+    bundle = Bundle([{"input_ids": torch.zeros(1, 3)}, {"input_ids": torch.ones(1, 2)}])
+    moved = accelerate.data_loader.send_to_device(bundle, torch.device("meta"))
+    assert [one["input_ids"].device.type for one in moved.microbatches] == ["meta", "meta"]
+    assert microbatches_of([bundle, Bundle([]), {"labels": 1}]) == [*bundle.microbatches, {"labels": 1}]
+
+
+def test_first_labels_are_counted_where_the_trainer_counts_them() -> None:
+    labels = torch.tensor([[-100, 5, 6, -100, 7]])
+    bundles = [Bundle.of([({"labels": labels}, 2), ({"labels": labels}, 1)]), Bundle.of([]), {"labels": labels}]
+    batches = counted_batches_of([one.to("cpu") if isinstance(one, Bundle) else one for one in bundles])
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == 3 * 3 + 3
+    assert sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in batches) == 3 * 3
+    assert counted_batches_of(bundles[2:]) == bundles[2:]
+
+
+# Packing
+
+
+def test_a_packed_row_has_the_loss_of_its_samples() -> None:
+    made = model(use_cache=False)
+    alone = [collate_alone(pad, sample) for sample in samples(4)]
+    row = pack(alone)
+    assert row["input_ids"].shape == row["labels"].shape == row["position_ids"].shape
+    apart = sum(made(input_ids=one["input_ids"], labels=one["labels"], num_items_in_batch=100).loss for one in alone)
+    torch.testing.assert_close(made(**row, num_items_in_batch=100).loss, apart)
+    # With a cache transformers does not look for packed samples: why use_cache is refused, or switched off.
+    assert abs(made(**row, num_items_in_batch=100, use_cache=True).loss - apart) > 1e-4
+
+
+def test_nothing_packed_is_a_row_without_loss() -> None:
+    row = pack([])
+    assert row["labels"].tolist() == [[-100, -100]]
+    assert model()(**row, num_items_in_batch=7).loss == 0
+
+
+def test_padding_of_a_single_sample_is_taken_off() -> None:
+    def pad_to_8(batch: list[Any]) -> dict[str, torch.Tensor]:
+        made = pad(batch)
+        missing = -made["input_ids"].shape[1] % 8
+        return {
+            k: torch.nn.functional.pad(v, (0, missing), value=-100 if k == "labels" else 0) for k, v in made.items()
+        }
+
+    sample = {"input_ids": [5, 6, 7]}
+    assert collate_alone(pad_to_8, sample)["input_ids"].tolist() == [[5, 6, 7]]
+    assert collate_alone(pad_to_8, sample)["position_ids"].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values of shape"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, "padding_free=False"),
+        ({"shift_labels": torch.zeros(1, 3)}, "shift_labels"),
+        ({"names": ["a"]}, "names"),
+    ],
+)
+def test_what_is_not_per_token_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        collate_alone(lambda batch: {**pad(batch), **given}, {"input_ids": [5, 6, 7]})
+
+
+def test_a_collator_without_labels_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="data_collator"):
+        collate_alone(lambda batch: {"input_ids": torch.zeros(1, 3)}, {})
+    with pytest.raises(UnsupportedError, match="not a mapping"):
+        collate_alone(lambda batch: batch, {})
+
+
+# Lengths
+
+
+def test_lengths_of_lists_tables_and_length_columns() -> None:
+    rows = samples(50)
+    expected = [len(row["input_ids"]) for row in rows]
+    assert sample_lengths(rows) == expected
+    table = Dataset.from_list(rows)
+    assert sample_lengths(table) == expected
+    assert sample_lengths(table.select([3, 1])) == [expected[3], expected[1]]
+    assert sample_lengths(table.add_column("length", [7] * 50)) == [7] * 50
+
+
+def test_unknown_lengths_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no input_ids"):
+        sample_lengths([{"text": "a"}])
+    with pytest.raises(UnsupportedError, match="iterable"):
+        sample_lengths(iter([]))
+
+
+# The samples of a step
+
+
+def batches_of(
+    count: int, world_size: int, rank: int, policy: str = "lb-mini", even: bool = True, **options: Any
+) -> BalancedBatches:
+    inner = BatchSampler(SequentialSampler(range(count)), batch_size=2, drop_last=False)
+    lengths = [len(sample["input_ids"]) for sample in samples(count)]
+    planner = BalanceOptions(policy, cost=LinearCost(), **options).planner(lengths, world_size, None)
+
+    def shard_of(batches: Any, of_rank: int) -> Any:
+        return BatchSamplerShard(batches, world_size, of_rank, even_batches=even)
+
+    return BalancedBatches(inner, shard_of, planner, rank, 4)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [37, 5, 48])
+def test_each_step_has_the_samples_it_would_have_had(policy: str, world_size: int, count: int) -> None:
+    """The last, smaller one and the samples that accelerate repeats included; by all policies."""
+    inner = BatchSampler(SequentialSampler(range(count)), batch_size=2, drop_last=False)
+    plain = [list(BatchSamplerShard(inner, world_size, rank)) for rank in range(world_size)]
+    ours = [batches_of(count, world_size, rank, policy) for rank in range(world_size)]
+    bundles = [list(batches) for batches in ours]
+    assert {len(batches) for batches in ours} == {len(mine) for mine in bundles} == {len(plain[0])}
+    for start in range(0, len(plain[0]), 4):
+        expected = Counter(s for mine in plain for batch in mine[start : start + 4] for s in batch)
+        microbatches = [[m for bundle in mine[start : start + 4] for m in bundle] for mine in bundles]
+        assert Counter(s for mine in microbatches for m in mine for s in m) == expected
+        assert all(microbatches)  # a rank has something to run in every step
+
+
+def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_ones_under_lb_micro() -> None:
+    mini = batches_of(96, 3, 0, "lb-mini")
+    list(mini)
+    micro = batches_of(96, 3, 0, "lb-micro")
+    list(micro)
+    assert mini._planner.tally.unequal > 0
+    assert micro._planner.tally.unequal == 0
+    assert mini._planner.tally.minibatches == micro._planner.tally.minibatches == 4
+
+
+def test_a_microbatch_keeps_the_token_limit_and_a_longer_sample_is_refused() -> None:
+    lengths = [len(sample["input_ids"]) for sample in samples(37)]
+    for bundle in batches_of(37, 2, 0, max_tokens=50):
+        assert all(sum(lengths[s] for s in microbatch) <= 50 for microbatch in bundle)
+    with pytest.raises(ConfigError, match=f"longest sample has {max(lengths)} tokens"):
+        batches_of(37, 2, 0, max_tokens=20)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="policy 'lb-nano' is not known"):
+        BalanceOptions("lb-nano")
+    with pytest.raises(ConfigError, match="max_tokens=0"):
+        BalanceOptions(max_tokens=0)
+
+
+# Loaders
+
+
+def prepared(loader: Any, **options: Any) -> tuple[Accelerator, Any]:
+    accelerator = Accelerator(cpu=True, **options)
+    return accelerator, accelerator.prepare(loader)
+
+
+def test_a_balanced_loader_has_the_length_workers_and_epochs_of_the_loader() -> None:
+    _, loader = prepared(DataLoader(samples(20), 2, shuffle=True, collate_fn=pad, num_workers=2))
+    ours = balanced_loader(
+        loader, BalanceOptions(max_tokens=64), rank=0, world_size=1, accumulation_steps=4, config=model().config
+    )
+    assert len(ours) == len(loader) == 10
+    assert ours.num_workers == 2
+    epochs = [[m["input_ids"].tolist() for bundle in ours for m in bundle.microbatches] for _ in range(2)]
+    tokens = sum(len(sample["input_ids"]) for sample in samples(20))
+    assert [sum(len(row) for rows in epoch for row in rows) for epoch in epochs] == [tokens, tokens]
+    assert epochs[0] != epochs[1]
+    assert len(accelerate.data_loader.skip_first_batches(ours, 4)) == 6
+
+
+def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(samples(4))
+
+    where: dict[str, Any] = {"rank": 0, "accumulation_steps": 1, "config": None}
+    _, loader = prepared(DataLoader(Stream(), 2, collate_fn=pad))
+    with pytest.raises(UnsupportedError, match="Stream: an iterable dataset"):
+        balanced_loader(loader, BalanceOptions(), world_size=1, **where)
+    _, loader = prepared(DataLoader(samples(4), 2, collate_fn=pad))
+    with pytest.raises(UnsupportedError, match="is not dealt out to ranks by accelerate"):
+        balanced_loader(loader, BalanceOptions(), world_size=2, **where)
+    with pytest.raises(UnsupportedError, match="the training loader is a DataLoader"):
+        balanced_loader(DataLoader(samples(4), 2, collate_fn=pad), BalanceOptions(), world_size=1, **where)
+    dispatcher = accelerate.data_loader.DataLoaderDispatcher(samples(4), batch_size=2, collate_fn=pad)
+    with pytest.raises(UnsupportedError, match="dispatch_batches"):
+        balanced_loader(dispatcher, BalanceOptions(), world_size=1, **where)
+
+
+def test_the_steps_of_a_loop_are_the_loaders_batches_without_a_policy_and_packed_rows_with_one() -> None:
+    accelerator, loader = prepared(DataLoader(samples(19), 2, collate_fn=pad))
+    made = model()
+    assert made.config.use_cache
+    plain = list(minibatches(accelerator, made, loader, 4))
+    assert [len(batches) for batches in plain] == [4, 4, 2]
+    assert made.config.use_cache
+    steps = minibatches(accelerator, made, loader, 4, policy="lb-mini")
+    assert len(steps) == 3
+    assert not made.config.use_cache
+    for ours, theirs in zip(steps, plain, strict=True):
+        assert all(batch["input_ids"].shape[0] == 1 for batch in ours)
+        assert sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in ours) == sum(
+            int((batch["labels"][:, 1:] != -100).sum()) for batch in theirs
+        )
+    divides = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps=2"):
+        minibatches(divides, made, loader, 4, policy="lb-mini")
+
+
+# Trainers
+
+
+def train_pair(tmp_path: Path, make: Any, **changed: Any) -> tuple[Trainer, Trainer]:
+    """The same training twice, the second one balanced."""
+    plain, ours = make(tmp_path / "plain", **changed), make(tmp_path / "ours", **changed)
+    balance(ours, "lb-mini", max_tokens=64)
+    for trainer in (plain, ours):
+        set_seed(1)  # some samplers draw from the global random state
+        trainer.train()
+    return plain, ours
+
+
+@pytest.mark.parametrize("make", [hf_trainer, sft_trainer])
+def test_losses_do_not_change_also_at_the_end_of_an_epoch(tmp_path: Path, make: Any) -> None:
+    plain, ours = train_pair(tmp_path, make)
+    assert len(losses(plain)) == 10
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    for mine, theirs in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_losses_do_not_change_with_workers_lengths_groups_and_evaluations(tmp_path: Path) -> None:
+    plain, ours = train_pair(
+        tmp_path,
+        hf_trainer,
+        dataloader_num_workers=2,
+        train_sampling_strategy="group_by_length",
+        eval_strategy="steps",
+        eval_steps=3,
+        num_train_epochs=1,
+    )
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    evaluations = [[entry["eval_loss"] for entry in t.state.log_history if "eval_loss" in entry] for t in (plain, ours)]
+    assert evaluations[0]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
+
+
+def test_training_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    plain, _ = train_pair(tmp_path, hf_trainer, save_strategy="steps", save_steps=3)
+    resumed = hf_trainer(tmp_path / "ours")
+    balance(resumed, "lb-mini", max_tokens=64)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
+    assert losses(resumed) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_metrics_of_trl_are_means_over_tokens(tmp_path: Path) -> None:
+    """One microbatch per step on either side: then TRL's own mean over microbatches is one over tokens too."""
+    plain, ours = (
+        sft_trainer(tmp_path / name, gradient_accumulation_steps=1, per_device_train_batch_size=8, num_train_epochs=1)
+        for name in ("plain", "ours")
+    )
+    balance(ours, max_tokens=100_000)
+    plain.train()
+    ours.train()
+    for name in ("entropy", "mean_token_accuracy", "num_tokens"):
+        expected = [entry[name] for entry in plain.state.log_history if "loss" in entry]
+        assert [entry[name] for entry in ours.state.log_history if "loss" in entry] == pytest.approx(expected, rel=1e-4)
+
+
+def test_everything_is_put_back_after_training_and_after_a_failure(tmp_path: Path) -> None:
+    class Failing(Exception):
+        pass
+
+    def fail(batch: list[Any]) -> Any:
+        raise Failing
+
+    for make, expected in ((hf_trainer, None), (sft_trainer, None), (hf_trainer, Failing)):
+        options: dict[str, Any] = {"num_train_epochs": 1, **({"collate": fail} if expected else {})}
+        trainer = make(tmp_path, **options)
+        before = set(vars(trainer))
+        before_accelerator = set(vars(trainer.accelerator))
+        balance(trainer)
+        if expected:
+            with pytest.raises(expected):
+                trainer.train()
+        else:
+            trainer.train()
+        ours = {"get_train_dataloader", "training_step", "_get_num_items_in_batch", "floating_point_ops", "log"}
+        ours |= {"compute_loss", "_odc_balance", "gather_for_metrics"}
+        assert ours & before == set()
+        assert ours & (set(vars(trainer)) | set(vars(trainer.accelerator)) - before_accelerator) == set()
+
+
+def test_overrides_put_back_what_was_there() -> None:
+    class Target:
+        value = 1
+
+    target = Target()
+    with Overrides(target) as overrides:
+        overrides.set("value", 2)
+        overrides.set("value", 3)
+        assert target.value == 3
+    assert vars(target) == {}
+    target.value = 5
+    with Overrides(target) as overrides:
+        overrides.set("value", 2)
+    assert target.value == 5
+
+
+def test_the_launchers_hook_balances_every_trainer_and_is_undone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = Trainer.train
+    with pytest.raises(ValueError, match="lb-nano"):
+        install("lb-nano")
+    launched = install("lb-mini", 64)
+    try:
+        assert Trainer.train is not original
+        trainer = hf_trainer(tmp_path, num_train_epochs=1)
+        trainer.train()
+        assert launched.used
+        assert launched.tally.minibatches == 5
+        assert sum(launched.tally.microbatches) > 5
+        own = hf_trainer(tmp_path, num_train_epochs=1)
+        with caplog.at_level(logging.INFO, "odc"):
+            balance(own, "lb-mini")  # the script's own choice holds
+            own.train()
+        assert "balanced by lb-mini: 5 minibatches" in caplog.text
+        assert launched.tally.minibatches == 5
+        accelerator, loader = prepared(DataLoader(samples(8), 2, collate_fn=pad))
+        list(minibatches(accelerator, model(), loader, 4))
+        assert launched.tally.minibatches == 6
+    finally:
+        launched.close()
+    assert Trainer.train is original
+    launched.close()
+
+
+# Refusals
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+        ({"use_cache": True}, "use_cache=True"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"cls": OwnLoss}, "compute_loss is overridden"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"in this .*: .*{named}"):
+        balance(hf_trainer(tmp_path, **changed))
+
+
+def test_an_overridden_loss_that_says_how_it_is_scaled_is_taken(tmp_path: Path) -> None:
+    trainer = hf_trainer(tmp_path, cls=OwnLoss)
+    trainer.loss_is_scaled_for_ga = True
+    balance(trainer)
+
+
+def test_models_that_cannot_be_balanced_are_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=1)
+    trainer = hf_trainer(tmp_path, built=transformers.GPT2LMHeadModel(config))
+    trainer.model_accepts_loss_kwargs = False
+    with pytest.raises(UnsupportedError, match="does not accept num_items_in_batch"):
+        balance(trainer)
+    mixture = model()
+    mixture.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="auxiliary loss"):
+        balance(hf_trainer(tmp_path, built=mixture))
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedError, match="position_ids"):
+        balance(hf_trainer(tmp_path, built=bloom))
+
+
+def test_unequal_counts_without_on_demand_communication_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="patch=False"):
+        balance(hf_trainer(tmp_path), "lb-mini", patch=False)
+    balance(hf_trainer(tmp_path), "lb-micro", patch=False)
