@@ -464,7 +464,10 @@ dist.destroy_process_group()
 
 
 def restarted(tmp_path: Path, launcher: list[str], through: list[str], patch: bool, hosts: int = 1) -> str:
-    """What a job prints whose rank 1 kills itself in the first attempt."""
+    """What a job prints whose rank 1 kills itself in the first attempt.
+
+    Rank 0 is told, or ended by the launcher first: which of the two comes first is the launcher's affair.
+    """
     script = tmp_path / "job.py"
     body = RESTARTED_JOB.format(hosts=hosts, patch=patch, counts=COUNTS)
     script.write_text(JOB.format(tests=str(Path(__file__).parent), body=body))
@@ -488,7 +491,6 @@ def test_a_restarted_job_trains_to_the_end(tmp_path: Path, hosts: int, name: str
     text = restarted(tmp_path, TORCHRUN, [], patch=True, hosts=hosts)
     ends = sorted(line for line in text.splitlines() if line.startswith("ATTEMPT"))
     assert ends == [f"ATTEMPT 1 rank {rank} True {name}" for rank in range(2)], text
-    assert "rank 1 is dead" in text  # rank 0 had been told in the first attempt
 
 
 @pytest.mark.parametrize(
@@ -501,5 +503,4 @@ def test_odc_run_restarts_a_job(tmp_path: Path, launcher: list[str], through: li
     text = restarted(tmp_path, launcher, through, patch=False)
     ends = sorted(line for line in text.splitlines() if line.startswith("ATTEMPT"))
     assert ends == [f"ATTEMPT 1 rank {rank} True patched by odc run" for rank in range(2)], text
-    assert "rank 1 is dead" in text
     assert text.count("odc: patched Net (FSDP2)") == 2
