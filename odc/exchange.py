@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -17,13 +16,12 @@ import torch.distributed as dist
 
 from odc.config import RuntimeConfig
 from odc.errors import SetupError
+from odc.pausing import Reminder, look_until
 
 logger = logging.getLogger("odc")
 
 MAX_PAYLOAD_BYTES = 64 << 20
 _LEAST_TIMEOUT_S = 600.0
-_FIRST_WARNING_S = 10.0
-_FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 2e-3
 T = TypeVar("T")
 
 
@@ -89,20 +87,19 @@ class ProcessGroupExchange:
 
     def _await(self, work: dist.Work) -> None:
         """Not by ``work.wait()``, inside which Ctrl-C is not heard."""
-        started, pause_s, warn_after_s = time.monotonic(), _FIRST_POLL_S, _FIRST_WARNING_S
-        while not work.is_completed():
-            waited_s = time.monotonic() - started
+        reminder = Reminder()
+
+        def look(waited_s: float) -> None:
             if waited_s > self._timeout_s:
                 raise SetupError(
                     f"rank {self.rank} has waited {waited_s:.0f} s in set-up for the other ranks: not all of them have "
                     "come here. Every rank has to patch its model, and none may have failed before. If they are only "
                     f"slow, raise timeout_s or ODC_TIMEOUT above {self._timeout_s:g} s."
                 )
-            if waited_s > warn_after_s:
+            if reminder.is_due(waited_s):
                 logger.warning("odc: rank %d has waited %.0f s in set-up for the other ranks", self.rank, waited_s)
-                warn_after_s *= 2
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+        look_until(work.is_completed, look)
 
 
 def setup_timeout_s(timeout_s: float | None = None) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.faults import FaultInjector
+from odc.pausing import Reminder, look_until
 from odc.stats import Stats
 from odc.timeline import Timeline
 from odc.transports.base import PeerState, Transport
@@ -21,8 +22,6 @@ from odc.transports.base import PeerState, Transport
 logger = logging.getLogger("odc")
 
 _SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
-_FIRST_WARNING_S = 10.0
-_FIRST_POLL_S, _LONGEST_POLL_S = 20e-6, 2e-3  # between two looks at a collective of a process group
 _ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
 
 
@@ -76,16 +75,14 @@ class Waiter:
         if not ranks:
             return
         started_ns = time.monotonic_ns()
-        patience = _Patience(self._transport, self._timeout_s)
-        warn_after = _FIRST_WARNING_S
+        patience, reminder = _Patience(self._transport, self._timeout_s), Reminder()
         try:
             while ranks:
                 self._faults.hit("wait")
                 self.check()
                 self._check_peers(pending, ranks, what, patience)
-                if patience.waited_s > warn_after:
+                if reminder.is_due(patience.waited_s):
                     logger.warning("%s", self._describe(ranks[0], what, patience.waited_s))
-                    warn_after *= 2
                 if not daemon:
                     self._transport.set_waiting_on(ranks[0])
                 pause = min(_SLICE_S, self._timeout_s / 4)
@@ -108,22 +105,21 @@ class Waiter:
             AbortedError, OdcError: a rank of this transport, or this rank, has failed meanwhile.
         """
         started_ns = time.monotonic_ns()
-        pause_s, warn_after = _FIRST_POLL_S, _FIRST_WARNING_S
+        reminder = Reminder()
+
+        def look(waited_s: float) -> None:
+            self._faults.hit("wait")
+            self.check()
+            text = f"{self._whoami()} waited {waited_s:.1f} s for {what}" + self._where()
+            if waited_s > self._timeout_s:
+                raise PeerSilentError(
+                    f"{text}. If they are only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+                )
+            if reminder.is_due(waited_s):
+                logger.warning("%s", text)
+
         try:
-            while not is_completed():
-                self._faults.hit("wait")
-                self.check()
-                waited_s = (time.monotonic_ns() - started_ns) * 1e-9
-                text = f"{self._whoami()} waited {waited_s:.1f} s for {what}" + self._where()
-                if waited_s > self._timeout_s:
-                    raise PeerSilentError(
-                        f"{text}. If they are only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
-                    )
-                if waited_s > warn_after:
-                    logger.warning("%s", text)
-                    warn_after *= 2
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            look_until(is_completed, look)
         finally:
             self._transport.tick()
             self._account(lambda: what, started_ns)

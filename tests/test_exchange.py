@@ -56,8 +56,8 @@ def test_set_up_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 LONELY = """
 import sys, time, logging
 import torch.distributed as dist
-from odc import exchange
-exchange._FIRST_WARNING_S = 0.5
+from odc import exchange, pausing
+pausing.FIRST_REMINDER_S = 0.5
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 if rank == 1:

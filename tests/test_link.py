@@ -11,14 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from odc import (
-    OdcError,
-    PeerClosedError,
-    PeerDiedError,
-    PeerSilentError,
-)
+from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, pausing
 from odc.engine import no_op
-from odc.transports import _silence
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, Frame, Kind
 from odc.transports._link import Link
@@ -194,7 +188,7 @@ def test_an_answer_that_does_not_come_is_silence() -> None:
 def test_a_long_wait_is_warned_of_and_known_to_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_silence, "_FIRST_WARNING_S", 0.4)
+    monkeypatch.setattr(pausing, "FIRST_REMINDER_S", 0.4)
     with Pair(timeout_s=2.0) as pair:
         with pytest.raises(PeerSilentError):
             pair.link.read(0, 0, memoryview(bytearray(4)), no_op)

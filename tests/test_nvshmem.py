@@ -182,8 +182,9 @@ def test_a_small_heap_is_refused_before_nvshmem_starts(monkeypatch: pytest.Monke
 def test_a_call_that_never_returns_ends_the_process_and_says_what_to_look_at() -> None:
     script = """
 import time
+from odc import pausing
 from odc.nvshmem import limit
-limit._FIRST_WARNING_S = 0.2
+pausing.FIRST_REMINDER_S = 0.2
 with limit.time_limit("NVSHMEM's start", 5.0):
     time.sleep(0.5)
 with limit.time_limit("NVSHMEM's allocation", 1.0):

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from odc.pausing import Reminder
 from odc.threads import HelperThread
 
 logger = logging.getLogger("odc")
 
-_FIRST_WARNING_S = 10.0
 _ADVICE = (
     "A rank has not come so far, or hosts do not reach each other: NVSHMEM_DEBUG=INFO tells more, "
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME chooses the network"
@@ -38,12 +38,11 @@ def time_limit(what: str, limit_s: float) -> Iterator[None]:
 
 
 def _watch(returned: threading.Event, what: str, limit_s: float) -> None:
-    started, warn_after_s = time.monotonic(), _FIRST_WARNING_S
-    while not returned.wait(min(warn_after_s, limit_s) - (time.monotonic() - started)):
+    started, reminder = time.monotonic(), Reminder()
+    while not returned.wait(min(reminder.due_s, limit_s) - (time.monotonic() - started)):
         waited_s = time.monotonic() - started
         if waited_s >= limit_s and not returned.is_set():
             logger.critical("odc: %s has not returned for %.0f s; ending this process. %s", what, waited_s, _ADVICE)
             os._exit(1)
-        if waited_s >= warn_after_s:
+        if reminder.is_due(waited_s):
             logger.warning("odc: %s has not returned for %.0f s. %s", what, waited_s, _ADVICE)
-            warn_after_s *= 2

@@ -8,11 +8,11 @@ import time
 from typing import Protocol
 
 from odc.errors import PeerSilentError
+from odc.pausing import Reminder
 
 logger = logging.getLogger("odc")
 
 SLICE_S = 0.5  # between two looks at aborts, deaths and the clock
-_FIRST_WARNING_S = 10.0
 
 
 class Waiting(Protocol):
@@ -44,7 +44,7 @@ class Silence:
     def end(self) -> None:
         """The other rank has given a sign of progress."""
         self._since = time.monotonic()
-        self._warn_after_s = _FIRST_WARNING_S
+        self._reminder = Reminder()
 
     def look(self, what: str) -> None:
         """It still has, for example, "received nothing".
@@ -61,9 +61,8 @@ class Silence:
         silent_s = time.monotonic() - self._since
         if silent_s > self._limit_s:
             raise PeerSilentError(f"{self._who} has {what} for {self._limit_s:g} s")
-        if silent_s > self._warn_after_s:
+        if self._reminder.is_due(silent_s):
             logger.warning("%s has %s for %.0f s", self._who, what, silent_s)
-            self._warn_after_s *= 2
 
     def __enter__(self) -> Silence:
         return self
