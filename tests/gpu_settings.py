@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from odc.bench.gpu.setting import Setting
 HERE = __name__
 ROOT = Path(__file__).parent.parent
 HAS_GPU = torch.cuda.is_available()
+LONG_BUSY_S = 15.0  # less than what a stream of the fake waits for another
 
 
 def register_fakes() -> None:
@@ -40,6 +42,28 @@ def lose_a_push() -> None:
             add(self, *arguments, **options)
 
     SharedStore.add = lossy  # type: ignore[method-assign]
+
+
+def be_busy_until_the_host_waits() -> None:
+    """In the check that hosts run ahead: a stream is busy for long, so that a host that is held up is not taken for one
+    that waits, and is done as soon as the host is.
+    """
+    register_fakes()
+    from odc.bench.gpu import no_host_sync
+    from odc.bench.gpu.streams import HostStreams
+
+    synchronize, is_over = HostStreams.synchronize, threading.Event()
+
+    def delay(self: HostStreams, seconds: float) -> None:
+        is_over.clear()
+        self.engine.run(lambda: is_over.wait(seconds))
+
+    def end_and_synchronize(self: HostStreams) -> None:
+        is_over.set()
+        synchronize(self)
+
+    no_host_sync.BUSY_S = LONG_BUSY_S
+    HostStreams.delay, HostStreams.synchronize = delay, end_and_synchronize  # type: ignore[method-assign]
 
 
 def wait_in_finish() -> None:

@@ -65,7 +65,7 @@ class RankGroup:
         for rank in expendable:
             self.processes[rank].kill()
         for rank, process in enumerate(self.processes):
-            process.join(max(deadline - time.monotonic(), 0.5))
+            process.join(max(deadline - time.monotonic(), 5.0))  # one that has been killed takes its time, too
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -106,7 +106,7 @@ def _main(
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     try:
         pipe.send(("value", body(rank, world_size, *args)))
@@ -148,7 +148,7 @@ def run_ranks(
     world_size: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run ``body`` on every rank and return what each returned; raise the first rank's error otherwise."""

@@ -70,7 +70,7 @@ class Indices:
         if self.trouble == "stop":
             raise StopIteration
         if self.trouble == "sleep":
-            time.sleep(1.0)
+            time.sleep(2.5)
         if self.trouble == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 

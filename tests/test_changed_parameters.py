@@ -73,7 +73,7 @@ def changed_through_data(rank: int, world_size: int, kind: str, change: Callable
 def test_parameters_changed_through_data_after_their_first_use_are_refused(
     kind: str, change: Callable[[Any, int], None]
 ) -> None:
-    results = start_ranks(2, changed_through_data, kind, change).join(60)
+    results = start_ranks(2, changed_through_data, kind, change).join(120)
     assert_one_says(results, "ProtocolError", "was changed after it was published")
 
 

@@ -103,11 +103,12 @@ def test_ptrace(tmp_path: Path) -> None:
         primitives.robust_mutexes,
     ],
 )
-def test_primitives_work_and_leave_nothing(check: Callable[[], Finding]) -> None:
+def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primitives, "_MUTEX_TIMEOUT_S", 60.0)  # a thread may be slow to end
     assert check().status is OK  # whatever the first use opens for good
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     assert check().status is OK
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -127,9 +128,9 @@ def test_a_sandbox_that_refuses_a_call(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(call, refuse)
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     says(check(), ERROR, "Operation not permitted", advice)
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(

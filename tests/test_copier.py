@@ -130,7 +130,7 @@ def overlapped(rank: int, world_size: int, mode: str) -> tuple[dict[str, Any], i
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_training_with_prefetches_is_the_same_with_and_without_the_thread(mode: str) -> None:
-    results = run_ranks(2, overlapped, mode, env={"ODC_COPY_THREAD": mode})
+    results = run_ranks(2, overlapped, mode, env={"ODC_COPY_THREAD": mode}, timeout_s=180)
     assert largest_difference(results[0][0], reference(COUNTS, 6)) < 1e-5
     assert (results[0][1] > 0) == (mode == "on")
 

@@ -177,7 +177,9 @@ def test_one_rank_that_cannot_use_a_transport_keeps_all_from_it(monkeypatch: pyt
 # How it ends
 
 
-def test_close_gives_everything_back_on_every_rank() -> None:
+def test_close_gives_everything_back_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.transports.cuda_ipc._GRACE_S", 30.0)  # a rank may be slow to close
+
     def body(exchange: ThreadExchange) -> list[str]:
         with create(exchange) as runtime:
             transport = runtime._transport
@@ -213,7 +215,7 @@ def test_memory_that_a_peer_still_reads_is_not_freed(
 # What it does when a rank dies
 
 
-def die_with_work_under_way(rank: int, world_size: int) -> str:
+def die_with_work_under_way(rank: int, world_size: int, waiting: str) -> str:
     """Rank 1 dies before its stream has written what rank 0's stream waits for."""
     fake_cuda.AsynchronousFakeCudaTransport.delay_s = 0.0
     with registered_fakes():
@@ -222,10 +224,12 @@ def die_with_work_under_way(rank: int, world_size: int) -> str:
     assert isinstance(engine, FakeEngine)
     runtime.publish(0, lambda shard: time.sleep(30) if rank == 1 else shard.fill_(1.0))
     if rank == 1:
-        time.sleep(0.5)  # the host has posted, the stream is still at it
+        while not Path(waiting).exists():  # the host has posted, the stream is still at it
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     runtime.begin()
     runtime.gather(0, torch.zeros(2000))
+    Path(waiting).touch()
     started = time.monotonic()
     assert engine.synchronize(15.0), "the stream still waits for the dead rank"
     waited = time.monotonic() - started
@@ -237,8 +241,8 @@ def die_with_work_under_way(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_a_stream_that_waits_for_a_dead_rank_is_freed_and_the_next_operation_says_why() -> None:
-    results = start_ranks(2, die_with_work_under_way).join(40.0, expendable=[1])
+def test_a_stream_that_waits_for_a_dead_rank_is_freed_and_the_next_operation_says_why(tmp_path: Path) -> None:
+    results = start_ranks(2, die_with_work_under_way, str(tmp_path / "waiting")).join(90.0, expendable=[1])
     text = str(results[0].value)
     assert text.startswith("True OdcError: rank 0 failed earlier: PeerDiedError: rank 0: rank 1 (host"), results[0]
     assert "killed by signal 9" in text
@@ -286,7 +290,7 @@ def end_after_closing(rank: int, world_size: int) -> bool:
 
 
 def test_a_rank_that_has_closed_may_end() -> None:
-    results = start_ranks(2, end_after_closing).join(40.0)
+    results = start_ranks(2, end_after_closing).join(90.0)
     assert [result.value for result in results] == [True, True], results
 
 

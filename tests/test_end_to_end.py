@@ -17,7 +17,7 @@ RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 def run(command: list[str], folder: Path) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -76,6 +76,6 @@ def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> No
 
 def test_lb_mini_over_collectives_is_refused_with_the_reason(tmp_path: Path) -> None:
     command = [*TORCHRUN, *RENDEZVOUS, str(ROOT / "examples/sft.py"), "--comm", "collective", "--policy", "lb-mini"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode != 0
     assert "use --comm odc, or --policy lb-micro" in done.stderr

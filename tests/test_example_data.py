@@ -59,7 +59,7 @@ def test_text_is_the_same_in_another_process_and_imports_nothing() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     digest, *imported = done.stdout.split()
     pairs = stdlib_text.stdlib_pairs(500, seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ LONELY = """
 import sys, time, logging
 import torch.distributed as dist
 from odc import exchange, pausing
-pausing.FIRST_REMINDER_S = 0.5
+pausing.FIRST_REMINDER_S = 1e-6
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 if rank == 1:
@@ -76,14 +77,14 @@ def test_a_rank_that_gives_up_waiting_in_set_up_ends_though_the_other_never_come
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert other.poll() is None
         other.kill()
     assert ended.returncode == 1
-    assert "SetupError: rank 0 has waited 2 s in set-up for the other ranks" in ended.stderr
-    assert "odc: rank 0 has waited 1 s in set-up" in ended.stderr
+    assert re.search(r"SetupError: rank 0 has waited \d+ s in set-up for the other ranks", ended.stderr), ended.stderr
+    assert re.search(r"odc: rank 0 has waited \d+ s in set-up for the other ranks", ended.stderr), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def reference_of(loops: Loops) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one host", "two hosts"])
 def results(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(3, across, request.param, run_loops, env={"ODC_TIMEOUT": "20"}, timeout_s=120)
+    return run_ranks(3, across, request.param, run_loops, env={"ODC_TIMEOUT": "60"}, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -497,8 +497,8 @@ def clears_instead_of_stepping(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
-    env = {"ODC_TIMEOUT": "20"}
-    first, second, third = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(60)
+    env = {"ODC_TIMEOUT": "60"}
+    first, second, third = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
     assert second.error_type == "ProtocolError", second.error
     assert "session.discard()" in (second.error or "")
     for told in (first, third):
@@ -523,7 +523,7 @@ def waits_elsewhere(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> None:
     """Nothing can wake a rank that gloo holds, but the others do not wait for it for ever; their end ends it too."""
-    first, second = start_ranks(2, across, hosts, waits_elsewhere, env={"ODC_TIMEOUT": "2"}).join(60)
+    first, second = start_ranks(2, across, hosts, waits_elsewhere, env={"ODC_TIMEOUT": "4"}).join(150)
     assert first.error_type == "PeerSilentError", first.error
     for words in ("rank 1 (host", "minibatch 3", "alive but silent"):
         assert words in (first.error or "")

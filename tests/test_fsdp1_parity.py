@@ -205,17 +205,17 @@ def gradient_difference(ours: Gradients, theirs: Gradients) -> float:
 
 @pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"])
 def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(2, differences, list(CASES), request.param, timeout_s=150)
+    return run_ranks(2, differences, list(CASES), request.param, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
 def two_ranks_original() -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(2, differences, list(ONLY_ORIGINAL), True)
+    return run_ranks(2, differences, list(ONLY_ORIGINAL), True, timeout_s=180)
 
 
 @pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"])
 def hybrid(request: pytest.FixtureRequest) -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(4, differences, list(HYBRID), request.param, timeout_s=100)
+    return run_ranks(4, differences, list(HYBRID), request.param, timeout_s=300)
 
 
 def check(found: list[dict[str, tuple[float, float]]], name: str) -> None:
@@ -306,7 +306,7 @@ def uneven_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[
 
 @pytest.fixture(scope="module")
 def without_microbatches() -> list[list[dict[str, Any]]]:
-    return run_ranks(2, uneven_all, UNEVEN, timeout_s=100)
+    return run_ranks(2, uneven_all, UNEVEN, timeout_s=300)
 
 
 @functools.cache
@@ -332,7 +332,7 @@ def four_ranks(rank: int, world_size: int, counts: list[int]) -> list[dict[str, 
 
 def test_four_ranks_with_uneven_counts_other_modules_and_replicas() -> None:
     counts = (1, 3, 2, 0)
-    for of_rank in run_ranks(4, four_ranks, list(counts)):
+    for of_rank in run_ranks(4, four_ranks, list(counts), timeout_s=180):
         for ours, mixed in zip(of_rank, [True, True, False, False], strict=True):
             assert largest_difference(ours, float64_reference(counts, mixed)) < TOLERANCE
 

@@ -67,7 +67,7 @@ def test_equal_counts_match_plain_fsdp2(world_size: int) -> None:
 def test_uneven_counts_match_one_float64_process(options: dict[str, Any]) -> None:
     """Fault test 15: microbatches 1, 5, 0, 3 on 4 ranks, twenty minibatches."""
     counts = [1, 5, 0, 3]
-    ours, expected = run_ranks(4, patched, counts, options), float64_reference(tuple(counts))
+    ours, expected = run_ranks(4, patched, counts, options, timeout_s=180), float64_reference(tuple(counts))
     for rank in range(4):
         assert largest_difference(ours[rank], expected) < TOLERANCE
 

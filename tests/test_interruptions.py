@@ -292,7 +292,7 @@ def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]
         results = []
         for use_odc in (False, True):
             model = make(kind)
-            session = odc.patch_fsdp(model, timeout_s=10) if use_odc else None
+            session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
             try:
                 losses = script(kind, rank, session, model)
                 results.append({**losses, **parameters_of(model)})
@@ -310,7 +310,7 @@ def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]
 
 @pytest.fixture(scope="module", params=KINDS)
 def found(request: pytest.FixtureRequest) -> list[dict[str, float | str]]:
-    return run_ranks(2, differences, request.param, timeout_s=150)
+    return run_ranks(2, differences, request.param, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -326,7 +326,7 @@ def interrupted_within_backward(rank: int, world_size: int, kind: str, then: str
     """Rank 1 has sent a part of a microbatch's gradients when its backward fails; or it has sent none, but FSDP, which
     is in that backward still, does not hear of all gradients of the next one."""
     model = make(kind)
-    session = odc.patch_fsdp(model, timeout_s=20)
+    session = odc.patch_fsdp(model, timeout_s=60)
     optimizer = sgd(model)
     for step in range(3):
         if step == 1 and rank == 1:
@@ -352,7 +352,7 @@ INCOMPLETE = [
 def test_a_backward_that_did_not_complete_is_not_used(kind: str, then: str) -> None:
     if kind == "fsdp2" and then == "another" and torch_version() < (2, 11):
         pytest.skip("FSDP2 itself raises in the forward of that other microbatch")
-    first, second = start_ranks(2, interrupted_within_backward, kind, then).join(60)
+    first, second = start_ranks(2, interrupted_within_backward, kind, then).join(150)
     assert second.error_type == "ProtocolError", second.error
     assert "did not complete" in (second.error or "")
     assert "session.discard()" in (second.error or "")
@@ -365,7 +365,7 @@ def discarded(rank: int, world_size: int, kind: str) -> float:
     results = []
     for use_odc in (False, True):
         model = make(kind)
-        session = odc.patch_fsdp(model, timeout_s=20) if use_odc else None
+        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
         optimizer = sgd(model)
         for step in range(4):
             if step == 1:
@@ -394,7 +394,7 @@ def never_synchronized(rank: int, world_size: int, kind: str, low: bool) -> None
         model: Any = shard(build(num_blocks=2), 2, mp_policy=policy)
     else:
         model = make(kind)
-    session = odc.patch_fsdp(model, timeout_s=20)
+    session = odc.patch_fsdp(model, timeout_s=60)
     with without_sync(model):
         backward(model, 0, rank)
     if rank == 0:
@@ -405,7 +405,7 @@ def never_synchronized(rank: int, world_size: int, kind: str, low: bool) -> None
 
 @pytest.mark.parametrize(("kind", "low"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False), ("fsdp1-flat", False)])
 def test_gradients_that_were_not_sent_are_refused(kind: str, low: bool) -> None:
-    second = start_ranks(2, never_synchronized, kind, low).join(60)[1]
+    second = start_ranks(2, never_synchronized, kind, low).join(150)[1]
     assert second.error_type == "ProtocolError", second.error
     assert "still holds gradients of backward passes under no_sync()" in (second.error or "")
 
@@ -415,7 +415,7 @@ def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
     results = []
     for use_odc in (False, True):
         model = make(kind)
-        session = odc.patch_fsdp(model, timeout_s=20) if use_odc else None
+        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
         for parameter in model.parameters():
             optimizer = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
@@ -427,7 +427,7 @@ def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
 
 
 def test_an_optimizer_in_backward_that_comes_after_patching_is_named() -> None:
-    results = start_ranks(2, hooked_after_patching, "fsdp2").join(60)
+    results = start_ranks(2, hooked_after_patching, "fsdp2").join(150)
     assert_one_says(results, "UnsupportedError", "has register_post_accumulate_grad_hook (optimizer in backward)")
 
 

@@ -69,6 +69,16 @@ def launch(*launches: tuple[bool, list[str]], world_size: int = 2) -> list[list[
     return [list(of_launch) for of_launch in zip(*ranks, strict=True)]
 
 
+def assert_same_lines(ours: str, theirs: str) -> None:
+    """The last word of each is a number, whose last digit may differ: sums of pushes depend on their order."""
+    assert len(ours.splitlines()) == len(theirs.splitlines())
+    for mine, its in zip(ours.splitlines(), theirs.splitlines(), strict=True):
+        (words, number), (its_words, its_number) = mine.rsplit(" ", 1), its.rsplit(" ", 1)
+        num_digits = len(its_number.partition(".")[2])
+        assert (words, len(number.partition(".")[2])) == (its_words, num_digits)
+        assert float(number) == pytest.approx(float(its_number), rel=0, abs=1.5 * 10**-num_digits)
+
+
 @pytest.mark.parametrize(
     "mode",
     ["clip", *(pytest.param(mode, marks=pytest.mark.extended) for mode in ("optimizers", "accumulate", "closure"))],
@@ -76,7 +86,7 @@ def launch(*launches: tuple[bool, list[str]], world_size: int = 2) -> list[list[
 def test_an_unmodified_script_prints_the_same_losses(mode: str) -> None:
     plain, odc = launch((False, [TRAIN, "2,1,1o", mode]), (True, [TRAIN, "2,1,1o", mode]))
     assert len(plain[0].out.splitlines()) == 3 * 4
-    assert odc[0].out == plain[0].out
+    assert_same_lines(odc[0].out, plain[0].out)
     assert [rank.code for rank in odc] == [None, None]
     patched = [line for line in odc[0].err.splitlines() if line.startswith("odc: patched")]
     assert [line.partition(":")[2].partition(":")[0] for line in patched] == [
@@ -97,7 +107,7 @@ def test_a_rank_may_have_nothing_to_compute_in_the_first_minibatch(mode: str, ki
     """Its first contact is clipping, or the step; with a reference model the other rank comes with another root."""
     plain, odc = launch((False, [TRAIN, kinds, f"{mode}zero-first"]), (True, [TRAIN, kinds, f"{mode}none-first"]))
     assert odc[0].code is None, odc[0].code
-    assert odc[0].out == plain[0].out.replace("zero-first", "none-first")
+    assert_same_lines(odc[0].out, plain[0].out.replace("zero-first", "none-first"))
     assert len(plain[0].out.splitlines()) == len(kinds.split(",")) * 4
 
 

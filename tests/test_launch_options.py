@@ -152,8 +152,15 @@ def test_a_forked_child_of_the_script_neither_reports_nor_closes(
 ) -> None:
     script = tmp_path / "s.py"
     script.write_text("raise RuntimeError('in the child')")
-    pids = iter([1, 2])
-    monkeypatch.setattr(launch_main.os, "getpid", lambda: next(pids, 2))
+    pid = 1  # until the script runs: others ask for it too, finalizers for one, whenever they like
+    monkeypatch.setattr(launch_main.os, "getpid", lambda: pid)
+
+    def run_forked(path: str, arguments: list[str]) -> None:
+        nonlocal pid
+        pid = 2
+        run_script(path, arguments)
+
+    monkeypatch.setattr(launch_main, "run_script", run_forked)
     closed: list[str] = []
     close = AutomaticPatching.close
     monkeypatch.setattr(AutomaticPatching, "close", lambda self: closed.append("closed"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.config import LaunchEnvironment
@@ -49,6 +49,7 @@ def in_step(ranks: Sequence[Sequence[float]]) -> float:
     return now_s
 
 
+@settings(deadline=None)
 @given(st.lists(TIMES, min_size=1, max_size=4))
 def test_savings_equal_a_simulation_and_are_never_negative(ranks: list[list[list[float]]]) -> None:
     result = savings(ranks)

@@ -144,7 +144,7 @@ class RankRun:
 
 
 def run_case(case: Case) -> list[int]:
-    return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=30))
+    return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=120))
 
 
 @st.composite
@@ -200,23 +200,29 @@ def test_the_adversary_alone_breaks_nothing(mode: tuple[str, bool]) -> None:
         run_case(replace(ADVERSARY, mode=mode, hold=hold))
 
 
+def run_until_it_fails(case: Case) -> None:
+    """Several times: a machine that holds up the fast rank for long enough hides what is missing."""
+    for _ in range(10):
+        run_case(case)
+
+
 def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
-        run_case(ADVERSARY)
+        run_until_it_fails(ADVERSARY)
 
 
 def test_without_the_opened_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 takes its time over the gradients of a minibatch, whose sums a fast rank would then overwrite."""
     monkeypatch.setattr(MinibatchProtocol, "_await_opened", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
-        run_case(replace(ADVERSARY, hold=True))
+        run_until_it_fails(replace(ADVERSARY, hold=True))
 
 
 def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MinibatchProtocol, "_await_done", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
-        run_case(ADVERSARY)
+        run_until_it_fails(ADVERSARY)
 
 
 def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:

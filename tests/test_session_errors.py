@@ -104,7 +104,7 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_every_unsupported_option_is_named_when_patching() -> None:
-    for results in run_ranks(4, refusals):
+    for results in run_ranks(4, refusals, timeout_s=180):
         for (prepare, words), (kind, text) in zip(REFUSED, results, strict=True):
             assert kind in ("UnsupportedError", "ValueError"), (prepare.__name__, kind)
             assert words in text, (prepare.__name__, text)
@@ -118,7 +118,7 @@ def one_rank_unsupported(rank: int, world_size: int) -> None:
 
 
 def test_what_one_rank_refuses_all_ranks_refuse() -> None:
-    results = start_ranks(2, one_rank_unsupported).join(30)
+    results = start_ranks(2, one_rank_unsupported).join(120)
     assert results[1].error_type == "UnsupportedError"
     assert results[0].error_type == "SetupError"
     assert "rank 1: UnsupportedError" in (results[0].error or "")
@@ -148,7 +148,7 @@ def differing_models(rank: int, world_size: int, difference: str) -> None:
     ],
 )
 def test_ranks_that_differ_are_told_the_first_difference(difference: str, words: list[str]) -> None:
-    for result in start_ranks(2, differing_models, difference).join(30):
+    for result in start_ranks(2, differing_models, difference).join(120):
         assert result.error_type == "SetupError", result.error
         assert all(word in result.error for word in ["rank 1 differs from rank 0", *words]), result.error
 
@@ -199,7 +199,7 @@ def changed_behind(rank: int, world_size: int, change: str) -> float:
 
 @pytest.mark.parametrize("change", ["data", "submodule"])
 def test_stale_parameters_are_never_computed_with(change: str) -> None:
-    results = start_ranks(2, changed_behind, change).join(30)
+    results = start_ranks(2, changed_behind, change).join(120)
     assert any(r.error is None for r in results), results
     assert all(r.error is None or "AbortedError" in r.error for r in results), results
 
@@ -335,7 +335,7 @@ def evaluation_too_early(rank: int, world_size: int) -> None:
 
 
 def test_evaluation_between_finish_and_step_is_refused() -> None:
-    results = start_ranks(2, evaluation_too_early).join(30)
+    results = start_ranks(2, evaluation_too_early).join(120)
     assert any("Evaluate inside the minibatch, or after optimizer.step()" in (r.error or "") for r in results)
     assert all(r.error_type in ("ProtocolError", "AbortedError") for r in results), results
 
@@ -351,5 +351,5 @@ def unfrozen_later(rank: int, world_size: int) -> None:
 
 
 def test_a_parameter_unfrozen_after_patching_is_named() -> None:
-    results = start_ranks(2, unfrozen_later).join(30)
+    results = start_ranks(2, unfrozen_later).join(120)
     assert any("blocks.1.up.weight" in (r.error or "") and r.error_type == "UnsupportedError" for r in results), results

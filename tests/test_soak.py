@@ -85,7 +85,7 @@ class Holdings:
         status = Path("/proc/self/statm").read_text().split()
         return cls(
             descriptors=len(os.listdir("/proc/self/fd")),
-            threads=len(os.listdir("/proc/self/task")),
+            threads=num_threads(),
             mappings=len(Path("/proc/self/maps").read_text().splitlines()),
             resident_bytes=int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
         )
@@ -114,10 +114,24 @@ def create_and_close(
     for turn in range(warm_up + number):
         if turn == warm_up:
             before = Holdings.now()
+        threads = num_threads()
         runtime = Runtime.create(exchange, units_of(UNIT_BYTES // 4), RuntimeConfig.from_environment(**options))
         train(runtime)
         runtime.close()
+        if turn:  # the first one may start threads that stay
+            await_end_of_threads(threads)
     return Holdings.now().growth(before)
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def await_end_of_threads(left: int) -> None:
+    """A thread that has been joined is gone, with its stack, when it is next scheduled."""
+    deadline = time.monotonic() + 20
+    while num_threads() > left and time.monotonic() < deadline:
+        time.sleep(1e-3)
 
 
 def assert_constant(growths: list[tuple[int, int, int, int]], allowed_bytes: int = 512 << 10) -> None:
@@ -141,12 +155,12 @@ def test_a_few_runtimes_across_hosts_leave_nothing() -> None:
 @pytest.mark.parametrize("options", [{}, {"accumulate": "daemon", "deterministic": True}], ids=["direct", "daemon"])
 def test_two_hundred_runtimes_leave_nothing(options: dict[str, Any]) -> None:
     """With 3 KB left behind by each, 512 KB."""
-    assert_constant(run_ranks(2, create_and_close, SETTLED, 200, options, timeout_s=300))
+    assert_constant(run_ranks(2, create_and_close, SETTLED, 200, options, timeout_s=600))
 
 
 @pytest.mark.extended
 def test_a_hundred_runtimes_across_hosts_leave_nothing() -> None:
-    assert_constant(run_ranks(2, across, 2, create_and_close, SETTLED, 100, {}, timeout_s=300))
+    assert_constant(run_ranks(2, across, 2, create_and_close, SETTLED, 100, {}, timeout_s=600))
 
 
 # Fault test 25: many microbatches
@@ -183,7 +197,7 @@ def test_many_microbatches_are_counted_and_leave_nothing(hosts: int, options: di
 @pytest.mark.parametrize(("hosts", "options"), MODES)
 def test_twenty_thousand_microbatches_are_counted_and_leave_nothing(hosts: int, options: dict[str, Any]) -> None:
     """With 30 bytes left behind by each, 600 KB."""
-    assert_constant(run_ranks(2, across, hosts, many_microbatches, 20_000, options, timeout_s=400))
+    assert_constant(run_ranks(2, across, hosts, many_microbatches, 20_000, options, timeout_s=800))
 
 
 # Fault test 25: counters near their limits
@@ -405,7 +419,7 @@ def in_child(action: Callable[[], object]) -> int:
             code = REFUSED
         finally:
             os._exit(code)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -435,7 +449,7 @@ CHILDREN: dict[str, Callable[[Runtime], object]] = {
 
 def forking(rank: int, world_size: int, options: dict[str, Any], names: list[str]) -> list[tuple[int, int]]:
     """How children ended that were forked between two minibatches, and within one."""
-    config = replace(RuntimeConfig.from_environment(timeout_s=20, **options), copy_thread="on")
+    config = replace(RuntimeConfig.from_environment(timeout_s=90, **options), copy_thread="on")
     runtime = Runtime.create(ProcessGroupExchange(), units_of(16), config)
     codes = []
     for name in names:

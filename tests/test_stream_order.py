@@ -181,7 +181,7 @@ def run_seeds(case: Case) -> None:
 
 
 def run_case(case: Case) -> list[int]:
-    return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=60))
+    return values(run_threads(case.world_size, lambda exchange: RankRun(case, exchange).run(), timeout_s=120))
 
 
 @st.composite
@@ -305,7 +305,7 @@ def test_done_waits_for_the_streams_that_gather(monkeypatch: pytest.MonkeyPatch)
     run_case(case)
     monkeypatch.setattr(FakeEngine, "join", lambda self: None)
     with pytest.raises(Violation):
-        run_case(case)
+        run_seeds(case)
 
 
 def test_a_stream_waits_only_for_what_was_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,9 @@ def test_a_stream_waits_only_for_what_was_submitted(monkeypatch: pytest.MonkeyPa
     assert len(set(checked)) >= 10
 
 
-def test_nothing_is_left_with_the_device() -> None:
+def test_nothing_is_left_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.transports.cuda_ipc._GRACE_S", 30.0)  # a rank may be slow to close
+
     def body(exchange: ThreadExchange) -> list[str]:
         run = RankRun(replace(ADVERSARY, slow=()), exchange)
         transport = run.runtime._transport
@@ -338,7 +340,7 @@ def test_nothing_is_left_with_the_device() -> None:
         run.run()
         return transport.leaked
 
-    assert values(run_threads(2, body, timeout_s=60)) == [[], []]
+    assert values(run_threads(2, body, timeout_s=120)) == [[], []]
 
 
 def test_the_fake_is_no_engine_of_the_product() -> None:

@@ -26,7 +26,7 @@ further = functools.partial(pytest.param, marks=pytest.mark.extended)
 def command(words: list[str], folder: Path, code: int = 0) -> str:
     """What a command printed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
     return done.stdout + done.stderr
 

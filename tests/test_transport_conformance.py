@@ -60,7 +60,7 @@ def on_transport(
         host = f"host{exchange.rank if lone else max(exchange.rank, 1)}"
         topology = Topology.discover(exchange, host if name in FAR else "")
         transport = registry.choose(name, topology, device_of(name), exchange)(
-            exchange, topology, 10.0, device_of(name)
+            exchange, topology, 30.0, device_of(name)
         )
         try:
             transport.reserve(1 << 20)
@@ -76,11 +76,11 @@ def on_transport(
 
 def meet(transport: Transport, exchange: ThreadExchange) -> None:
     """All ranks are here, and what their streams were given is done."""
-    assert transport.engine.synchronize(10.0)
+    assert transport.engine.synchronize(30.0)
     exchange.all_gather(b"")
 
 
-def eventually(holds: Callable[[], bool], limit_s: float = 5.0) -> None:
+def eventually(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
     """News of another host takes a moment."""
     deadline = time.monotonic() + limit_s
     while not holds():
@@ -135,12 +135,12 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         found = []
         for owner in transport.topology.rotation():
             transport.read(out, buffer, owner, 64)
-            assert transport.engine.synchronize(10.0)
+            assert transport.engine.synchronize(30.0)
             found.append(out.view(3, -1).eq(torch.tensor([[1.5], [2.5], [3.5]], device=device)).all().item())
         rows = torch.zeros(3, numel, dtype=torch.bfloat16, device=device)
         offset = 64 + 2 * numel * ((rank + 1) % 3)  # where another rank wrote to all of them
         transport.read_all([(rows[owner], owner) for owner in transport.topology.rotation()], buffer, offset)
-        assert transport.engine.synchronize(10.0)
+        assert transport.engine.synchronize(30.0)
         found.append(rows.eq((rank + 1) % 3 + 1.5).all().item())
         meet(transport, exchange)
         return [*found, len(chunks) >= 3]
@@ -267,15 +267,20 @@ def test_block_returns_at_a_signal_and_not_much_before(name: str) -> None:
         start = time.monotonic()
         exchange.all_gather(b"")
         while not transport.count(0):
-            transport.block(10.0, [1])
+            transport.block(25.0, [1])
         woken = time.monotonic() - start
         transport.block(0.0, [1])  # the bell may ring on after the signal was counted
-        start = time.monotonic()
-        transport.block(0.2, [1])
-        return woken, time.monotonic() - start
+        timed_out = 0.0
+        for _ in range(2):  # or ring only now, once
+            start = time.monotonic()
+            transport.block(0.2, [1])
+            timed_out = max(timed_out, time.monotonic() - start)
+            if timed_out > 0.1:
+                break
+        return woken, timed_out
 
     woken, timed_out = on_transport(name, 2, body)[0]
-    assert 0.2 < woken < 5.0
+    assert 0.2 < woken < 15.0
     assert timed_out > 0.1
 
 
@@ -321,7 +326,7 @@ def test_a_lock_survives_its_holder(near: str) -> None:
         exchange.all_gather(b"")
         if exchange.rank == 0:
             return None
-        outcome = transport.lock(1, 0, 1.0)
+        outcome = transport.lock(1, 0, 10.0)  # join() returns a little before the kernel's thread has ended
         transport.unlock(1, 0)
         assert transport.lock(1, 0, 1.0) is LockOutcome.ACQUIRED
         transport.unlock(1, 0)
@@ -402,7 +407,7 @@ def fork_after_set_up(rank: int, world_size: int, name: str) -> bool:
 def _fork_after_set_up(rank: int, name: str) -> bool:
     exchange = ProcessGroupExchange()
     topology = Topology.discover(exchange)
-    transport = registry.choose(name, topology, device_of(name), exchange)(exchange, topology, 10.0, device_of(name))
+    transport = registry.choose(name, topology, device_of(name), exchange)(exchange, topology, 30.0, device_of(name))
     try:
         transport.open(num_signals=8, num_locks=2)
         buffer = transport.allocate(1 << 20, "forked")
@@ -426,7 +431,7 @@ def test_a_forked_child_neither_keeps_nor_unmaps_nor_closes(near: str) -> None:
     In processes of its own: a fork frees what other threads kept, and in this one the main thread may keep a gloo group
     of an earlier test, whose end waits for a thread that the child has not got.
     """
-    assert run_ranks(2, fork_after_set_up, near) == [True, True]
+    assert run_ranks(2, fork_after_set_up, near, timeout_s=180) == [True, True]
 
 
 def test_an_unknown_transport_is_named_with_the_known_ones() -> None:

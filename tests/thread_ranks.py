@@ -54,7 +54,7 @@ class ThreadExchange:
 
 
 def run_threads(
-    world_size: int, body: Callable[[ThreadExchange], T], timeout_s: float = 30.0
+    world_size: int, body: Callable[[ThreadExchange], T], timeout_s: float = 120.0
 ) -> list[T | BaseException]:
     """Run ``body(exchange)`` on every rank; the results, or the exceptions, in rank order."""
     board = _Board(world_size, timeout_s)

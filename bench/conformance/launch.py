@@ -55,18 +55,23 @@ def _run_on_one_group(world_size: int, cells: Sequence[Cell], prepare: Prepare |
 
 def _collect(cell: Cell, pipes: Sequence[Connection]) -> Outcome | str:
     """The outcome that all ranks agree on, or why there is none."""
-    left = list(pipes)
+    left, outcomes = list(pipes), []
     while left:
         ready = wait(left, CELL_LIMIT_S)
         if not ready:
             return f"no result from ranks {[pipes.index(pipe) for pipe in left]} within {CELL_LIMIT_S:g} s"
-        for pipe in left[:]:
+        failures = []
+        for rank, pipe in enumerate(pipes):
             if pipe in ready:
                 left.remove(pipe)
                 message = _receive(pipe)
                 if isinstance(message, str):
-                    return f"rank {pipes.index(pipe)}: {message}"
-    return message
+                    failures.append(f"rank {rank}: {message}")
+                else:
+                    outcomes.append(message)
+        if failures:  # all that are there: one may be only what another one led to
+            return "; ".join(failures)
+    return outcomes[-1]
 
 
 def _receive(pipe: Connection) -> Outcome | str:

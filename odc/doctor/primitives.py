@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _BYTES = 4096
-_MUTEX_TIMEOUT_S = 2.0
+_MUTEX_TIMEOUT_S = 10.0  # it takes no time, but a thread may be slow to end
 _SANDBOX = "Allow it in the sandbox: docker run --security-opt seccomp=unconfined; gVisor may not have it at all."
 
 
