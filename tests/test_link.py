@@ -276,6 +276,23 @@ def test_a_rank_that_has_closed_is_told_from_one_that_died(monkeypatch: pytest.M
         pair.link.post(0, False)  # it needs none any more
 
 
+@pytest.mark.parametrize("news_end", [False, True], ids=["farewell", "farewell, and the end of the news"])
+def test_a_rank_has_left_only_when_all_that_it_posted_is_here(news_end: bool) -> None:
+    """News overtake data: the last signals of a rank that closes may come after its farewell."""
+    with Pair() as pair:
+        pair.news.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
+        if news_end:
+            pair.news.close()
+            pair.until(lambda: pair.link._explained.is_set() and not pair._reader.is_alive())
+        pair.until(lambda: pair.link.closing is Closing.COMPLETE)
+        assert not pair.link.has_left
+        assert not pair.link.is_dead
+        pair.far.sendall(Frame(Kind.POST, 3, 0).pack())
+        pair.far.close()
+        pair.until(lambda: pair.link.has_left)
+        assert pair.owner.delivered == [(3, False)]
+
+
 def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
     """By the kernel's own timers; that they are set is all that can be shown without cutting a network."""
     with Pair() as pair:

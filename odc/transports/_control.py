@@ -19,6 +19,7 @@ _STATUS_BYTES = 64
 _TEXT_BYTES = 8192
 _PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH = range(4)
 _ABORT_LOCK = 0  # lock 0 guards the abort text
+_NOTICE_S = 1.0  # for which a rank that fails waits for another one that is writing its notice
 _ABORT_SIGNAL = 0
 _FIRST = 1  # the caller's own locks and signals follow
 
@@ -117,7 +118,7 @@ class ControlBlock:
     def leave_abort(self, text: str) -> bool:
         """Store an abort notice unless one is there (the first cause is the one to tell)."""
         lock = self._locks[_ABORT_LOCK]
-        if lock.acquire(0.1) is LockOutcome.TIMED_OUT:
+        if lock.acquire(_NOTICE_S) is LockOutcome.TIMED_OUT:
             return False
         try:
             if self._status[_TEXT_LENGTH]:

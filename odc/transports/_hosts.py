@@ -303,9 +303,11 @@ class HostsTransport(Transport):
 
     def peer_state(self, rank: int) -> PeerState:
         neighbour = self._neighbours.get(rank)
-        if (self._own.closed if neighbour is None else neighbour.closing) is not Closing.OPEN:
+        if neighbour is None:
+            return PeerState.ALIVE if self._own.closed is Closing.OPEN else PeerState.CLOSED
+        if neighbour.has_left:
             return PeerState.CLOSED
-        return PeerState.DEAD if neighbour is not None and neighbour.is_dead else PeerState.ALIVE
+        return PeerState.DEAD if neighbour.is_dead else PeerState.ALIVE
 
     def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
         poll = select.poll()

@@ -5,7 +5,8 @@ what it wants to read. A sending thread sends what is queued, so that two ranks 
 time never both wait for the other to receive.
 
 News (status, errors, farewells) have a connection of their own, see :mod:`odc.transports._news`: they overtake data,
-and get through when a transfer was given up in the middle.
+and get through when a transfer was given up in the middle. So a rank that has said farewell is gone only when its data
+have ended too: what it did before that may still be on its way.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from odc.transports._silence import SLICE_S, Silence, Waiting
 
 CHUNK_BYTES = 4 << 20
 _TAKES_NOTHING, _GIVES_NOTHING = "received nothing", "answered nothing"
-_MOMENT_S = 0.5  # for which the end of the data waits for news that explain it
+_MOMENT_S = 5.0  # for which the end of the data waits for news that explain it
 
 
 class LinkOwner(Waiting, Protocol):
@@ -287,7 +288,8 @@ class Link(Neighbour):
     def news_ended(self, reason: str) -> None:
         """There will be no more news: the other rank, its host or the network is gone."""
         self._explained.set()
-        self._end(reason)
+        if self._closing is Closing.OPEN:
+            self._end(reason)
 
     def send_status(self, progress: int, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""
@@ -315,6 +317,10 @@ class Link(Neighbour):
     @property
     def is_dead(self) -> bool:
         return self._ended is not None
+
+    @property
+    def has_left(self) -> bool:
+        return self._closing is not Closing.OPEN and self._ended is not None
 
     def describe(self) -> str:
         return self._ended or "running, as far as its host tells"

@@ -38,6 +38,11 @@ class Neighbour(ABC):
 
     @property
     @abstractmethod
+    def has_left(self) -> bool:
+        """Whether it has closed, and all that it posted before has arrived."""
+
+    @property
+    @abstractmethod
     def is_dead(self) -> bool:
         """Whether its process has ended, or cannot be reached any more."""
 
@@ -93,6 +98,10 @@ class LocalNeighbour(Neighbour):
     @property
     def closing(self) -> Closing:
         return self._block.closed
+
+    @property
+    def has_left(self) -> bool:
+        return self.closing is not Closing.OPEN
 
     @property
     def is_dead(self) -> bool:

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import struct
+import time
 from pathlib import Path
 
 # PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info); exit information exists since Linux 6.15.
@@ -19,6 +20,7 @@ _PIDFD_GET_INFO = (3 << 30) | (_INFO_BYTES << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
 _STAT_EXIT_CODE = 49  # field 52 of /proc/PID/stat, counted after the command name
+_LOOKS, _BETWEEN_LOOKS_S = 5, 2e-3  # for a moment neither tells: it is being reaped
 
 _STATES = {
     "T": "stopped by a signal",
@@ -70,10 +72,12 @@ class WatchedProcess:
 
     def _exit_status(self) -> int | None:
         """The wait status: from /proc while nobody has reaped the process, from its pidfd afterwards."""
-        for read in (self._status_of_zombie, self._status_of_pidfd, self._status_of_zombie):
-            status = read()
-            if status is not None:
-                return status
+        for _ in range(_LOOKS):
+            for read in (self._status_of_zombie, self._status_of_pidfd):
+                status = read()
+                if status is not None:
+                    return status
+            time.sleep(_BETWEEN_LOOKS_S)
         return None
 
     def _status_of_zombie(self) -> int | None:
