@@ -3,23 +3,31 @@
 [Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
 replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
 that the wrapper holds in a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); the cell is what is exchanged.
+
+[Note: Compiled scripts] Scripts compile what they do with gradients too (``torch.compile`` of a function that scales
+them, or around ``optimizer.step``). What listens there looks at frames, waits for other ranks and patches models, none
+of which can be traced: the compiler breaks its graph at it.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType, GeneratorType
+from types import GeneratorType
 from typing import Any, ClassVar
 
 import torch
 
-from odc.fsdp_patch.listeners import Listener, Listeners
+from odc.fsdp_patch.listeners import Listeners
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """See [Note: Compiled scripts]."""
+    reason = "a script asks for gradients here, for which on-demand communication may have to wait"
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
+    return disabled
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -82,7 +90,7 @@ class Door(ABC):
         """Enter the function, unless that was done before."""
         if self._telling is None:
             self._original = self._read()
-            self._telling = functools.wraps(self._original)(self._make_telling(self._original))
+            self._telling = untraced(functools.wraps(self._original)(self._make_telling(self._original)))
             self._write(self._telling)
 
     def shut(self) -> None:
@@ -182,80 +190,3 @@ class Clearing(Method):
             return result
 
         return telling
-
-
-class Gradient:
-    """The attribute ``grad`` of a class of parameters: told when a script reads or sets it by hand.
-
-    Only while a listener waits for readers of its own parameters (:attr:`Listener.waits_for_readers`). What torch
-    itself does with ``.grad`` is not told: FSDP and autograd handle gradients that are not final yet, and where torch
-    reads final ones on behalf of a script there is another door.
-    """
-
-    def __init__(self, owner: type, listeners: Listeners) -> None:
-        self._owner: Any = owner
-        self._listeners = listeners
-        self._telling: property | None = None
-
-    def open(self) -> None:
-        """Shadow the attribute, which the class inherits from ``torch.Tensor``."""
-        inherited = inspect.getattr_static(self._owner, "grad")
-
-        def read(tensor: torch.Tensor) -> torch.Tensor | None:
-            reader = self._reader(tensor, sys._getframe(1))
-            if reader is not None:
-                if reader.module == _INITIALISES_OPTIMIZERS:
-                    return tensor
-                what = f"reading .grad {reader}"
-                self._listeners.tell(lambda listener: listener.before_reading_by_hand(what, [tensor]))
-            gradient: torch.Tensor | None = inherited.__get__(tensor)
-            return gradient
-
-        def write(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-            reader = self._reader(tensor, sys._getframe(1))
-            if reader is not None:
-                tell = _clearing if gradient is None else _reading
-                self._listeners.tell(lambda listener: tell(listener, f"setting .grad {reader}", tensor))
-            inherited.__set__(tensor, gradient)
-
-        self._telling = property(read, write, lambda tensor: inherited.__delete__(tensor))
-        self._owner.grad = self._telling
-
-    def shut(self) -> None:
-        """Take the shadow away, unless somebody else has put another one there."""
-        if self._telling is not None and self._owner.__dict__.get("grad") is self._telling:
-            delattr(self._owner, "grad")
-        self._telling = None
-
-    def _reader(self, tensor: torch.Tensor, frame: FrameType) -> _Reader | None:
-        """Who is reading, if that is news."""
-        if Door.inside or not any(one.waits_for_readers and one.owns([tensor]) for one in self._listeners.all()):
-            return None
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] in ("torch", "odc") and module != _INITIALISES_OPTIMIZERS:
-            return None
-        return _Reader(module, frame.f_code.co_filename, frame.f_lineno)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A place in a script."""
-
-    module: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"({os.path.basename(self.file)}, line {self.line})"
-
-
-_INITIALISES_OPTIMIZERS = "torch.distributed.checkpoint.state_dict"
-"""Asked for the state of an optimizer that has none, it takes a step with gradients of zero unless it finds some."""
-
-
-def _clearing(listener: Listener, what: str, tensor: torch.Tensor) -> None:
-    listener.before_clearing(what, [tensor])
-
-
-def _reading(listener: Listener, what: str, tensor: torch.Tensor) -> None:
-    listener.before_reading_by_hand(what, [tensor])

@@ -26,12 +26,13 @@ from odc.fsdp_patch.doors import (
     SELF_OPTIMIZER,
     Clearing,
     Door,
-    Gradient,
     InnerFunction,
     Method,
     ScaledStep,
     parameters_of,
+    untraced,
 )
+from odc.fsdp_patch.grad_attribute import Gradient
 from odc.fsdp_patch.listeners import Listener, Listeners
 
 CLIPPING_BY_NORM = "clip_grads_with_norm_"
@@ -53,7 +54,10 @@ def listening() -> list[Listener]:
 def _enter() -> None:
     for door in _DOORS:
         door.open()
-    _hooks[:] = [register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)]
+    _hooks[:] = [
+        register_optimizer_step_pre_hook(untraced(_before_step)),
+        register_optimizer_step_post_hook(untraced(_after_step)),
+    ]
 
 
 def _leave() -> None:

@@ -92,6 +92,10 @@ class Publisher:
         self._versions[index] = unit.versions()
         self._verified[index] = False
 
+    def is_any_changed(self) -> bool:
+        """Whether any parameter has been written since its unit was published."""
+        return any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True))
+
     def gradients_are_cleared(self) -> bool:
         """Whether no trainable parameter has a ``.grad``."""
         return all(p.grad is None for unit in self._units for p in unit.trainable_parameters())

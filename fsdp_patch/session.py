@@ -227,8 +227,8 @@ class Session:
             if not self._watch.is_used_up():
                 raise ProtocolError(
                     f"unit {self._runtime.units[unit].name!r} is needed between {self._watch.ended_by}, which made the "
-                    "gradients final, and the step that uses them: the other ranks may have stepped already. Step or "
-                    "clear them first. Evaluate inside the minibatch, or after optimizer.step()."
+                    "gradients final, and the step that uses them: the other ranks may have stepped already. "
+                    f"{self._watch.advice}"
                 )
             self._publisher.publish_all()
         if self._runtime.holds_sums:

@@ -11,6 +11,7 @@ from torch import nn
 
 from odc.errors import ProtocolError, UnsupportedError
 from odc.fsdp_patch import ends
+from odc.fsdp_patch.fsdp2.forward_methods import watch_forward_methods
 from odc.fsdp_patch.listeners import Listener
 from odc.fsdp_patch.publishing import Publisher
 from odc.protocol import State
@@ -66,10 +67,13 @@ class GradientWatch(Listener):
 
         That is an evaluation after the step, with units that no optimizer owns completely; or a step was skipped, and
         its gradients are gone. A training forward means the same where they are not: they stay in ``.grad`` and the
-        next ones are added to them. Not where somebody has only read them: then a step should follow.
+        next ones are added to them. Not where somebody has only read them: then a step should follow, by an optimizer
+        or by hand.
         """
         publisher = self._publisher
         if publisher.has_stepped or publisher.gradients_are_cleared() or self._cleared >= publisher.unstepped():
+            return True
+        if self._is_only_read and publisher.is_any_changed():
             return True
         return self._in_training_forward and not self._is_only_read
 
@@ -83,14 +87,23 @@ class GradientWatch(Listener):
         def end(module: nn.Module, args: object, output: object) -> None:
             self._in_forward = self._in_training_forward = False
 
+        # Nobody hears of the end of a method that raises, which is why they are no forward in which nothing is read.
+        def begin_method() -> None:
+            self._in_training_forward = torch.is_grad_enabled()
+
+        def end_method() -> None:
+            self._in_training_forward = self._in_forward and self._in_training_forward
+
         hooks = [
             model.register_forward_pre_hook(begin, prepend=True),
             model.register_forward_hook(end, always_call=True),
         ]
+        undo_methods = watch_forward_methods(model, begin_method, end_method)
 
         def undo() -> None:
             for hook in hooks:
                 hook.remove()
+            undo_methods()
 
         return undo
 
@@ -98,6 +111,16 @@ class GradientWatch(Listener):
     def ended_by(self) -> str:
         """What has made the gradients final."""
         return self._ended_by
+
+    @property
+    def advice(self) -> str:
+        """What to do where the model is needed before the gradients are used."""
+        if self._is_only_read:
+            return (
+                "Read gradients behind the last microbatch of a step only, then step or clear them; or evaluate after "
+                "the step."
+            )
+        return "Step or clear them first. Evaluate inside the minibatch, or after optimizer.step()."
 
     # What torch and the script do
 
@@ -153,8 +176,8 @@ class GradientWatch(Listener):
             raise ProtocolError(
                 f"{what} between backward and step: gradients of {len(sent)} units (the first is {first!r}) have gone "
                 "to the other ranks, which have added them up. Clear gradients after the step, or before the first "
-                "backward. To throw a minibatch away, call session.discard() on every rank "
-                "(odc.session_of(model) finds the session)."
+                "backward. To throw a minibatch away (microbatches left over at the end of an epoch, a loss that is "
+                "not finite), call odc.session_of(model).discard() on every rank instead."
             )
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -100,6 +100,17 @@ def test_an_unmodified_script_prints_the_same_losses(mode: str) -> None:
     assert "odc: patched" not in odc[1].err
 
 
+def test_a_compiled_update_and_a_module_that_is_never_called_itself() -> None:
+    modes = ("compiled", "parts")
+    ended = launch(*[(with_odc, [TRAIN, "2", mode]) for mode in modes for with_odc in (False, True)])
+    for plain, odc in (ended[:2], ended[2:]):
+        assert [rank.code for rank in odc] == [None, None]
+        assert len(plain[0].out.splitlines()) == 4
+        assert_same_lines(odc[0].out, plain[0].out)
+    assert ended[1][0].err.count("odc: patched Sequential (FSDP2)") == 1
+    assert ended[3][0].err.count("odc: patched Block (FSDP2)") == 2
+
+
 @pytest.mark.parametrize(
     ("mode", "kinds"), [("", "2,1,1o"), pytest.param("reference-", "2", marks=pytest.mark.extended)]
 )

@@ -49,6 +49,10 @@ class Net(nn.Module):
                 x = self.blocks[index](x)
         return self.head(x)
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The forward by another name, for scripts that make a method one."""
+        return self.forward(tokens)
+
 
 def build(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
     """The same weights in every process, whatever the dtype."""

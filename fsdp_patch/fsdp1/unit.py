@@ -341,7 +341,7 @@ class Fsdp1Unit(Unit):
         if late:
             raise UnsupportedError(
                 f"parameters {late} received a gradient but were frozen when the model was patched: set requires_grad "
-                "before patch_fsdp, or close() the session and patch again"
+                "before patch_fsdp (under odc run: before the first forward), or close() the session and patch again"
             )
         if grads.dtype != self.grad_dtype:
             raise UnsupportedError(

@@ -300,5 +300,6 @@ class Fsdp2Unit(Unit):
         if late:
             raise UnsupportedError(
                 f"parameters {late} received a gradient but were frozen when the model was patched: set "
-                "requires_grad before patch_fsdp, or close() the session and patch again"
+                "requires_grad before patch_fsdp (under odc run: before the first forward), or close() the session and "
+                "patch again"
             )

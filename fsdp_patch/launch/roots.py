@@ -70,8 +70,12 @@ class RootWatch:
         return True
 
     def pending(self, tensors: Sequence[torch.Tensor] | None = None) -> list[nn.Module]:
-        """Roots that were not met yet, in the order of their numbers: all, or those with any of these parameters."""
+        """Roots that were not met yet, in the order of their numbers: all, or those with any of these parameters.
+
+        FSDP refuses to compute with a module around one that has computed as a root: it never becomes one.
+        """
         modules = [m for ref in self._known if (m := ref()) is not None and m not in self._met]
+        modules = [m for m in modules if all(inner not in self._met for inner in m.modules())]
         if not modules:
             return []
         below = {id(inner) for m in modules for inner in m.modules() if inner is not m}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from training import loss_of, optimizer_of, tokens
 
@@ -50,6 +52,91 @@ def norm_by_hand(run: Run) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     return {"norms": torch.stack(norms)}
+
+
+def norm_of_a_map(run: Run) -> Outcome:
+    """Torch itself takes the gradients out of it."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(full(get_total_norm(map(attrgetter("grad"), model.parameters()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def compiled_scaling(run: Run) -> None:
+    """Gradients are first read inside a function that is compiled."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+
+    def scale(parameters: list[nn.Parameter], factor: torch.Tensor) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+
+    compiled = torch.compile(scale, backend="eager")
+    for step in range(STEPS):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+        compiled(list(model.parameters()), torch.tensor(1.0 / (step + 3)))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+
+
+def compiled_step(run: Run) -> None:
+    """With what comes before it and behind it."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+
+    def update() -> None:
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(update, backend="eager")
+    for step in range(STEPS):
+        run.backward(model, step)
+        compiled()
+    torch._dynamo.reset()
+
+
+def step_by_hand(run: Run, clear: str) -> None:
+    """No optimizer: gradients are read, used and cleared one by one."""
+    model = run.net()
+    run.patch(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.5 * parameter.grad
+                if clear == "in place":
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+
+
+def forward_method(run: Run) -> None:
+    """Every second step is skipped and its gradients stay; the loop never calls the model itself."""
+    model = run.net()
+    register_fsdp_forward_method(model, "logits")
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        inputs = tokens(step, run.rank, 0)
+        (loss_of(model.logits, inputs) * 0.02).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step % 2 == 0:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def clipping_in_two_parts(run: Run) -> None:
@@ -210,6 +297,12 @@ CASES = {
     "clipping what has a gradient": Case(clipping_what_has_a_gradient),
     "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
     "norm by hand": Case(norm_by_hand),
+    "norm of a map": Case(norm_of_a_map),
+    "gradients scaled in a compiled function": Case(compiled_scaling, TOLERANCE),
+    "compiled step": Case(compiled_step),
+    "step by hand": Case(with_(step_by_hand, "by hand")),
+    "step by hand, cleared in place": Case(with_(step_by_hand, "in place")),
+    "forward method": Case(forward_method),
     "clipping in two parts": Case(clipping_in_two_parts),
     "norm after the step": Case(norm_after_the_step, minibatches=None),
     "clipping every microbatch": Case(clipping_every_microbatch, TOLERANCE, minibatches=3 * STEPS),

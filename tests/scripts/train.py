@@ -41,6 +41,15 @@ def build(kind: str) -> nn.Module:
     )
 
 
+def build_parts() -> nn.Module:
+    """Two models in one module, whose own forward nobody calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def data(step: int, rank: int, microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step * 100 + rank * 10 + microbatch)
     return torch.randn(3 + microbatch, 11, generator=generator)
@@ -55,7 +64,7 @@ def without_sync(model: nn.Module, kind: str, wanted: bool):  # type: ignore[no-
 
 def train(kind: str, mode: str) -> None:
     rank = dist.get_rank()
-    model = build(kind)
+    model = build_parts() if mode == "parts" else build(kind)
     reference = build(kind).requires_grad_(False) if mode.startswith("reference") and kind == "2" else None
     parameters = list(model.parameters())
     if mode == "optimizers":
@@ -78,7 +87,8 @@ def train(kind: str, mode: str) -> None:
             with without_sync(model, kind, mode == "accumulate" and m < MICROBATCHES - 1):
                 x = data(step, rank, m)
                 target = reference(x).detach() * 0.5 if reference is not None else 0.0
-                loss = (model(x) - target).pow(2).mean() / MICROBATCHES
+                output = model[1](model[0](x)) if mode == "parts" else model(x)
+                loss = (output - target).pow(2).mean() / MICROBATCHES
                 (loss * 0.0 if idle and mode.endswith("zero-first") else loss).backward()
                 loss_sum += 0.0 if idle else float(loss)
         return loss_sum
@@ -87,16 +97,21 @@ def train(kind: str, mode: str) -> None:
         optimizers[0].zero_grad()
         return microbatches(step)
 
+    def update() -> None:
+        if not mode.startswith("reference"):
+            _ = clip_grad_norm_(parameters, 0.5) if kind == "2" else model.clip_grad_norm_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if mode == "compiled":
+        update = torch.compile(update, backend="eager")
     for step in range(STEPS):
         if mode in ("closure", "lbfgs"):
             total = optimizers[0].step(lambda now=step: closure(now))
         else:
             total = microbatches(step)
-            if not mode.startswith("reference"):
-                _ = clip_grad_norm_(parameters, 0.5) if kind == "2" else model.clip_grad_norm_(0.5)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            update()
         for scheduler in schedulers:
             scheduler.step()
         mean = torch.tensor([total])
@@ -106,7 +121,7 @@ def train(kind: str, mode: str) -> None:
         if mode == "raise" and rank == 1 and step == 1:
             raise ValueError("rank 1 has had enough")
     with torch.no_grad():
-        output = model(data(99, 0, 0)).sum()
+        output = (model[1](model[0](data(99, 0, 0))) if mode == "parts" else model(data(99, 0, 0))).sum()
     if rank == 0:
         print(kind, mode, "trained to", f"{output.item():.5f}")
     if mode == "exit":
