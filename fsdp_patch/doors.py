@@ -26,7 +26,7 @@ from odc.fsdp_patch.listeners import Listeners
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """See [Note: Compiled scripts]."""
     reason = "a script asks for gradients here, for which on-demand communication may have to wait"
-    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
 
 

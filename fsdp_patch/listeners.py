@@ -7,6 +7,7 @@ list of listeners, and whoever joins it meanwhile is told as well.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -63,9 +64,14 @@ class Listeners:
         """Returns the undo, which is idempotent."""
         if not self._refs:
             self._on_first()
-        ref = weakref.ref(listener, self._remove)
+        ref = weakref.ref(listener, self._forget)
         self._refs.append(ref)
         return lambda: self._remove(ref)
+
+    def _forget(self, ref: weakref.ref[Listener], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """The listener is gone. When the interpreter ends, the modules to put things back in may be gone as well."""
+        if not is_finalizing():
+            self._remove(ref)
 
     def _remove(self, ref: weakref.ref[Listener]) -> None:
         known = [one for one in self._refs if one is not ref]

@@ -96,6 +96,31 @@ class Publisher:
         """Whether any parameter has been written since its unit was published."""
         return any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True))
 
+    def must_publish_again(self, gathered: int | None = None) -> bool:
+        """Whether published parameters have changed on all ranks: by a checkpoint, or by hand in a frozen model.
+
+        No optimizer will ever publish a model that is frozen (an average of another one, a reference that follows its
+        policy), and no step depends on whether a rank has read its old values or its new ones: all wait for the new.
+
+        Args:
+            gathered: the unit that is needed; of it a sample is compared too, for changes through ``param.data``.
+        """
+        return self.reloaded or (self._is_frozen() and self._is_written(gathered))
+
+    def _is_frozen(self) -> bool:
+        return not any(p.requires_grad for parameters in self._parameters for p in parameters)
+
+    def _is_written(self, gathered: int | None) -> bool:
+        for index, unit in enumerate(self._units):
+            versions = unit.versions()
+            touched = versions != self._versions[index]
+            if touched or (index == gathered and self._comparison.samples):
+                pairs = unit.beside(self._runtime.published_shard(index), touched)
+                if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
+                    return True
+                self._versions[index] = versions  # written is not changed
+        return False
+
     def gradients_are_cleared(self) -> bool:
         """Whether no trainable parameter has a ``.grad``."""
         return all(p.grad is None for unit in self._units for p in unit.trainable_parameters())

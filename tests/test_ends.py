@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -387,3 +389,18 @@ def test_a_listener_is_not_kept_alive(model: nn.Linear) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(now is then for now, then in zip(objects(), before, strict=True))
+
+
+AT_THE_END = """
+import gc
+from odc.fsdp_patch import ends
+from odc.fsdp_patch.listeners import Listener
+gc.disable()
+listener = Listener()
+ends.listen(listener)
+"""
+
+
+def test_a_listener_that_goes_with_the_interpreter_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

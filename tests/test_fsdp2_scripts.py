@@ -69,6 +69,7 @@ CASES: dict[str, Case] = {
     "root without parameters": Case(models.root_without_parameters),
     "units without a root": Case(models.units_without_a_root),
     "policy and reference": Case(models.policy_and_reference, minibatches=None, pushes=False),
+    "reference that follows its policy": Case(models.following_reference, minibatches=None, pushes=False),
     "reference stays plain": Case(models.reference_stays_plain),
     "two trained models": Case(models.two_trained_models, minibatches=None, tolerance=TOLERANCE),
     "one optimizer for two models": Case(models.one_optimizer_for_two_models),
@@ -85,6 +86,7 @@ CASES: dict[str, Case] = {
     "add_param_group": Case(models.added_at_the_end),
     "averages in a step hook": Case(models.weight_averages),
     **reading.CASES,
+    **reading.FSDP2_CASES,
 }
 COMPILED = {
     "aot_eager": Case(with_(models.compiled, "aot_eager"), minibatches=2),

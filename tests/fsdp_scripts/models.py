@@ -121,6 +121,30 @@ def policy_and_reference(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def following_reference(run: Run) -> None:
+    """A frozen model that follows the trained one: moved towards it in place, or given its values."""
+    policy, reference = run.net(), run.net()
+    reference.requires_grad_(False).eval()
+    run.patch(policy)
+    run.patch(reference)
+    optimizer = optimizer_of(policy)
+    for step in range(STEPS):
+        data = tokens(step, run.rank, 0)
+        with torch.no_grad():
+            expected = reference(data)
+        (nn.functional.mse_loss(policy(data), 0.5 * expected, reduction="sum") * 0.01).backward()
+        clip_grad_norm_(policy.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.reshard()  # FSDP2 leaves a root gathered behind its forward
+        with torch.no_grad():
+            for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
+                if step % 2:
+                    theirs.lerp_(ours, 0.3)
+                else:
+                    theirs.data.copy_(ours.data)
+
+
 def reference_stays_plain(run: Run) -> None:
     """As above, and the reference keeps FSDP's collectives."""
     policy, reference = run.net(), run.net()

@@ -115,7 +115,8 @@ def step_by_hand(run: Run, clear: str) -> None:
         run.backward(model, step)
         with torch.no_grad():
             for parameter in model.parameters():
-                assert parameter.grad is not None
+                if parameter.grad is None:  # FSDP1, where this rank has none of it
+                    continue
                 parameter -= 0.5 * parameter.grad
                 if clear == "in place":
                     parameter.grad.zero_()
@@ -297,12 +298,10 @@ CASES = {
     "clipping what has a gradient": Case(clipping_what_has_a_gradient),
     "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
     "norm by hand": Case(norm_by_hand),
-    "norm of a map": Case(norm_of_a_map),
     "gradients scaled in a compiled function": Case(compiled_scaling, TOLERANCE),
     "compiled step": Case(compiled_step),
     "step by hand": Case(with_(step_by_hand, "by hand")),
     "step by hand, cleared in place": Case(with_(step_by_hand, "in place")),
-    "forward method": Case(forward_method),
     "clipping in two parts": Case(clipping_in_two_parts),
     "norm after the step": Case(norm_after_the_step, minibatches=None),
     "clipping every microbatch": Case(clipping_every_microbatch, TOLERANCE, minibatches=3 * STEPS),
@@ -318,4 +317,8 @@ CASES = {
     "optimizer state asked for early, SGD": Case(with_(optimizer_state_early, torch.optim.SGD)),
     "nested optimizers": Case(nested_optimizers),
     "a minibatch thrown away": Case(discarded),
+}
+FSDP2_CASES = {
+    "norm of a map": Case(norm_of_a_map),
+    "forward method": Case(forward_method),
 }
