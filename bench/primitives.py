@@ -197,8 +197,7 @@ def main() -> None:
         if args.json:
             document = {"environment": describe_environment(), "rows": [vars(row) for row in rows]}
             args.json.write_text(json.dumps(document, indent=1) + "\n")
-    dist.barrier()  # gloo's threads must have dropped the last results before Python begins to end
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # waits for gloo's threads, which must not need Python when it has begun to end
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,10 +75,10 @@ def main() -> None:
     record.save(args.out)
     if session:
         session.close()
-    # Gloo's threads drop the last results a moment after they are used, and abort the process if Python has begun to
-    # end by then ("terminate called without an active exception"). One barrier gives them that moment.
-    dist.barrier()
     dist.destroy_process_group()
+    # Gloo's threads let go of the last results a moment after they are used, and abort the process if Python begins to
+    # end just then ("terminate called without an active exception"; torch issue 190489). This is that moment.
+    time.sleep(0.2)
 
 
 def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ logger = logging.getLogger("odc")
 
 MAX_PAYLOAD_BYTES = 64 << 20
 _LEAST_TIMEOUT_S = 600.0
+_OWNERSHIP_S, _BETWEEN_LOOKS_S = 0.5, 1e-4
 T = TypeVar("T")
 
 
@@ -70,9 +73,9 @@ class ProcessGroupExchange:
         return [bytes(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        local = row.to(self._device)
-        rows = [torch.empty_like(local) for _ in range(self.world_size)]
-        work = dist.all_gather(rows, local, group=self._group, async_op=True)
+        tensors = [row.to(self._device, copy=True)]
+        tensors += [torch.empty_like(tensors[0]) for _ in range(self.world_size)]
+        work = dist.all_gather(tensors[1:], tensors[0], group=self._group, async_op=True)
         try:
             self._await(work)
         except BaseException:
@@ -83,7 +86,11 @@ class ProcessGroupExchange:
         except RuntimeError as problem:
             reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             raise BrokenExchangeError(f"set-up cannot go on, a rank has ended or is out of reach: {reason}") from None
-        return [r.cpu() for r in rows]
+        finally:
+            del work
+            if self._device.type == "cpu":
+                await_sole_ownership(tensors)
+        return [tensor.cpu() for tensor in tensors[1:]]
 
     def _await(self, work: dist.Work) -> None:
         """Not by ``work.wait()``, inside which Ctrl-C is not heard."""
@@ -113,6 +120,22 @@ def _keep_for_ever(group: object) -> None:
     """Never let ``group`` be destroyed: it would wait, at the end of this process, for an operation that is under way,
     and nothing else takes one back."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def await_sole_ownership(tensors: list[torch.Tensor]) -> None:
+    """Return when nothing but this list refers to the ``tensors``, or after half a second.
+
+    A thread of gloo lets go of an operation a moment after it is complete, and needs Python for the tensors in it. If
+    Python begins to end just then, as it does after a set-up that fails, the process is aborted ("terminate called
+    without an active exception").
+    """
+    deadline = time.monotonic() + _OWNERSHIP_S
+    while _most_references(tensors) > _most_references([object()]) and time.monotonic() < deadline:
+        time.sleep(_BETWEEN_LOOKS_S)
+
+
+def _most_references(objects: Sequence[object]) -> int:
+    return max(sys.getrefcount(one) for one in objects)
 
 
 def gather_json(exchange: Exchange, value: Any) -> list[Any]:

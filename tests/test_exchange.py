@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from thread_ranks import ThreadExchange, run_threads, values
 
-from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec, exchange
 from odc.exchange import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
 
 
@@ -144,3 +145,24 @@ def test_a_message_too_large_for_the_machine_is_an_error_before_anything_is_writ
         assert isinstance(result, SetupError)
         assert "cannot reserve" in str(result)
         assert "published shards" in str(result)
+
+
+@pytest.mark.parametrize("held_s", [0.0, 0.05, 60.0])
+def test_a_gather_is_over_when_no_other_thread_refers_to_its_tensors(
+    held_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a thread of gloo does until a moment after completion. A backend that keeps them delays set-up a little."""
+    monkeypatch.setattr(exchange, "_OWNERSHIP_S", 0.2 if held_s == 60.0 else 60.0)
+    tensors = [torch.zeros(1), torch.zeros(2)]
+    held, over = [tensors[1]], threading.Event()
+
+    def hold() -> None:
+        over.wait(held_s)
+        held.clear()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    exchange.await_sole_ownership(tensors)
+    assert bool(held) == (held_s == 60.0)
+    over.set()
+    thread.join()

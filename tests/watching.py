@@ -1,0 +1,51 @@
+"""Waiting for processes to come so far, and having them do something where they come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from process_ranks import RankGroup
+
+
+def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)
+
+
+def written(path: Path) -> str:
+    """The content of a file that another process writes, once it ends with a blank."""
+    until(lambda: path.exists() and path.read_text().endswith(" "), f"{path.name} was not written")
+    return path.read_text()
+
+
+def do_before(owner: type, name: str, action: Callable[[], object]) -> None:
+    """Have this process do something each time it comes to a method."""
+    original = getattr(owner, name)
+
+    def act(*args: Any) -> Any:
+        action()
+        return original(*args)
+
+    setattr(owner, name, act)
+
+
+@contextlib.contextmanager
+def killed_on_error(group: RankGroup) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        group.join(0.0, expendable=range(len(group.pids)))
+        raise
+
+
+def scheduler_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
