@@ -24,7 +24,7 @@ logger = logging.getLogger("odc")
 
 MAX_PAYLOAD_BYTES = 64 << 20
 _LEAST_TIMEOUT_S = 600.0
-_OWNERSHIP_S, _BETWEEN_LOOKS_S = 0.5, 1e-4
+_OWNERSHIP_S, _BETWEEN_LOOKS_S = 2.0, 1e-4
 T = TypeVar("T")
 
 
@@ -57,6 +57,7 @@ class ProcessGroupExchange:
         # Where one backend serves both, as gloo does, host memory is the surer way.
         serves_hosts = "cpu:" in dist.get_backend_config(group)
         self._device = torch.device("cpu") if device is None or serves_hosts else device
+        self._is_let_go = self._device.type == "cpu"  # a backend that keeps results is waited for once
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
@@ -88,8 +89,8 @@ class ProcessGroupExchange:
             raise BrokenExchangeError(f"set-up cannot go on, a rank has ended or is out of reach: {reason}") from None
         finally:
             del work
-            if self._device.type == "cpu":
-                await_sole_ownership(tensors)
+            if self._is_let_go:
+                self._is_let_go = await_sole_ownership(tensors)
         return [tensor.cpu() for tensor in tensors[1:]]
 
     def _await(self, work: dist.Work) -> None:
@@ -122,16 +123,19 @@ def _keep_for_ever(group: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def await_sole_ownership(tensors: list[torch.Tensor]) -> None:
-    """Return when nothing but this list refers to the ``tensors``, or after half a second.
+def await_sole_ownership(tensors: list[torch.Tensor]) -> bool:
+    """Return when nothing but this list refers to the ``tensors``, or after two seconds; whether it is so.
 
     A thread of gloo lets go of an operation a moment after it is complete, and needs Python for the tensors in it. If
     Python begins to end just then, as it does after a set-up that fails, the process is aborted ("terminate called
     without an active exception").
     """
     deadline = time.monotonic() + _OWNERSHIP_S
-    while _most_references(tensors) > _most_references([object()]) and time.monotonic() < deadline:
+    while _most_references(tensors) > _most_references([object()]):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(_BETWEEN_LOOKS_S)
+    return True
 
 
 def _most_references(objects: Sequence[object]) -> int:

@@ -162,7 +162,7 @@ def test_a_gather_is_over_when_no_other_thread_refers_to_its_tensors(
 
     thread = threading.Thread(target=hold)
     thread.start()
-    exchange.await_sole_ownership(tensors)
+    assert exchange.await_sole_ownership(tensors) == (held_s < 60.0)
     assert bool(held) == (held_s == 60.0)
     over.set()
     thread.join()
