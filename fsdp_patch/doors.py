@@ -90,7 +90,8 @@ class Door(ABC):
         """Enter the function, unless that was done before."""
         if self._telling is None:
             self._original = self._read()
-            self._telling = untraced(functools.wraps(self._original)(self._make_telling(self._original)))
+            telling = functools.wraps(self._original, updated=())(self._make_telling(self._original))
+            self._telling = untraced(telling)
             self._write(self._telling)
 
     def shut(self) -> None:

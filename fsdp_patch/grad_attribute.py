@@ -17,8 +17,8 @@ from odc.fsdp_patch.listeners import Listener, Listeners
 _INITIALISES_OPTIMIZERS = "torch.distributed.checkpoint.state_dict"
 """Asked for the state of an optimizer that has none, it takes a step with gradients of zero unless it finds some."""
 
-_READ_FOR_SCRIPTS = ("torch.nn.utils.",)
-"""Given ``map(attrgetter("grad"), parameters)``, they are who reads. Their own readings are behind doors."""
+_READS_FOR_SCRIPTS = "torch.nn.utils.clip_grad"
+"""Given ``map(attrgetter("grad"), parameters)``, it is who reads. Its own readings are behind doors."""
 
 _PASSES_BY = "torch._dynamo.eval_frame"
 """Its wrapper stands between, see [Note: Compiled scripts] in doors.py. The compiler itself, which looks at gradients
@@ -74,7 +74,7 @@ class Gradient:
             return None
         frame = _asking_frame()
         module = _module_of(frame)
-        asks_for_script = module == _INITIALISES_OPTIMIZERS or module.startswith(_READ_FOR_SCRIPTS)
+        asks_for_script = module in (_INITIALISES_OPTIMIZERS, _READS_FOR_SCRIPTS)
         if module.split(".")[0] in ("torch", "odc") and not asks_for_script:
             return None
         return _Reader(module, frame.f_code.co_filename, frame.f_lineno)

@@ -93,33 +93,11 @@ class Publisher:
         self._verified[index] = False
 
     def is_any_changed(self) -> bool:
-        """Whether any parameter has been written since its unit was published."""
-        return any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True))
-
-    def must_publish_again(self, gathered: int | None = None) -> bool:
-        """Whether published parameters have changed on all ranks: by a checkpoint, or by hand in a frozen model.
-
-        No optimizer will ever publish a model that is frozen (an average of another one, a reference that follows its
-        policy), and no step depends on whether a rank has read its old values or its new ones: all wait for the new.
-
-        Args:
-            gathered: the unit that is needed; of it a sample is compared too, for changes through ``param.data``.
-        """
-        return self.reloaded or (self._is_frozen() and self._is_written(gathered))
-
-    def _is_frozen(self) -> bool:
-        return not any(p.requires_grad for parameters in self._parameters for p in parameters)
-
-    def _is_written(self, gathered: int | None) -> bool:
-        for index, unit in enumerate(self._units):
-            versions = unit.versions()
-            touched = versions != self._versions[index]
-            if touched or (index == gathered and self._comparison.samples):
-                pairs = unit.beside(self._runtime.published_shard(index), touched)
-                if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
-                    return True
-                self._versions[index] = versions  # written is not changed
-        return False
+        """Whether any parameter differs from what was published, or was written since."""
+        if any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True)):
+            return True
+        pairs = (pair for i, unit in enumerate(self._units) for pair in unit.beside(self._runtime.published_shard(i)))
+        return not all(torch.equal(left, right) for left, right in pairs)
 
     def gradients_are_cleared(self) -> bool:
         """Whether no trainable parameter has a ``.grad``."""
@@ -137,14 +115,16 @@ class Publisher:
         By version counters every time. They miss changes through ``param.data`` and checkpoints loaded in place, so
         bits are compared too: all of them at the first check of a publication and where ``whole`` asks for it (once per
         minibatch; at every gather it would cost as much as the gather), a sample of each parameter otherwise. On a GPU
-        the bits' answer comes late, see :class:`~odc.fsdp_patch.comparison.DeviceComparison`.
+        the bits' answer comes late, see :class:`~odc.fsdp_patch.comparison.DeviceComparison`, and where nothing is
+        trainable, so that no minibatch comes, all are compared each time: its memory is faster than the wire.
         """
         unit = self._units[index]
         versions = unit.versions()
         changed = [now[0] for now, then in zip(versions, self._versions[index], strict=True) if now != then]
         # Written is not changed: FSDP1's summon_full_params writes back what it has read, torch 2.9 gives padded shards
         # new tensors at the first forward, and a step with a learning rate of 0 changes nothing.
-        whole = whole or bool(changed) or not self._verified[index]
+        is_seldom_seen = not self._comparison.samples and not self._all_trainable
+        whole = whole or bool(changed) or not self._verified[index] or is_seldom_seen
         if whole or self._comparison.samples:
             what = f"parameter {changed[0]!r}" if changed else f"a parameter of unit {unit.name!r}"
             found = self._comparison.compare(unit.beside(self._runtime.published_shard(index), whole), what)

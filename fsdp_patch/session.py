@@ -163,7 +163,7 @@ class Session:
             self._loans.pop().take_back()
 
     def _begin(self) -> None:
-        if self._publisher.must_publish_again():
+        if self._publisher.reloaded:
             self._publish_again()
         self._publisher.publish_all()
         self._take_gradients_out()
@@ -176,9 +176,8 @@ class Session:
         """Publish parameters that were changed outside ``optimizer.step``. Every rank must call it.
 
         Needed after changing parameters by hand between a publication and the next use of the model (an evaluation with
-        averaged weights, say). ``optimizer.step`` publishes by itself. A ``load_state_dict`` of the patched model, and
-        changes of a model in which nothing requires a gradient, are published when the model is next used, on every
-        rank.
+        averaged weights, a frozen model moved towards another one). ``optimizer.step`` publishes by itself, and a
+        ``load_state_dict`` of the patched model is published when the model is next used, on every rank.
 
         Raises:
             ProtocolError: inside a minibatch, or another rank is training on the old parameters already.
@@ -222,7 +221,7 @@ class Session:
         return self._runtime.gather_ahead(unit, out, own_in_place=own_in_place)
 
     def _before_gather(self, unit: int) -> None:
-        if self._runtime.state is State.PUBLISHED and self._publisher.must_publish_again(unit):
+        if self._publisher.reloaded and self._runtime.state is State.PUBLISHED:
             self._publish_again()
         if self._runtime.state is State.FINISHED:
             if not self._watch.is_used_up():

@@ -87,12 +87,14 @@ class GradientWatch(Listener):
         def end(module: nn.Module, args: object, output: object) -> None:
             self._in_forward = self._in_training_forward = False
 
-        # Nobody hears of the end of a method that raises, which is why they are no forward in which nothing is read.
+        # A method that raises has no end, so `_in_forward`, which silences readers, must not depend on one.
         def begin_method() -> None:
-            self._in_training_forward = torch.is_grad_enabled()
+            if not self._in_forward:
+                self._in_training_forward = torch.is_grad_enabled()
 
         def end_method() -> None:
-            self._in_training_forward = self._in_forward and self._in_training_forward
+            if not self._in_forward:
+                self._in_training_forward = False
 
         hooks = [
             model.register_forward_pre_hook(begin, prepend=True),

@@ -8,9 +8,8 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -124,22 +123,19 @@ def _keep_for_ever(group: object) -> None:
 
 
 def await_sole_ownership(tensors: list[torch.Tensor]) -> bool:
-    """Return when nothing but this list refers to the ``tensors``, or after two seconds; whether it is so.
+    """Return when nothing but Python refers to the ``tensors``, or after two seconds; whether it is so.
 
     A thread of gloo lets go of an operation a moment after it is complete, and needs Python for the tensors in it. If
     Python begins to end just then, as it does after a set-up that fails, the process is aborted ("terminate called
     without an active exception").
     """
     deadline = time.monotonic() + _OWNERSHIP_S
-    while _most_references(tensors) > _most_references([object()]):
+    sole = torch.empty(0)._use_count()  # type: ignore[attr-defined]
+    while any(tensor._use_count() > sole for tensor in tensors):  # type: ignore[attr-defined]
         if time.monotonic() > deadline:
             return False
         time.sleep(_BETWEEN_LOOKS_S)
     return True
-
-
-def _most_references(objects: Sequence[object]) -> int:
-    return max(sys.getrefcount(one) for one in objects)
 
 
 def gather_json(exchange: Exchange, value: Any) -> list[Any]:

@@ -145,10 +145,11 @@ class Waiter:
 
     def check(self) -> None:
         """Raise if this rank or a peer has failed already. Cheap; called at every operation."""
-        if self._failure.error is not None:
-            raise OdcError(
-                f"{self._whoami()} failed earlier: {_one_line(self._failure.error)}"
-            ) from self._failure.error
+        failure = self._failure.error
+        if isinstance(failure, AbortedError):  # whichever thread has heard of it, it is another rank's failure
+            raise AbortedError(str(failure)) from failure
+        if failure is not None:
+            raise OdcError(f"{self._whoami()} failed earlier: {_one_line(failure)}") from failure
         notice = self._transport.abort_notice()
         if notice is not None:
             raise AbortedError(f"{self._whoami()} aborted because {notice}")

@@ -153,16 +153,16 @@ def test_a_gather_is_over_when_no_other_thread_refers_to_its_tensors(
 ) -> None:
     """As a thread of gloo does until a moment after completion. A backend that keeps them delays set-up a little."""
     monkeypatch.setattr(exchange, "_OWNERSHIP_S", 0.2 if held_s == 60.0 else 60.0)
-    tensors = [torch.zeros(1), torch.zeros(2)]
-    held, over = [tensors[1]], threading.Event()
+    tensors = [torch.zeros(1), torch.zeros(2, requires_grad=True)]
+    graphs, over = [tensors[1] * tensors[1]], threading.Event()  # C++ refers to what it was made of
 
     def hold() -> None:
         over.wait(held_s)
-        held.clear()
+        graphs.clear()
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert exchange.await_sole_ownership(tensors) == (held_s < 60.0)
-    assert bool(held) == (held_s == 60.0)
+    assert bool(graphs) == (held_s == 60.0)
     over.set()
     thread.join()

@@ -81,6 +81,16 @@ def sum_is_whole(runtime: Runtime) -> bool:
     return bool((sums[0] == runtime.topology.world_size).all())
 
 
+def test_another_ranks_failure_stays_one_whichever_thread_has_heard_of_it() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, {}) as runtime:
+            runtime.abort(AbortedError("rank 0 aborted because rank 1 (pid 7): no more"))  # as the daemon does
+            with pytest.raises(AbortedError, match=r"rank 0 aborted because rank 1 \(pid 7\): no more"):
+                publish_all(runtime)
+
+    values(run_threads(1, body))
+
+
 # Fault test 18: the loops of a script, each rank with its own
 
 Plan = tuple[tuple[int, ...], ...]  # the samples of each minibatch; every one ends with a step

@@ -293,6 +293,14 @@ def test_a_rank_has_left_only_when_all_that_it_posted_is_here(news_end: bool) ->
         assert pair.owner.delivered == [(3, False)]
 
 
+def test_a_host_that_vanishes_behind_its_farewell_is_not_waited_for() -> None:
+    with Pair() as pair:
+        pair.link.hear(Frame(Kind.CLOSED, a=Closing.COMPLETE.value), b"")
+        assert not pair.link.has_left
+        pair.link.news_ended("no sign of life from its host or the network", is_lost=True)
+        assert pair.link.has_left
+
+
 def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
     """By the kernel's own timers; that they are set is all that can be shown without cutting a network."""
     with Pair() as pair:

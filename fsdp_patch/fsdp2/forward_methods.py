@@ -15,29 +15,34 @@ def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Call
 
     They look up the two halves of FSDP2's forward in the module's state each time; its own hooks were bound once.
     """
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    for state in states:
-        _tell(state, begin, end)
+    found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = {id(state): state for state in found}.values()  # one may belong to several modules
+    undos = [_shadow(state, "_pre_forward", begin) for state in states]
+    undos += [_shadow(state, "_post_forward", end) for state in states]
 
     def undo() -> None:
-        for state in states:
-            for half in ("_pre_forward", "_post_forward"):
-                state.__dict__.pop(half, None)
+        for one in undos:
+            one()
 
     return undo
 
 
-def _tell(state: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    pre_forward, post_forward = state._pre_forward, state._post_forward
+def _shadow(state: Any, half: str, tell: Callable[[], None]) -> Callable[[], None]:
+    original, own = getattr(state, half), state.__dict__.get(half)
 
-    @functools.wraps(pre_forward)
-    def telling_pre_forward(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        return pre_forward(*args, **kwargs)
+    @functools.wraps(original)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
 
-    @functools.wraps(post_forward)
-    def telling_post_forward(*args: Any, **kwargs: Any) -> Any:
-        end()
-        return post_forward(*args, **kwargs)
+    setattr(state, half, telling)
 
-    state._pre_forward, state._post_forward = telling_pre_forward, telling_post_forward
+    def undo() -> None:
+        if state.__dict__.get(half) is not telling:
+            return  # somebody else has wrapped it meanwhile
+        if own is None:
+            delattr(state, half)
+        else:
+            setattr(state, half, own)
+
+    return undo

@@ -18,6 +18,7 @@ import queue
 import select
 import socket
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -214,7 +215,10 @@ class Link(Neighbour):
 
     def _end_explained(self, reason: str) -> None:
         """The data have ended; why, the news may tell in a moment."""
-        self._explained.wait(_MOMENT_S)
+        deadline = time.monotonic() + _MOMENT_S
+        with contextlib.suppress(OdcError):  # another account of what happened is there
+            while not self._explained.wait(SLICE_S) and time.monotonic() < deadline:
+                self._owner.check()
         self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -285,10 +289,10 @@ class Link(Neighbour):
             self._owner.lost()
         self._explained.set()
 
-    def news_ended(self, reason: str) -> None:
-        """There will be no more news: the other rank, its host or the network is gone."""
+    def news_ended(self, reason: str, *, is_lost: bool = False) -> None:
+        """There will be no more news: the other rank, its host or the network is gone, or it has closed."""
         self._explained.set()
-        if self._closing is Closing.OPEN:
+        if is_lost or self._closing is Closing.OPEN:
             self._end(reason)
 
     def send_status(self, progress: int, waiting_on: int | None) -> None:

@@ -25,8 +25,8 @@ class Listener(Protocol):
         """A piece of news has come; ``text`` is that of an abort notice."""
         ...
 
-    def news_ended(self, reason: str) -> None:
-        """There will be no more."""
+    def news_ended(self, reason: str, *, is_lost: bool = False) -> None:
+        """There will be no more; ``is_lost``: nor of anything else."""
         ...
 
 
@@ -59,7 +59,7 @@ class News:
         except BlockingIOError:
             return True
         except TimeoutError:
-            self._listener.news_ended("no sign of life from its host or the network")
+            self._listener.news_ended("no sign of life from its host or the network", is_lost=True)
             return False
         except (OSError, ValueError) as problem:
             self._listener.news_ended(str(problem))
@@ -89,7 +89,7 @@ class News:
             except OSError:
                 return  # read() finds out why
         if sent < len(data):
-            self._listener.news_ended("it has not taken in news for long")
+            self._listener.news_ended("it has not taken in news for long", is_lost=True)
 
     def close(self) -> None:
         self._connection.close()

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from training import Block, Net, build, optimizer_of, tokens
 
+import odc
 from fsdp_scripts.run import STEPS, Outcome, Run, train
 
 
@@ -122,7 +123,7 @@ def policy_and_reference(run: Run) -> None:
 
 
 def following_reference(run: Run) -> None:
-    """A frozen model that follows the trained one: moved towards it in place, or given its values."""
+    """A frozen model that follows the trained one: moved towards it in place, or given its values. It says so."""
     policy, reference = run.net(), run.net()
     reference.requires_grad_(False).eval()
     run.patch(policy)
@@ -143,6 +144,8 @@ def following_reference(run: Run) -> None:
                     theirs.lerp_(ours, 0.3)
                 else:
                     theirs.data.copy_(ours.data)
+        if run.patched:
+            odc.session_of(reference).publish()
 
 
 def reference_stays_plain(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from training import loss_of, optimizer_of, tokens
+from training import Net, loss_of, optimizer_of, tokens
 
 from fsdp_scripts.run import STEPS, TOLERANCE, Case, Outcome, Run, full, with_
 
@@ -117,27 +119,40 @@ def step_by_hand(run: Run, clear: str) -> None:
             for parameter in model.parameters():
                 if parameter.grad is None:  # FSDP1, where this rank has none of it
                     continue
-                parameter -= 0.5 * parameter.grad
-                if clear == "in place":
+                if clear == "through data":
+                    parameter.data.sub_(0.5 * parameter.grad.data)
+                else:
+                    parameter -= 0.5 * parameter.grad
+                if clear != "by hand":
                     parameter.grad.zero_()
                 else:
                     parameter.grad = None
 
 
-def forward_method(run: Run) -> None:
-    """Every second step is skipped and its gradients stay; the loop never calls the model itself."""
+def forward_method(run: Run, inside: bool) -> None:
+    """Every second step is skipped and its gradients stay. The loop never calls the model itself; or it does, and the
+    model calls such a method of its own without a graph."""
     model = run.net()
     register_fsdp_forward_method(model, "logits")
+    register_fsdp_forward_method(model.blocks[0], "alone")
+    if inside:
+        model.forward = functools.partial(forward_behind_method, model, model.forward)  # type: ignore[method-assign]
     run.patch(model)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         inputs = tokens(step, run.rank, 0)
-        (loss_of(model.logits, inputs) * 0.02).backward()
+        (loss_of(model if inside else model.logits, inputs) * 0.02).backward()
         clip_grad_norm_(model.parameters(), 0.5)
         if step % 2 == 0:
             continue
         optimizer.step()
         optimizer.zero_grad()
+
+
+def forward_behind_method(model: Net, forward: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.blocks[0].alone(model.embed(inputs))  # type: ignore[operator]
+    return forward(inputs)
 
 
 def clipping_in_two_parts(run: Run) -> None:
@@ -302,6 +317,7 @@ CASES = {
     "compiled step": Case(compiled_step),
     "step by hand": Case(with_(step_by_hand, "by hand")),
     "step by hand, cleared in place": Case(with_(step_by_hand, "in place")),
+    "step by hand through data": Case(with_(step_by_hand, "through data")),
     "clipping in two parts": Case(clipping_in_two_parts),
     "norm after the step": Case(norm_after_the_step, minibatches=None),
     "clipping every microbatch": Case(clipping_every_microbatch, TOLERANCE, minibatches=3 * STEPS),
@@ -320,5 +336,6 @@ CASES = {
 }
 FSDP2_CASES = {
     "norm of a map": Case(norm_of_a_map),
-    "forward method": Case(forward_method),
+    "forward method": Case(with_(forward_method, False)),
+    "forward method inside a forward": Case(with_(forward_method, True)),
 }
