@@ -121,7 +121,7 @@ def stranger(address: str, key: str) -> int:
             except TimeoutError:
                 os._exit(1)
             except OSError:
-                pass
+                os._exit(0)  # sent away without a word
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
