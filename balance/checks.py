@@ -7,6 +7,8 @@ import operator
 import numpy as np
 import numpy.typing as npt
 
+from odc.errors import shorten, shown
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -38,7 +40,7 @@ def as_lengths(lengths: npt.ArrayLike, name: str = "lengths", minimum: int = 1) 
         raise ValueError(f"{name}[{bad}] is {array[bad]}: expected at least {minimum}")
     # The sum of floats is rough but does not wrap around, that of integers is exact where the other is small.
     if array.sum(dtype=np.float64) > MAX_COUNT or array.sum() > MAX_COUNT:
-        raise ValueError(f"{name} add up to {sum(array.tolist())} tokens: expected at most 2**53 in all")
+        raise ValueError(f"{name} add up to {shown(sum(array.tolist()))} tokens: expected at most 2**53 in all")
     return array.astype(np.int64)
 
 
@@ -72,10 +74,10 @@ def as_cost(value: float, name: str) -> float:
     """
     is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_real or not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
+        raise ValueError(f"{name}={shown(value)}: expected a finite number of at least 0")
     # Compared as integers where a float would be too small for the value, as floats where its type is too small.
     if (isinstance(value, int) and value > int(MAX_COST)) or (number := float(value)) > MAX_COST:
-        raise ValueError(f"{name}={value!r}: expected at most {MAX_COST}")
+        raise ValueError(f"{name}={shown(value)}: expected at most {MAX_COST}")
     return number
 
 
@@ -112,9 +114,9 @@ def as_count(value: int, name: str, minimum: int = 1, maximum: int | None = MAX_
     except TypeError:
         number = minimum - 1
     if isinstance(value, bool) or number < minimum:
-        raise ValueError(f"{name}={value!r}: expected an integer of at least {minimum}")
+        raise ValueError(f"{name}={shown(value)}: expected an integer of at least {minimum}")
     if maximum is not None and number > maximum:
-        raise ValueError(f"{name}={value!r}: expected an integer of at most {maximum}")
+        raise ValueError(f"{name}={shown(value)}: expected an integer of at most {maximum}")
     return number
 
 
@@ -139,7 +141,7 @@ def _as_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} cannot be read as one float per sample: {error}") from error
+        raise ValueError(f"{name} cannot be read as one float per sample: {shorten(str(error))}") from error
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension, one number per sample")
     if not (np.isfinite(array) & (array >= 0)).all():

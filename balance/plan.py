@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
+from odc.errors import shown
 
 Comm = Literal["odc", "collective"]
 
@@ -213,7 +214,7 @@ def makespan(times: FloatArray, comm: Comm) -> float:
         return float(times.sum(axis=1).max(initial=0.0))
     if comm == "collective":
         return float(times.max(axis=0, initial=0.0).sum())
-    raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
+    raise ValueError(f"comm={shown(comm)}: expected 'odc' or 'collective'")
 
 
 def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:

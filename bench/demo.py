@@ -66,7 +66,7 @@ def _check_installation() -> None:
         raise typer.Exit(2)
     missing = [n for n in ("transformers", "tokenizers", "matplotlib") if importlib.util.find_spec(n) is None]
     if missing:
-        print(f"the demo needs {', '.join(missing)}: pip install 'odc[examples]'", file=sys.stderr)
+        print(f"the demo needs {', '.join(missing)}: pip install '.[examples]'", file=sys.stderr)
         raise typer.Exit(2)
 
 

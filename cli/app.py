@@ -14,8 +14,11 @@ from odc.cli.plan import plan
 from odc.cli.run import run
 from odc.cli.simulate import simulate
 
+_HELP = {"help_option_names": ["-h", "--help"]}  # of subcommands too
+
 app = typer.Typer(
     name="odc",
+    context_settings=_HELP,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

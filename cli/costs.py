@@ -12,7 +12,10 @@ import numpy.typing as npt
 from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost, preset_names
 from odc.balance.checks import FloatArray
 from odc.cli.devices import DEVICES, Device
-from odc.cli.lengths import MOST_TOKENS
+from odc.cli.lengths import MOST_TOKENS, check_ends
+from odc.errors import shorten, shown
+
+_LARGEST_FILE = 2**26  # bytes of what is read whole
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,20 @@ def _check_model(model: str) -> None:
     if path.is_dir():
         if not (path / "config.json").exists():
             raise ValueError(f"--model {model} is a folder without a config.json: there is no {path / 'config.json'}")
+        path = path / "config.json"
     elif not path.exists():
         raise ValueError(
-            f"--model {model!r} is neither a file nor a preset: give the path of a config.json, or one of "
+            f"--model {shown(model)} is neither a file nor a preset: give the path of a config.json, or one of "
             f"{', '.join(preset_names())}"
         )
+    _check_size(path, "a model's config.json")
+
+
+def _check_size(path: Path, expected: str) -> None:
+    """Refuse what is too large to be what is expected, before it is read."""
+    check_ends(path)
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ValueError(f"{shown(str(path))} has {path.stat().st_size:,} bytes: expected {expected}")
 
 
 def read_timings(path: Path) -> tuple[list[int], list[float]]:
@@ -120,7 +132,8 @@ def read_timings(path: Path) -> tuple[list[int], list[float]]:
         OSError: the file cannot be read.
     """
     if not path.exists():
-        raise ValueError(f"there is no file {str(path)!r}: expected a CSV of measured lengths and seconds")
+        raise ValueError(f"there is no file {shown(str(path))}: expected a CSV of measured lengths and seconds")
+    _check_size(path, "a CSV of measured lengths and seconds")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [(number, row) for number, row in enumerate(csv.reader(file), 1) if row]
@@ -137,9 +150,9 @@ def _as_pair(row: list[str], where: str) -> tuple[int, float]:
         raise ValueError(f"{where}: {','.join(row)[:40]!r} is not 'length,seconds'")
     length, seconds = map(float, row)
     if not length.is_integer() or not 1 <= length <= MOST_TOKENS:
-        raise ValueError(f"{where}: the length is {row[0].strip()}, expected an integer of at least 1")
+        raise ValueError(f"{where}: the length is {shorten(row[0].strip())}, expected an integer of at least 1")
     if not 0 < seconds < np.inf:
-        raise ValueError(f"{where}: the time is {row[1].strip()}, expected a finite number of seconds above 0")
+        raise ValueError(f"{where}: the time is {shorten(row[1].strip())}, expected a finite number of seconds above 0")
     return int(length), seconds
 
 

@@ -2,72 +2,134 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
 from odc.balance import even_lengths, law_names
 from odc.balance.checks import IntArray, as_lengths
-
-# Field names, in the order in which they are looked for.
-_LENGTH_FIELDS = ("length", "num_tokens", "seq_len", "seqlen", "input_length", "n_tokens")
-_TOKEN_FIELDS = ("input_ids", "tokens", "token_ids")
-_TEXT_FIELDS = ("text", "content", "prompt")
+from odc.cli.records import RecordReader, TokenCounter
+from odc.errors import shorten, shown
 
 # Sums of lengths stay exact far above this.
 MOST_TOKENS = 10**12
+# What is read is held in memory, with a few copies of it: some GB at most.
+MOST_SAMPLES = 10**8
+# Characters of one line: of a number, and of a sample as JSON.
+_LONGEST_LINE, _LONGEST_OBJECT = 2**20, 2**26
 
-CountTokens = Callable[[str], int]
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a dataset."""
+
+    tokens: IntArray
+    """Of each sample, (num_samples,)."""
+
+    about: str
+    """Where they come from, and how tokens were counted, for people."""
 
 
-def read_lengths(source: str, *, num_samples: int, field: str | None, count_tokens: CountTokens) -> IntArray:
+def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_tokens: TokenCounter) -> Lengths:
     """Lengths (tokens) from ``source``.
 
     Args:
-        source: ``.npy`` (integers); ``.jsonl`` (an object per line with a length, a list of tokens, or text);
+        source: ``.npy`` (integers); ``.jsonl`` (an object per line with a length, a list of tokens, text or a chat);
             any other file: one integer per line, blank lines and lines starting with # ignored; ``-`` is
             standard input in that form; or the name of a length law.
         num_samples: how many samples of a law.
-        field: of JSONL objects; by default the first known one that the first object has.
-        count_tokens: counts the tokens of a text.
+        fields: of JSONL objects, added up; by default the first known ones that the first object has.
+        count_tokens: counts the tokens of texts.
 
     Raises:
-        ValueError: there is no such file or law, or something in it is not a length.
+        ValueError: there is no such file or law, it is no file that ends, or something in it is not a length.
         OSError: the file cannot be read.
     """
     if source == "-":
-        return _from_lines(sys.stdin, "standard input")
+        return Lengths(_from_lines(sys.stdin, "standard input"), "one length per line of standard input")
     path = Path(source)
     if not path.exists():
         if source in law_names():
-            return even_lengths(source, num_samples)
-        raise ValueError(f"{source!r} is neither a file nor a length law: laws are {', '.join(law_names())}")
-    if path.is_dir():
-        raise ValueError(f"{source!r} is a folder: expected a file with lengths")
+            return Lengths(even_lengths(source, num_samples), f"drawn from the law {source}")
+        raise ValueError(f"{shown(source)} is neither a file nor a length law: laws are {', '.join(law_names())}")
+    check_ends(path)
+    named = shorten(source)
     if path.suffix == ".npy":
-        return _checked(_load_npy(path), source)
+        return Lengths(_checked(_load_npy(path), named), f"the numbers in {named}")
     if path.suffix == ".json":
-        raise ValueError(f"{source} is one JSON document: expected .jsonl, one object per line")
+        raise ValueError(f"{named} is one JSON document: expected .jsonl, one object per line")
     # Bytes that are not UTF-8 become surrogates, which _numbered finds: so the line is known.
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         if path.suffix in (".jsonl", ".ndjson"):
-            return _checked(_as_array(_from_objects(lines, source, field, count_tokens)), source)
-        return _from_lines(lines, source)
+            reader = RecordReader(fields, count_tokens)
+            return Lengths(_checked(_as_array(_from_objects(lines, named, reader), named), named), reader.about)
+        return Lengths(_from_lines(lines, named), f"one length per line of {named}")
+
+
+def check_ends(path: Path) -> None:
+    """Refuse what cannot be read to its end: a device (/dev/zero), a socket, a folder. A pipe is read as it comes.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise ValueError(f"{shown(str(path))} is a folder: expected a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise ValueError(f"{shown(str(path))} is a device or a socket: expected a file")
 
 
 def _load_npy(path: Path) -> IntArray:
+    """The array in a file, without the memory that its header may claim: only what is there is mapped."""
+    named = shorten(str(path))
+    if not path.is_file():
+        raise ValueError(f"{named} is no file: .npy cannot be read from a pipe")
+    with path.open("rb") as file:
+        start = file.read(6)
+    if start != b"\x93NUMPY":
+        several = start.startswith(b"PK")
+        what = "is empty" if not start else "holds several arrays (.npz)" if several else "is not in the .npy format"
+        raise ValueError(f"{named} {what}: expected one array of lengths, saved with numpy.save")
     try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as an array of lengths: {error}") from None
-    if not isinstance(values, np.ndarray):
-        raise ValueError(f"{path} holds several arrays: expected one, of lengths")
+        values: IntArray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, RecursionError, tokenize.TokenError) as error:
+        raise ValueError(
+            f"{named} cannot be read as an array of lengths ({shorten(str(error))}): expected integers in a file that "
+            "is whole, saved with numpy.save"
+        ) from None
     if values.dtype.kind == "f":
-        raise ValueError(f"{path} has dtype {values.dtype}: expected integers; save it with .astype(int)")
+        raise ValueError(f"{named} has dtype {values.dtype}: expected integers; save it with .astype(int)")
+    if values.dtype.kind not in "iu":
+        dtype = shorten(str(values.dtype))
+        raise ValueError(f"{named} has dtype {dtype}: expected integers, the tokens of each sample")
+    _check_count(values.size, named)
     return values
+
+
+def _check_count(num_samples: int, source: str) -> None:
+    if num_samples > MOST_SAMPLES:
+        raise ValueError(f"{source} holds more than {MOST_SAMPLES:,} lengths: give a part of them, drawn at random")
+
+
+def _lines(file: TextIO, source: str, longest: int) -> Iterator[str]:
+    """The lines of a file, of which none is longer than ``longest`` characters."""
+    number = 0
+    while line := file.readline(longest + 1):
+        number += 1
+        if len(line) > longest:
+            raise ValueError(
+                f"{source}, line {number} starts with {shown(line[:40])} and is longer than {longest:,} characters: "
+                "expected one integer per line, or .jsonl with one object per line"
+            )
+        yield line
 
 
 def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
@@ -89,13 +151,15 @@ def _not_text(source: str, number: int) -> ValueError:
     return ValueError(f"{source}, line {number} is not text in UTF-8: expected one integer per line, .jsonl or .npy")
 
 
-def _from_lines(lines: Iterable[str], source: str) -> IntArray:
-    numbered = _numbered(lines, source)
-    return _checked(_as_array(_as_integer(text, where) for text, where in numbered if text[0] != "#"), source)
+def _from_lines(file: TextIO, source: str) -> IntArray:
+    numbered = _numbered(_lines(file, source, _LONGEST_LINE), source)
+    return _checked(_as_array((_as_integer(text, where) for text, where in numbered if text[0] != "#"), source), source)
 
 
-def _as_array(values: Iterable[int]) -> IntArray:
-    return np.fromiter(values, dtype=np.int64)
+def _as_array(values: Iterable[int], source: str) -> IntArray:
+    array = np.fromiter(itertools.islice(values, MOST_SAMPLES + 1), dtype=np.int64)
+    _check_count(array.size, source)
+    return array
 
 
 def _as_integer(text: str, where: str) -> int:
@@ -108,46 +172,19 @@ def _as_integer(text: str, where: str) -> int:
 
 def _in_range(value: int, where: str) -> int:
     if value < 1:
-        raise ValueError(f"{where} is {value}: expected a length of at least 1 token")
+        raise ValueError(f"{where} is {shown(value)}: expected a length of at least 1 token")
     if value > MOST_TOKENS:
         raise ValueError(f"{where} is {str(value)[:20]}...: expected a length in tokens, at most {MOST_TOKENS:,}")
     return value
 
 
-def _from_objects(lines: Iterable[str], source: str, field: str | None, count_tokens: CountTokens) -> Iterator[int]:
-    for line, where in _numbered(lines, source):
+def _from_objects(file: TextIO, source: str, reader: RecordReader) -> Iterator[int]:
+    for line, where in _numbered(_lines(file, source, _LONGEST_OBJECT), source):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} holds a {type(record).__name__}: expected an object")
-        field = field or _find_field(record, where)
-        if field not in record:
-            raise ValueError(f"{where} has no field {field!r}, only {', '.join(map(repr, record))}")
-        place = f"{where}, field {field!r}"
-        yield _in_range(_length_of(record[field], place, count_tokens), place)
-
-
-def _find_field(record: dict[str, object], where: str) -> str:
-    known = (*_LENGTH_FIELDS, *_TOKEN_FIELDS, *_TEXT_FIELDS)
-    for name in known:
-        if name in record:
-            return name
-    raise ValueError(
-        f"{where} has the fields {', '.join(map(repr, record))}: none of them is known to hold a length, tokens or "
-        "text; name it with --field"
-    )
-
-
-def _length_of(value: object, where: str, count_tokens: CountTokens) -> int:
-    if isinstance(value, str):
-        return count_tokens(value)
-    if isinstance(value, list):
-        return len(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where} is {value!r}: expected an integer, a list of tokens, or text")
-    return value
+            raise ValueError(f"{where} is not JSON: {shorten(str(error))}") from None
+        yield _in_range(reader.length(record, where), f"{where}, {reader.place}")
 
 
 def _checked(values: IntArray, source: str) -> IntArray:
@@ -156,22 +193,3 @@ def _checked(values: IntArray, source: str) -> IntArray:
         raise ValueError(f"{source} holds no lengths")
     _in_range(int(lengths.max()), f"the longest sample of {source}")
     return lengths
-
-
-def token_counter(tokenizer: Path | None, chars_per_token: float) -> CountTokens:
-    """A function that counts the tokens of a text: exactly with a ``tokenizer.json``, else by its characters.
-
-    Raises:
-        ValueError: the tokenizer cannot be read, or ``tokenizers`` is not installed.
-    """
-    if tokenizer is None:
-        return lambda text: max(1, round(len(text) / chars_per_token))
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ValueError("--tokenizer needs the package tokenizers: pip install tokenizers") from None
-    try:
-        loaded = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the bindings raise bare Exception
-        raise ValueError(f"{tokenizer} cannot be read as a tokenizer.json: {error}") from None
-    return lambda text: max(1, len(loaded.encode(text).ids))

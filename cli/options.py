@@ -14,8 +14,8 @@ _TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
 Lengths = Annotated[
     str,
     typer.Argument(
-        help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens or "
-        "text per object), .npy, or a law: longalign, swesmith, aime.",
+        help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens, "
+        "text or a chat per object), .npy, or a law: longalign, swesmith, aime.",
         show_default=False,
     ),
 ]
@@ -41,7 +41,15 @@ Policies = Annotated[
     list[str] | None,
     typer.Option("--policy", help=f"Repeatable; 'all', or of: {', '.join(policy_names())}.", show_default=False),
 ]
-Field = Annotated[str | None, typer.Option("--field", help="Field of the JSONL objects: length, tokens or text.")]
+Field = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        help="Field of the JSONL objects: length, tokens, text or a chat; repeatable, e.g. for a prompt and its "
+        "completion. Default: the first known.",
+        show_default=False,
+    ),
+]
 Tokenizer = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json, to count tokens of text.")]
 CharsPerToken = Annotated[
     float, typer.Option("--chars-per-token", min=0.1, help="To estimate tokens of text without a tokenizer.")

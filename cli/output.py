@@ -13,9 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from odc._version import install_command
+from odc.errors import shorten
+
 _WIDTH = 80  # columns where there is no terminal
 _PICTURES = (".png", ".svg", ".pdf")
 _LONGEST_NAME = 100  # characters of a path in a message
+_LONGEST_ERROR = 1000
 
 
 def output() -> Console:
@@ -39,7 +43,7 @@ def errors_in_one_line() -> Iterator[None]:
         Console(stderr=True).print("interrupted")
         raise typer.Exit(130) from None
     except (ValueError, OverflowError, OSError, MemoryError, RecursionError) as error:
-        line = f"[red]error:[/red] {escape(' '.join(_explain(error).split()))}"
+        line = f"[red]error:[/red] {escape(shorten(' '.join(_explain(error).split()), _LONGEST_ERROR))}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -71,7 +75,7 @@ def check_plot(path: Path | None) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {str(path.parent)!r}; make it first")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'odc[plot]'")
+        raise ValueError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def check_finite(**options: float) -> None:

@@ -18,8 +18,9 @@ from odc.cli import options
 from odc.cli.advice import memory_note, recommend
 from odc.cli.comparison import Comparison, compare, table, to_json
 from odc.cli.costs import Training, make_training
-from odc.cli.lengths import read_lengths, token_counter
+from odc.cli.lengths import read_lengths
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
+from odc.cli.records import TokenCounter
 from odc.cli.samples import check_enough, cut, describe, some_of
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
@@ -77,9 +78,9 @@ def plan(
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token)
         policies = chosen_policies(policy)
-        count_tokens = token_counter(tokenizer, chars_per_token)
-        tokens = read_lengths(lengths, num_samples=samples, field=field, count_tokens=count_tokens)
-        tokens = cut(tokens, max_tokens, truncate=truncate)
+        count_tokens = TokenCounter(tokenizer, chars_per_token)
+        dataset = read_lengths(lengths, num_samples=samples, fields=field or (), count_tokens=count_tokens)
+        tokens = cut(dataset.tokens, max_tokens, truncate=truncate)
         check_enough(tokens.size, lengths, minibatch_size, world_size)
         training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
         scenario = Scenario(
@@ -99,9 +100,9 @@ def plan(
         if plot is not None:
             _draw(plot, comparison)
     if as_json:
-        typer.echo(json.dumps(to_json(comparison, recommendation)))
+        typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation)}))
         return
-    _show(comparison, recommendation, plot)
+    _show(comparison, dataset.about, recommendation, plot)
 
 
 def chosen_policies(given: list[str] | None) -> list[str]:
@@ -157,7 +158,7 @@ def _draw(path: Path, comparison: Comparison) -> None:
         plot_plan(path, comparison)
 
 
-def _show(comparison: Comparison, recommendation: str, plot: Path | None) -> None:
+def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path | None) -> None:
     console = output()
     scenario, training = comparison.scenario, comparison.training
     longest = int(comparison.lengths.max())
@@ -166,6 +167,7 @@ def _show(comparison: Comparison, recommendation: str, plot: Path | None) -> Non
         f"minibatch, {comparison.baseline.makespans.size} minibatches planned.",
         highlight=False,
     )
+    console.print(f"Lengths: {escape(lengths)}.", style="dim", highlight=False)
     console.print(table(comparison))
     note = memory_note(training, int(scenario.max_tokens or longest))
     console.print(

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import os
+import re
+import signal
+import socket
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from typing import NoReturn
 
 import typer
+
+from odc.errors import shorten, shown
+
+_MOST_RANKS = 1024  # on one host: more are a mistake, and would take its memory before anybody sees it
+_LAST_PORT = 65535
 
 
 def run(context: typer.Context) -> None:
@@ -28,29 +41,44 @@ def launch(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as torchrun
 
+    from odc.fsdp_patch.launch.last_words import last_words
+
     options = rank_options(arguments)
     try:
         torchrun(options)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:  # the rank has printed its own traceback
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    except ChildFailedError as error:  # the rank has printed its own traceback, or left a line in its place
+        _end(last_words(error.failures) or str(error), 1)
     except SignalException as error:  # the ranks have been ended
-        typer.echo(f"odc run: ended by {error.sigval.name}", err=True)
-        raise typer.Exit(128 + error.sigval) from None
+        _end(f"odc run: ended by {error.sigval.name}", 128 + error.sigval)
+    except Exception as error:  # of torchrun's own making: an option, the rendezvous, a limit
+        what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}".removesuffix(": ")
+        _end(f"odc run: torchrun could not start the ranks: {what}", 2)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    typer.echo(text, err=True)
+    raise typer.Exit(code) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, without a usage that is longer than a terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {shorten(message, 600)} (odc run -h lists the options)\n")
 
 
 def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's options for ranks that patch FSDP and then run the script."""
+    """torchrun's options for ranks that patch FSDP and then run the script; exits where one cannot be used."""
     from torch.distributed.run import get_args_parser
 
-    from odc.fsdp_patch.launch.main import odc_options, option_arguments
+    from odc.fsdp_patch.launch.main import check_options, odc_options, option_arguments
 
     of_torchrun = get_args_parser()
     of_torchrun._optionals.title = "torchrun"  # else argparse lists them before ODC's
     for action in of_torchrun._actions:
         if len(action.option_strings) > 1 and action.nargs != 0 and action.metavar is None:
             action.metavar = "X"  # the name again, for each spelling of the option, is wider than a terminal
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="odc run",
         usage="odc run [options] [-m] script.py [arguments of the script]",
         parents=[odc_options(), of_torchrun],
@@ -60,14 +88,105 @@ def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="Example: odc run --nproc-per-node 8 train.py --config my.yaml",
     )
     options = parser.parse_args(list(arguments))
-    if options.no_python or options.run_path:
-        parser.error("--no-python and --run-path cannot be used: ODC patches FSDP in a Python process of each rank")
-    if not options.module and not os.path.exists(options.training_script):
-        parser.error(f"no such script: {options.training_script}")
+    try:
+        check_options(options)
+        check_launch(options)
+    except ValueError as error:
+        parser.error(str(error))
     unset = all(getattr(options, name) == parser.get_default(name) for name in ("rdzv_endpoint", "master_port"))
     if options.rdzv_backend == "static" and unset and options.nnodes in ("1", "1:1"):
         options.standalone = True  # a free port, where older versions of torchrun take 29500 for every launch
     script = ["--module"] * options.module + [options.training_script, *options.training_script_args]
+    options.launcher_tells = True
     options.training_script, options.module = "odc.run", True
     options.training_script_args = [*option_arguments(options), *script]
     return options
+
+
+def check_launch(options: argparse.Namespace) -> None:
+    """Refuse options of torchrun that it would answer with a traceback, or not at all.
+
+    Raises:
+        ValueError: says which option, what was given and what was expected.
+    """
+    if options.no_python or options.run_path:
+        raise ValueError("--no-python and --run-path cannot be used: ODC patches FSDP in a Python process of each rank")
+    _check_script(options.training_script, is_module=options.module)
+    _check_sizes(options)
+    _check_rendezvous(options)
+    for name in ("redirects", "tee"):
+        _expect(name, getattr(options, name), r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", "0 to 3, or pairs as in 0:1,1:3")
+    if options.local_ranks_filter:
+        _expect("local_ranks_filter", options.local_ranks_filter, r"\d+(,\d+)*", "ranks as in 0,1,2")
+    for name in filter(None, (getattr(options, "signals_to_handle", None) or "").split(",")):
+        if name.strip() not in signal.Signals.__members__:
+            raise ValueError(f"--signals-to-handle {shown(name)}: expected names of signals, as in SIGTERM,SIGINT")
+
+
+def _check_script(script: str, *, is_module: bool) -> None:
+    if not is_module:
+        if not os.path.exists(script):
+            raise ValueError(f"no such script: {shorten(script)}")
+        if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+            raise ValueError(f"{shown(script)} is a folder without a __main__.py: expected a script")
+        if not os.access(script, os.R_OK):
+            raise ValueError(f"{shown(script)} may not be read by this user")
+        return
+    package = script.partition(".")[0]  # nothing is imported here
+    found = package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) is not None
+    if not package or not (found or importlib.util.find_spec(package) is not None):
+        raise ValueError(f"-m {shown(script)}: there is no module {shown(package)} in this folder or installed")
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    from torch.distributed.run import determine_local_world_size
+
+    given = options.nproc_per_node
+    try:
+        ranks = determine_local_world_size(given)
+    except ValueError as error:
+        problem = str(error).rstrip(".")
+        raise ValueError(f"--nproc-per-node {shown(given)}: {problem}; expected a number, cpu, gpu or auto") from None
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise ValueError(f"--nproc-per-node {shown(given)}: expected 1 to {_MOST_RANKS} ranks on a host")
+    _expect("nnodes", options.nnodes, r"\d{1,6}(:\d{1,6})?", "a number of hosts, or MIN:MAX")
+    least, most = (int(number) for number in (options.nnodes.split(":") * 2)[:2])
+    if not 1 <= least <= most:
+        raise ValueError(f"--nnodes {options.nnodes}: expected at least 1 host, and MIN not above MAX")
+    if options.standalone and most > 1:
+        raise ValueError(f"--standalone is for one host: leave it out, or --nnodes {options.nnodes}")
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts {options.max_restarts}: expected at least 0")
+    if not 0 < options.monitor_interval < math.inf:
+        raise ValueError(f"--monitor-interval {options.monitor_interval}: expected a number of seconds above 0")
+    if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
+        raise ValueError(f"--node-rank {options.node_rank}: expected 0 to {most - 1}, as there are {most} hosts")
+
+
+def _check_rendezvous(options: argparse.Namespace) -> None:
+    from torch.distributed.elastic.events.handlers import get_logging_handler
+
+    if options.rdzv_conf:
+        _expect(
+            "rdzv_conf", options.rdzv_conf, r"[^=,]+=[^,]+(,[^=,]+=[^,]+)*", "pairs as in timeout=60,read_timeout=9"
+        )
+    _, colon, port = options.rdzv_endpoint.strip().rpartition(":")
+    if colon and not port.endswith("]") and not (port.isdecimal() and int(port) <= _LAST_PORT):
+        raise ValueError(f"--rdzv-endpoint {shown(options.rdzv_endpoint)}: expected a port from 0 to {_LAST_PORT}")
+    if options.master_port is not None and not 0 <= options.master_port <= _LAST_PORT:
+        raise ValueError(f"--master-port {options.master_port}: expected 0 to {_LAST_PORT}")
+    if options.local_addr:
+        try:
+            socket.getaddrinfo(options.local_addr, None)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--local-addr {shown(options.local_addr)} is no address of this host: {error}") from None
+    handler = getattr(options, "event_log_handler", "null")  # which older versions of torchrun do not have
+    try:
+        get_logging_handler(handler)
+    except KeyError:
+        raise ValueError(f"--event-log-handler {shown(handler)} is not known: expected null or console") from None
+
+
+def _expect(name: str, given: str, pattern: str, expected: str) -> None:
+    if re.fullmatch(pattern, given) is None:
+        raise ValueError(f"--{name.replace('_', '-')} {shown(given)}: expected {expected}")

@@ -17,8 +17,9 @@ from odc.balance.checks import IntArray
 from odc.balance.simulate.studies import FACTORS, Point, Setting, study
 from odc.cli import options
 from odc.cli.costs import make_training
-from odc.cli.lengths import read_lengths, token_counter
+from odc.cli.lengths import Lengths, read_lengths
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
+from odc.cli.records import TokenCounter
 from odc.cli.samples import check_enough, describe, some_of
 
 PAPER_FACTORS = ("minibatch_size", "max_length", "packing_ratio", "devices")
@@ -69,9 +70,9 @@ def simulate(
         check_finite(mfu=mfu, chars_per_token=chars_per_token)
         factors = _chosen(factor)
         numbers = _numbers(values, factors)
-        count_tokens = token_counter(tokenizer, chars_per_token)
-        tokens = read_lengths(lengths, num_samples=samples, field=field, count_tokens=count_tokens)
-        used = some_of(tokens, samples, seed)
+        count_tokens = TokenCounter(tokenizer, chars_per_token)
+        dataset = read_lengths(lengths, num_samples=samples, fields=field or (), count_tokens=count_tokens)
+        used = some_of(dataset.tokens, samples, seed)
         golden = Setting(minibatch_size=minibatch_size, devices=world_size)
         _check_all_enough(used.size, lengths, factors, numbers, golden)
         training = make_training(model, device, mfu, world_size, recompute=True, timings=timings)
@@ -82,22 +83,22 @@ def simulate(
         if plot is not None:
             _draw(plot, found)
     if as_json:
-        typer.echo(
-            json.dumps({"samples_read": tokens.size, "samples_used": used.size, **_to_json(found, training.about)})
-        )
+        sizes = {"lengths": dataset.about, "samples_read": dataset.tokens.size, "samples_used": used.size}
+        typer.echo(json.dumps({**sizes, **_to_json(found, training.about)}))
         return
-    _show(found, _header(tokens, used), training.about, plot)
+    _show(found, _header(dataset, used), training.about, plot)
 
 
-def _header(read: IntArray, used: IntArray) -> str:
-    if used.size == read.size:
-        return f"{describe(read)}; all are used."
-    return f"{describe(read)}; {used.size:,} samples with {used.sum():,} tokens are used (--samples)."
+def _header(read: Lengths, used: IntArray) -> str:
+    which = f"{used.size:,} samples with {used.sum():,} tokens are used (--samples)"
+    if used.size == read.tokens.size:
+        which = "all are used"
+    return f"{describe(read.tokens)}; {which}. Lengths: {read.about}."
 
 
 def _show(found: Mapping[str, Sequence[Point]], header: str, about: str, plot: Path | None) -> None:
     console = output()
-    console.print(header, highlight=False)
+    console.print(header, highlight=False, markup=False)
     for name, points in found.items():
         console.print(_table(name, points))
     console.print(f"Costs: {escape(about)}.", style="dim", highlight=False)

@@ -15,8 +15,8 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 class Comparison(ABC):
     """Compares tensors bit by bit, and says which were found to differ: at once, or when it is known."""
 
-    samples: ClassVar[bool]
-    """Whether looking at a few elements often is cheap."""
+    answers_at_once: ClassVar[bool]
+    """Else later; and then looking at a few elements often is not cheap."""
 
     @abstractmethod
     def compare(self, pairs: Pairs, what: str) -> str | None:
@@ -34,7 +34,7 @@ class Comparison(ABC):
 class HostComparison(Comparison):
     """On a CPU the answer is there at once."""
 
-    samples = True
+    answers_at_once = True
 
     def compare(self, pairs: Pairs, what: str) -> str | None:
         return None if all(torch.equal(left, right) for left, right in pairs) else what
@@ -56,7 +56,7 @@ class DeviceComparison(Comparison):
         read_later: starts to read a bool of the device; what it returns gives the bool, or None if it is not here yet.
     """
 
-    samples = False
+    answers_at_once = False
 
     def __init__(self, read_later: Callable[[torch.Tensor], Verdict] | None = None) -> None:
         self._read_later = read_later or _read_later

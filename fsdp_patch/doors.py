@@ -5,8 +5,8 @@ replacing that attribute would miss them. Torch defines both clipping functions 
 that the wrapper holds in a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); the cell is what is exchanged.
 
 [Note: Compiled scripts] Scripts compile what they do with gradients too (``torch.compile`` of a function that scales
-them, or around ``optimizer.step``). What listens there looks at frames, waits for other ranks and patches models, none
-of which can be traced: the compiler breaks its graph at it.
+them, or around ``optimizer.step``), and the model itself, around FSDP. What listens there looks at frames, waits for
+other ranks, patches models and moves memory, none of which can be traced: the compiler breaks its graph at it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import GeneratorType
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from torch.nn.utils import clip_grad
 
 from odc.fsdp_patch.listeners import Listeners
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+def untraced(
+    function: Callable[..., Any],
+    reason: str = "a script asks for gradients here, for which on-demand communication may have to wait",
+) -> Callable[..., Any]:
     """See [Note: Compiled scripts]."""
-    reason = "a script asks for gradients here, for which on-demand communication may have to wait"
     disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -53,6 +57,12 @@ class Argument:
             value, tensors = self.parameters(args[self.position])
             return (*args[: self.position], value, *args[self.position + 1 :]), kwargs, tensors
         return args, kwargs, []
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[Any, Any]:
+        """The arguments with another value for this one."""
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: value}
+        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
 
 
 def _tensors(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -132,7 +142,10 @@ class _ReadingDoor(Door):
             args, kwargs, tensors = self._argument.look(args, kwargs)
             if tensors:
                 self.listeners.tell(lambda listener: listener.before_reading(self.name, tensors))
-            result = self.go_through(original, args, kwargs)
+            meant = [self.listeners.sharded(tensor) for tensor in tensors]
+            if any(one is not other for one, other in zip(tensors, meant, strict=True)):
+                args, kwargs = self._argument.put(args, kwargs, meant)
+            result = self.listeners.run_collective(self.name, tensors, lambda: self.go_through(original, args, kwargs))
             self._after(tensors)
             return result
 
@@ -143,17 +156,70 @@ class _ReadingDoor(Door):
 
 
 class InnerFunction(_ReadingDoor):
-    """See [Note: Imported by name]."""
+    """A function of ``torch.nn.utils.clip_grad``, see [Note: Imported by name].
+
+    Other libraries replace these functions too, by anything that can be called. What they have put there is left as it
+    is; torch's own function is looked for behind it when the door is opened. Where it cannot be found, because the
+    replacement does not call it, the attribute of the module is exchanged.
+    """
 
     def __init__(self, wrapper: Any, listeners: Listeners) -> None:
-        super().__init__(wrapper.__name__.removeprefix("_"), listeners, PARAMETERS)
-        self._cell = next(cell for cell in wrapper.__closure__ if callable(cell.cell_contents))
+        self._attribute = next(name for name, value in vars(clip_grad).items() if value is wrapper)
+        super().__init__(self._attribute.removeprefix("_"), listeners, PARAMETERS)
+        self._cell: CellType | None = None
+
+    def open(self) -> None:
+        if self._telling is None:
+            self._cell = _inner_cell(getattr(clip_grad, self._attribute), self._attribute)
+        super().open()
 
     def _read(self) -> Any:
-        return self._cell.cell_contents
+        return getattr(clip_grad, self._attribute) if self._cell is None else self._cell.cell_contents
 
     def _write(self, function: Any) -> None:
-        self._cell.cell_contents = function
+        if self._cell is not None:
+            self._cell.cell_contents = function
+            return
+        before = self._read()
+        for module in (clip_grad, nn.utils):
+            if getattr(module, self._attribute, None) is before:
+                setattr(module, self._attribute, function)
+
+
+def _inner_cell(start: Any, name: str) -> CellType | None:
+    """The closure cell with torch's own function ``name``, of whatever ``start`` leads to."""
+    todo, seen = [start], set()
+    while todo:
+        thing = todo.pop(0)
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            todo.append(thing.func)
+        elif isinstance(thing, MethodType):
+            todo += [thing.__func__, thing.__self__]
+        elif isinstance(thing, FunctionType):
+            for cell in thing.__closure__ or ():
+                if _is_inner_function(inner := _content(cell), name):
+                    return cell
+                todo += [inner] * callable(inner)
+        elif callable(thing):
+            todo.append(type(thing).__call__)
+        todo += filter(callable, getattr(thing, "__dict__", {}).values())  # __wrapped__ is there too
+    return None
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _is_inner_function(thing: Any, name: str) -> bool:
+    """Its wrapper has the same name and module, and says that it is one."""
+    is_of_torch = isinstance(thing, FunctionType) and thing.__globals__ is vars(clip_grad)
+    return is_of_torch and thing.__name__ == name and not hasattr(thing, "__wrapped__")
 
 
 class Method(_ReadingDoor):
@@ -189,5 +255,15 @@ class Clearing(Method):
             result = self.go_through(original, args, kwargs)
             self.listeners.tell(lambda listener: listener.after_clearing(tensors))
             return result
+
+        return telling
+
+
+class Wait(Method):
+    """A method of a class that waits for other ranks."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            return self.listeners.run_collective("a collective of the script", None, lambda: original(*args, **kwargs))
 
         return telling

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -29,12 +30,14 @@ from odc.fsdp_patch.doors import (
     InnerFunction,
     Method,
     ScaledStep,
+    Wait,
     parameters_of,
     untraced,
 )
 from odc.fsdp_patch.grad_attribute import Gradient
 from odc.fsdp_patch.listeners import Listener, Listeners
 
+STEP = "optimizer.step"
 CLIPPING_BY_NORM = "clip_grads_with_norm_"
 """Clipping by a norm that the script has computed before: too late to make the gradients final."""
 
@@ -72,7 +75,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     tensors = parameters_of(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
     if closure is None:
-        _LISTENERS.tell(lambda listener: listener.before_reading("optimizer.step", tensors))
+        _LISTENERS.tell(lambda listener: listener.before_reading(STEP, tensors))
         return None
     if isinstance(optimizer, torch.optim.LBFGS):
         if not any(listener.owns(tensors) for listener in _LISTENERS.all()):
@@ -84,7 +87,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
     def final_closure() -> Any:
         loss = closure()
-        _LISTENERS.tell(lambda listener: listener.before_reading("optimizer.step", tensors))
+        _LISTENERS.tell(lambda listener: listener.before_reading(STEP, tensors))
         return loss
 
     if "closure" in kwargs:
@@ -96,7 +99,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if _steps_inside_another(optimizer):
         return  # Lookahead and its like change the parameters again when the inner step has returned
     tensors = parameters_of(optimizer)
-    _LISTENERS.tell(lambda listener: listener.after_step("optimizer.step", tensors))
+    _LISTENERS.tell(lambda listener: listener.after_step(STEP, tensors))
 
 
 def _steps_inside_another(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,6 +126,7 @@ _DOORS: tuple[Door | Gradient, ...] = (
     Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
     Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
     Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),
+    Wait(dist.Work, "wait", _LISTENERS, MODULE),
     Gradient(DTensor, _LISTENERS),
     Gradient(nn.Parameter, _LISTENERS),
 )

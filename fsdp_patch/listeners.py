@@ -3,15 +3,73 @@
 [Note: Listeners that come late] A listener may patch a model while it is told, and the session of that model listens
 from then on: to this very reading too, since its gradients are the ones that are read. So doors and hooks share one
 list of listeners, and whoever joins it meanwhile is told as well.
+
+[Note: Watched waits] Clipping sums the norm over the ranks by a collective, and scripts have collectives of their own.
+Nobody can look around inside them. So a session knows while its rank is in one, its watchdog looks instead, and makes
+it fail if a rank of the job has failed (:mod:`odc.watchdog`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A place in a script where it reads or sets a ``.grad`` by hand.
+
+    Ranks run the same script, so they can tell each other where that was: by numbers that do not depend on where the
+    script lies on a host.
+    """
+
+    frame: FrameType
+    does: str = "reading"
+
+    @property
+    def module(self) -> str:
+        return module_of(self.frame)
+
+    @property
+    def place(self) -> int:
+        """The line, as a positive number."""
+        return _number([self.frame])
+
+    @property
+    def path(self) -> int:
+        """The line and all the calls that have led to it, as a positive number."""
+        return _number(_callers(self.frame))
+
+    def __str__(self) -> str:
+        return f"{self.does} .grad ({os.path.basename(self.frame.f_code.co_filename)}, line {self.frame.f_lineno})"
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code a frame runs."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _number(frames: Iterable[FrameType]) -> int:
+    text = ";".join(f"{module_of(f)}:{f.f_code.co_name}:{f.f_lineno}" for f in frames)
+    return zlib.crc32(text.encode()) + 1
 
 
 class Listener:
@@ -25,6 +83,15 @@ class Listener:
         """Whether gradients are on their way, so that whoever reads one by hand must be noticed."""
         return False
 
+    @property
+    def notes_readers(self) -> bool:
+        """Whether whoever reads a gradient by hand should be noted although none is on its way."""
+        return False
+
+    def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The sharded parameter of which ``tensor`` is the full one, if it is one of this listener's."""
+        return None
+
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether any of these is a parameter of this listener, which decides what is refused (LBFGS)."""
         return True
@@ -32,9 +99,9 @@ class Listener:
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "clip_grad_norm_") is about to read the gradients of these parameters."""
 
-    def before_reading_by_hand(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
         """The script itself is about to read or replace the gradients of these parameters."""
-        self.before_reading(what, tensors)
+        self.before_reading(str(reader), tensors)
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "zero_grad") is about to clear the gradients of these parameters."""
@@ -44,6 +111,17 @@ class Listener:
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         """``GradScaler.step`` has returned: it has updated these parameters, or skipped that for good."""
+
+    def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
+        """The training loop may wait for other ranks in ``what``, which is about the gradients of these parameters
+        (None: the script's own affair)."""
+
+    def leaves_collective(self) -> None:
+        """It is not there any more."""
+
+    def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
+        """What is behind an error of a collective; None if that is not known here."""
+        return None
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` has updated these parameters."""
@@ -56,6 +134,7 @@ class Listeners:
         self._on_first = on_first
         self._on_none = on_none
         self._refs: list[weakref.ref[Listener]] = []
+        self._is_in_collective = False
 
     def __bool__(self) -> bool:
         return bool(self._refs)
@@ -85,9 +164,43 @@ class Listeners:
         """Those alive."""
         return [listener for ref in self._refs if (listener := ref()) is not None]
 
+    def sharded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sharded parameter where ``tensor`` is the full one of a listener; else ``tensor``.
+
+        After an evaluation FSDP2 leaves some units unsharded, and a script that lists the parameters of the model then
+        is given full ones. Under plain FSDP the next backward ends that on all ranks, before gradients are asked for;
+        on demand a rank may have no backward before that.
+        """
+        found = (listener.sharded(tensor) for listener in self.all())
+        return next((parameter for parameter in found if parameter is not None), tensor)
+
     def tell(self, call: Callable[[Listener], None]) -> None:
         """``call`` for every listener. See [Note: Listeners that come late]."""
         told: list[Listener] = []
         while (listener := next((one for one in self.all() if all(one is not t for t in told)), None)) is not None:
             told.append(listener)
             call(listener)
+
+    def run_collective(self, what: str, tensors: Sequence[torch.Tensor] | None, call: Callable[[], T]) -> T:
+        """``call``, in which the training loop may wait for other ranks; what it returns. See [Note: Watched waits].
+
+        Raises:
+            OdcError: in place of an error of the process group, where a rank's failure is behind it.
+        """
+        if self._is_in_collective or threading.current_thread() is not threading.main_thread():
+            return call()
+        listeners = self.all()
+        self._is_in_collective = True
+        try:
+            for listener in listeners:
+                listener.enters_collective(what, tensors)
+            return call()
+        except RuntimeError as error:
+            for listener in listeners:
+                if (cause := listener.explain(error, what)) is not None:
+                    raise cause from None
+            raise
+        finally:
+            self._is_in_collective = False
+            for listener in listeners:
+                listener.leaves_collective()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
-from odc.fsdp_patch.unit import Unit, lies_in
+from odc.fsdp_patch.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -17,29 +15,22 @@ class MemoryReport:
     parameters: int
     """Shards as the optimizer holds them."""
     gradients: int
-    """``.grad`` outside of ODC's memory. (Between the end of a minibatch and ``zero_grad``, ``.grad`` is the sum.)"""
+    """``.grad``, where there is one now: from the end of a minibatch until the script clears it."""
     published_shards: int
     """Shards in the compute dtype, for the other ranks to read."""
     sums: int
-    """One gradient shard per unit, in the accumulators' dtype; takes the place of ``.grad``."""
+    """One gradient shard per unit, in the accumulators' dtype: where the ranks' gradients are added up."""
     spare_sums: int
     """What makes a push all or nothing."""
     slots: int
     """Where clients leave pushes for a daemon."""
     transport: int
     """What the transport rounds up to, and its staging memory."""
-    plain_gradients: int
-    """``.grad`` of plain FSDP, when all gradients are there."""
-
-    @property
-    def odc(self) -> int:
-        """All of ODC's buffers."""
-        return self.published_shards + self.sums + self.spare_sums + self.slots + self.transport
 
     @property
     def overhead(self) -> int:
-        """How much more than plain FSDP, when all gradients are there: private copies of gradients included."""
-        return self.odc + self.gradients - self.plain_gradients
+        """How much more than plain FSDP: all of ODC's buffers."""
+        return self.published_shards + self.sums + self.spare_sums + self.slots + self.transport
 
     def as_dict(self) -> dict[str, int]:
         return {**asdict(self), "overhead": self.overhead}
@@ -47,9 +38,9 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [
             ("parameters", self.parameters),
-            ("gradients, private", self.gradients),
-            ("gradients, as sums", self.sums),
+            ("gradients", self.gradients),
             ("published shards", self.published_shards),
+            ("sums", self.sums),
             ("spare sums", self.spare_sums),
             ("slots", self.slots),
             ("transport", self.transport),
@@ -58,20 +49,11 @@ class MemoryReport:
         return "\n".join(f"{name:<22}{num_bytes / 2**20:>12.1f} MiB" for name, num_bytes in rows)
 
 
-def report(units: Sequence[Unit], buffers: Mapping[str, int], lent: Sequence[torch.Tensor]) -> MemoryReport:
-    """The report of the units of one session.
-
-    Args:
-        buffers: of the runtime, by purpose.
-        lent: sums that serve as ``.grad``.
-    """
-    parameters = gradients = plain = 0
-    for unit in units:
-        for shard, grad, trainable in unit.resident():
-            parameters += shard.nbytes
-            plain += shard.nbytes if trainable else 0
-            if grad is not None and not any(lies_in(grad, sums) for sums in lent):
-                gradients += grad.nbytes
+def report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryReport:
+    """The report of the units of one session; ``buffers``: of the runtime, by purpose."""
+    resident = [pair for unit in units for pair in unit.resident()]
+    parameters = sum(shard.nbytes for shard, _ in resident)
+    gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
     return MemoryReport(
         parameters=parameters,
         gradients=gradients,
@@ -80,5 +62,4 @@ def report(units: Sequence[Unit], buffers: Mapping[str, int], lent: Sequence[tor
         spare_sums=buffers["spare_sums"],
         slots=buffers["slots"],
         transport=buffers["transport"],
-        plain_gradients=plain,
     )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from odc.config import RuntimeConfig
+from odc.errors import ConfigError
 from odc.exchange import ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
 from odc.fsdp_patch.compat import warn_if_untested
 from odc.fsdp_patch.models import default_group, supported_units
 from odc.fsdp_patch.session import Session
 from odc.fsdp_patch.unit import Unit
+from odc.gloo import end_connections
 from odc.runtime import Runtime
+
+logger = logging.getLogger("odc")
 
 
 def patch_fsdp(
@@ -44,27 +49,32 @@ def patch_fsdp(
         SetupError: the ranks differ, or a resource is missing; on all ranks.
         ConfigError, ValueError: an argument cannot be used.
     """
-    config = RuntimeConfig.from_environment(
-        transport=transport,
-        accumulate=accumulate,
-        accumulate_dtype=accumulate_dtype,
-        deterministic=deterministic,
-        timeout_s=timeout_s,
-    )
+    config, units = RuntimeConfig(), list[Unit]()
+    problem: Exception | None = None
+    try:
+        config = RuntimeConfig.from_environment(
+            transport=transport,
+            accumulate=accumulate,
+            accumulate_dtype=accumulate_dtype,
+            deterministic=deterministic,
+            timeout_s=timeout_s,
+        )
+    except ConfigError as error:  # of this host's environment, perhaps
+        problem = error
     warn_if_untested()
     group, device = default_group(model)
     exchange = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
-    units: list[Unit] = []
-    problem: Exception | None = None
     try:
-        units = supported_units(model)
+        units = units if problem else supported_units(model)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     raise_together(exchange, problem)
     agreement = _agreement(units)
     replica_group = units[0].replica_group
+    replicas = None
     if replica_group is not None:
-        require_agreement(ProcessGroupExchange(replica_group, device, setup_timeout_s(config.timeout_s)), agreement)
+        replicas = ProcessGroupExchange(replica_group, device, setup_timeout_s(config.timeout_s))
+        require_agreement(replicas, agreement)
     # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
     communicated = units if exchange.world_size > 1 else []
     runtime = Runtime.create(
@@ -73,13 +83,19 @@ def patch_fsdp(
         config,
         device=device,
         agreement=agreement,
+        replicas=replicas if communicated else None,
+        end_collectives=end_connections if communicated else None,
     )
-    session = Session(communicated, runtime, replica_group)
+    session: Session | None = None
     try:
+        session = Session(communicated, runtime, replica_group)
         session.start(model)
     except BaseException as error:
-        runtime.abort(error)
-        session.close()
+        runtime.abort(error)  # the other ranks may have set up all theirs
+        try:
+            (session or runtime).close()
+        except Exception as another:  # the first cause is the one to raise
+            logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
         raise
     return session
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from odc.errors import ProtocolError
+from odc.errors import MisuseError, ProtocolError
 from odc.fsdp_patch.comparison import comparison_for
-from odc.fsdp_patch.unit import Unit
+from odc.fsdp_patch.unit import Unit, spread
 from odc.protocol import State
 from odc.runtime import Runtime
 
@@ -24,9 +26,17 @@ class Publisher:
         self._parameters: list[list[nn.Parameter]] = []  # kept: the id of one that is gone may be given to another
         self._trainable: list[set[int]] = []
         self._all_trainable: set[int] = set()
+        self._full: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by id of the full parameter
+        self._without_full: set[int] = set()  # units that had no full parameters yet when last looked at
         self._look_up_parameters()
         self._comparison = comparison_for(units[0].device if units else torch.device("cpu"))
-        self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated since finish
+        self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated (or skipped) since finish
+        self._ever_stepped: set[int] = set()  # in any minibatch
+        self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
+        self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
+        self._changes: dict[int, int] = {}  # of each trainable parameter when it was published, by id
+        self._through_data = False  # they are changed by hand in a way that versions do not tell
+        self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self._versions: list[list[tuple[str, int]]] = [[] for _ in units]
         self._verified = [False] * len(units)  # published shard compared with the parameters, since publication
         self.reloaded = False  # a checkpoint was loaded over published parameters
@@ -35,14 +45,38 @@ class Publisher:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
         self._trainable = [{id(p) for p in parameters} for parameters in self._parameters]
         self._all_trainable = set().union(*self._trainable)
+        self._full, self._without_full = {}, {i for i, trainable in enumerate(self._trainable) if trainable}
+        self._in_optimizers = None
 
     def forget(self) -> None:
         """The session is closed: no parameter is ours any more."""
         self._parameters, self._trainable, self._all_trainable = [], [], set()
+        self._full, self._without_full = {}, set()
 
     def owned(self, tensors: Sequence[torch.Tensor]) -> set[int]:
-        """Which of ``tensors`` are trainable parameters of these units, by id."""
-        return {id(t) for t in tensors} & self._all_trainable
+        """Which of ``tensors`` are trainable parameters of these units, sharded or full; ids of the sharded ones."""
+        found = {id(t) for t in tensors}
+        owned = found & self._all_trainable
+        if len(owned) < len(found):
+            owned |= {id(sharded) for t in tensors if (sharded := self.sharded(t)) is not None}
+        return owned
+
+    def sharded(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        """The sharded parameter of which ``tensor`` is the full one, which FSDP puts in its place for a while."""
+        if not isinstance(tensor, nn.Parameter) or id(tensor) in self._all_trainable:
+            return None
+        for index in list(self._without_full):
+            pairs = self._units[index].full_parameters()
+            if pairs and not self._units[index].keeps_full_parameters:  # looked at anew each time, and not kept
+                found = next((sharded for full, sharded in pairs if full is tensor), None)
+                if found is not None:
+                    return found
+                continue
+            self._full.update({id(full): (full, sharded) for full, sharded in pairs or []})
+            if pairs or pairs is None:
+                self._without_full.discard(index)
+        pair = self._full.get(id(tensor))
+        return pair[1] if pair is not None else None
 
     def units_of(self, tensors: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the units that any of these parameters belongs to."""
@@ -67,29 +101,74 @@ class Publisher:
         self._stepped.clear()
 
     def after_step(self, owned: set[int]) -> None:
-        """Publish at once every unit whose trainable parameters have all been updated.
+        """Publish at once every unit whose trainable parameters have all been updated, or will not be.
 
-        At once, not at the next gather: else a fast rank would wait for a slow one's first forward. A unit that is
-        split between optimizers waits for the last of them; one with parameters in no optimizer is published when the
-        next minibatch begins.
+        At once, not at the next gather: else a fast rank would wait for a slow one's first forward; and for good, if
+        that one has no microbatch and itself waits for the fast one in a collective of the script. A unit that is split
+        between optimizers waits for the last of them. Parameters in no optimizer are not waited for, unless they are
+        changed by hand.
         """
         self._stepped |= owned
+        self._ever_stepped |= owned
         for index, trainable in enumerate(self._trainable):
-            if trainable <= self._stepped and not self._runtime.is_published(index):
+            if self._runtime.is_published(index):
+                continue
+            if trainable <= self._stepped or self._awaited(trainable) <= self._stepped:
                 self._publish(index)
+
+    def _awaited(self, trainable: set[int]) -> set[int]:
+        """Of the trainable parameters of a unit, those that somebody may yet update; if nobody will, those of all
+        units, for the end of the step."""
+        if self._in_optimizers is None:
+            optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+            held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+            self._in_optimizers = held & self._all_trainable
+        changing = self._in_optimizers | self._ever_stepped | self._by_hand
+        return trainable & changing or changing
+
+    def after_clearing(self, cleared: set[int]) -> None:
+        """Publish everything if the step is over: these gradients and those that a step has used are all there are, and
+        there was a step, by an optimizer or by hand."""
+        if cleared >= self.unstepped() and (self._stepped or any(map(self._changed_by_hand, range(len(self._units))))):
+            self.publish_all()
+
+    def _changed_by_hand(self, index: int) -> set[int]:
+        """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
+        through ``param.data`` are seen once the script is known to make such."""
+        rest = [p for p in self._parameters[index] if id(p) not in self._ever_stepped and id(p) in self._changes]
+        return {id(p) for p in rest if self._is_changed(p)}
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        sample = self._samples.get(id(parameter))
+        written = _num_changes(parameter) != self._changes[id(parameter)]
+        return written or (sample is not None and not torch.equal(sample, _sample(parameter)))
+
+    def stepped_by_hand(self, owned: set[int]) -> bool:
+        """Whether the script has changed any of these parameters by hand since they were published, having no optimizer
+        for them."""
+        if not owned.isdisjoint(self._ever_stepped):
+            return False
+        return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
     def publish_all(self) -> None:
         """Publish what is not published yet, if this is the time for it."""
         if self._runtime.state is not State.FINISHED:
             return
+        if not self._ever_stepped and self._changes and not self._through_data:
+            self.is_any_changed()  # a script without an optimizer: learn how it changes parameters
         for index in range(len(self._units)):
             if not self._runtime.is_published(index):
                 self._publish(index)
 
     def _publish(self, index: int) -> None:
         unit = self._units[index]
+        self._by_hand |= self._changed_by_hand(index)
         self._runtime.publish(index, unit.fill_shard)
         self._versions[index] = unit.versions()
+        self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
+        if self._through_data:
+            unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
+            self._samples.update({id(p): _sample(p) for p in unowned})
         self._verified[index] = False
 
     def is_any_changed(self) -> bool:
@@ -97,7 +176,9 @@ class Publisher:
         if any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True)):
             return True
         pairs = (pair for i, unit in enumerate(self._units) for pair in unit.beside(self._runtime.published_shard(i)))
-        return not all(torch.equal(left, right) for left, right in pairs)
+        through_data = not all(torch.equal(left, right) for left, right in pairs)
+        self._through_data |= through_data
+        return through_data
 
     def gradients_are_cleared(self) -> bool:
         """Whether no trainable parameter has a ``.grad``."""
@@ -110,7 +191,8 @@ class Publisher:
         self.reloaded |= any(self._runtime.is_published(index) for index in range(len(self._units)))
 
     def check_unchanged(self, index: int, whole: bool = False) -> None:
-        """Refuse to compute with parameters that are not the ones the other ranks read.
+        """Refuse to compute with parameters that are not the ones the other ranks read: before they are used, where the
+        comparison answers at once.
 
         By version counters every time. They miss changes through ``param.data`` and checkpoints loaded in place, so
         bits are compared too: all of them at the first check of a publication and where ``whole`` asks for it (once per
@@ -123,9 +205,9 @@ class Publisher:
         changed = [now[0] for now, then in zip(versions, self._versions[index], strict=True) if now != then]
         # Written is not changed: FSDP1's summon_full_params writes back what it has read, torch 2.9 gives padded shards
         # new tensors at the first forward, and a step with a learning rate of 0 changes nothing.
-        is_seldom_seen = not self._comparison.samples and not self._all_trainable
+        is_seldom_seen = not self._comparison.answers_at_once and not self._all_trainable
         whole = whole or bool(changed) or not self._verified[index] or is_seldom_seen
-        if whole or self._comparison.samples:
+        if whole or self._comparison.answers_at_once:
             what = f"parameter {changed[0]!r}" if changed else f"a parameter of unit {unit.name!r}"
             found = self._comparison.compare(unit.beside(self._runtime.published_shard(index), whole), what)
         else:
@@ -142,9 +224,27 @@ class Publisher:
             self._fail_changed(found)
 
     def _fail_changed(self, what: str) -> NoReturn:
-        error = ProtocolError(
+        text = (
             f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
             "or call session.publish() on every rank after changing them (odc.session_of(model) finds the session)."
         )
-        self._runtime.abort(error)
-        raise error
+        if self._comparison.answers_at_once:
+            raise MisuseError(text)
+        with self._runtime.reporting():  # the answer came late: they have been used
+            raise ProtocolError(text)
+
+
+def _num_changes(parameter: nn.Parameter) -> int:
+    """Grows with every change in place, through the parameter or through its local tensor."""
+    local = _local(parameter)
+    return parameter._version + (0 if local is parameter else local._version)
+
+
+def _sample(parameter: nn.Parameter) -> torch.Tensor:
+    """Some elements of this rank's part."""
+    local = _local(parameter).detach().flatten()
+    return local[spread(local.numel()).to(local.device)]
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from odc.errors import ProtocolError
+from odc.protocol import End, EndKind, require_same_end
 from odc.runtime import Runtime
 
 
@@ -22,6 +24,7 @@ class Replicas:
         self._group = group
         self._runtime = runtime
         self._device = device
+        self._met_in = 0
         self._ranks = dist.get_process_group_ranks(group)
         # Flags that Python reads travel between hosts: reading them from a device would make each host wait for it.
         self._host_group = group
@@ -38,8 +41,38 @@ class Replicas:
         """This rank's number among its replicas."""
         return dist.get_rank(self._group)
 
+    def ends(self, minibatch: int, ends: Sequence[End]) -> list[End]:
+        """How each rank of every shard group has ended a minibatch: those of this group first, given by ``ends``.
+
+        Collective, once per minibatch, behind its end within the group.
+
+        Raises:
+            ProtocolError: the groups are at different minibatches, or have ended this one in different ways.
+        """
+        self._meet(f"end of minibatch {minibatch}, with replica ranks {self._ranks}")
+        words = [minibatch, *(word for end in ends for word in (end.kind, end.has_pushed, *end.notes))]
+        own = torch.tensor(words, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in self._ranks]
+        work = dist.all_gather(rows, own, group=self._host_group, async_op=True)
+        self._wait(work, f"end of minibatch {minibatch}", on_host=True)
+        found = list(ends)
+        for rank, (theirs, *rest) in zip(self._ranks, (row.tolist() for row in rows), strict=True):
+            if theirs != minibatch:
+                raise ProtocolError(
+                    f"rank {rank} is at the end of minibatch {theirs}, this rank ({self._ranks[self.rank]}) at that of "
+                    f"{minibatch}: the replicas have taken different numbers of steps"
+                )
+            of_group = [
+                End(EndKind(kind), (one, two, three), bool(pushed))
+                for kind, pushed, one, two, three in zip(*[iter(rest)] * 5, strict=True)
+            ]
+            require_same_end(minibatch, {self._ranks[self.rank]: ends[0], rank: of_group[0]})
+            found += of_group if rank != self._ranks[self.rank] else []
+        return found
+
     def union(self, flags: Sequence[bool]) -> list[bool]:
         """Element-wise "or" over the replicas."""
+        self._meet(f"gradients of the replicas, ranks {self._ranks}")
         words = torch.tensor(flags, dtype=torch.int32)
         if words.numel():
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
@@ -52,6 +85,7 @@ class Replicas:
 
     def all_gather(self, rows: torch.Tensor, what: str) -> None:
         """Fill row r of ``rows`` with that row of replica r; this rank's own is in place."""
+        self._runtime.meet_replicas(f"{what}, with replica ranks {self._ranks}")
         own = rows[self.rank].clone()
         self._wait(dist.all_gather(list(rows), own, group=self._group, async_op=True), what)
 
@@ -71,7 +105,13 @@ class Replicas:
             dist.destroy_process_group(self._host_group)
         self._host_group = self._group
 
+    def _meet(self, what: str) -> None:
+        """Once per minibatch: at its end every rank comes to the same collectives, and waits for nobody in between."""
+        if self._met_in != self._runtime.minibatch:
+            self._runtime.meet_replicas(what)
+            self._met_in = self._runtime.minibatch
+
     def _wait(self, work: dist.Work | None, what: str, on_host: bool | None = None) -> None:
         assert work is not None
         on_host = self._device.type == "cpu" if on_host is None else on_host
-        self._runtime.wait_for_work(work, f"{what}, with replica ranks {self._ranks}", on_host=on_host)
+        self._runtime.wait_for_work(work, f"{what}, with replica ranks {self._ranks}", self._ranks, on_host=on_host)

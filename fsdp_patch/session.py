@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.errors import OdcError, ProtocolError
+from odc.errors import MisuseError, OdcError
 from odc.fsdp_patch import ends
-from odc.fsdp_patch.lending import Loan, sums_of
+from odc.fsdp_patch.listeners import Reader
 from odc.fsdp_patch.memory import MemoryReport, report
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
-from odc.fsdp_patch.unit import Unit, incomplete_backward
+from odc.fsdp_patch.unit import Unit, check_backward_complete
 from odc.fsdp_patch.watch import GradientWatch
-from odc.protocol import State
+from odc.protocol import End, EndKind, State
 from odc.runtime import Runtime
 from odc.stats import Stats
 from odc.timeline import Timeline
@@ -47,7 +47,6 @@ class Session:
             unit.replicas = self._replicas
         self._publisher = Publisher(self._units, runtime)
         self._undo: list[Callable[[], None]] = []
-        self._loans: list[Loan] = []
         self._watch = GradientWatch(self, self._publisher, runtime)
         self._closed = False
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -60,7 +59,6 @@ class Session:
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
             self._undo.append(unit.enter(index, self))
-        self._runtime.hold_gradients()
         self._undo += [ends.listen(self._watch), self._watch.watch_forwards(model)]
         load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         self._undo.append(load_hook.remove)
@@ -105,19 +103,23 @@ class Session:
         Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
         ``optimizer.step`` and reading ``.grad`` after a backward do it by themselves.
         """
-        if (error := incomplete_backward(self._units)) is not None:
-            self._runtime.abort(error)
-            raise error
-        self._end_minibatch()
-        for index, unit in enumerate(self._units):
-            own, spec = self._runtime.gradient(index), self._runtime.units[index]
-            result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
-            if result is not None:
-                self._watch.has_gradients = True
-                lend = result.is_lendable and self._runtime.sums_stay
-                unit.install(result.total.div_(unit.divide_factor), result.touched, lend)
-                if unit.borrows(result.total):
-                    self._loans.append(Loan(unit, result.total))
+        self.finish_by(None)
+
+    def finish_by(self, reader: Reader | None) -> None:
+        """As :meth:`finish`, where ``reader`` asks for gradients by hand (None: nobody does)."""
+        self._require_open()
+        with self._runtime.reporting():
+            check_backward_complete(self._units)
+        self._end_minibatch(EndKind.USE, reader)
+        with self._runtime.reporting():
+            for index, unit in enumerate(self._units):
+                own, spec = self._runtime.gradient(index), self._runtime.units[index]
+                result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
+                if result is not None:
+                    self._watch.has_gradients = True
+                    # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
+                    unit.install(torch.div(result.total, unit.divide_factor), result.touched)
+            self._watch.installed()
 
     def discard(self) -> None:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
@@ -126,47 +128,36 @@ class Session:
         What was in ``.grad`` before the minibatch stays there. ``zero_grad`` alone cannot do this: what has been pushed
         is part of other ranks' sums. Once they are final it can.
         """
-        self._end_minibatch()
+        self._end_minibatch(EndKind.DISCARD, None)
         self._publisher.publish_all()
 
-    def _end_minibatch(self) -> None:
+    def _end_minibatch(self, kind: EndKind, reader: Reader | None) -> None:
         """Wait until every rank is done with it. The sums are then final."""
         self._require_open()
         if self._runtime.state is not State.OPEN:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
-        self._runtime.finish()
-        self._publisher.check_answers()
-        self._watch.ended()
-        for unit in self._units:
-            unit.discard_gathered()
+        own = End(kind, self._watch.notes_for(reader))
+        ends = self._finish_on_all(own)
+        with self._runtime.reporting():
+            self._publisher.check_answers()
+            self._watch.ended(ends, own)
+            for unit in self._units:
+                unit.discard_gathered()
 
-    def release_gradients(self) -> None:
-        """Let the other ranks push into this rank's sums if no ``.grad`` lies in them any more.
-
-        ``.grad`` is the sum itself, so that a gradient is in memory once. Scripts clear it right after the step.
-        """
-        if self._runtime.holds_sums:
-            self._loans = [loan for loan in self._loans if not loan.is_over]
-            if not self._loans:
-                self._runtime.open_sums()
-
-    def _take_gradients_out(self) -> None:
-        """Copy what is left of the gradients: this rank goes on without having cleared them."""
-        with self._runtime.at_home():
-            self._end_loans()
-            self.release_gradients()
-
-    def _end_loans(self) -> None:
-        while self._loans:
-            self._loans.pop().take_back()
+    def _finish_on_all(self, how: End) -> Sequence[End]:
+        """End the minibatch in the shard group, and then among the replicas; how each rank of the mesh has ended it."""
+        self._runtime.finish(how)
+        if self._replicas is None:
+            return self._runtime.ends
+        with self._runtime.reporting():
+            return self._replicas.ends(self._runtime.minibatch, self._runtime.ends)
 
     def _begin(self) -> None:
         if self._publisher.reloaded:
             self._publish_again()
         self._publisher.publish_all()
-        self._take_gradients_out()
         for index, unit in enumerate(self._units):
             unit.check_hooks()
             self._publisher.check_unchanged(index, whole=True)
@@ -180,25 +171,30 @@ class Session:
         ``load_state_dict`` of the patched model is published when the model is next used, on every rank.
 
         Raises:
-            ProtocolError: inside a minibatch, or another rank is training on the old parameters already.
+            MisuseError: inside a minibatch. Nothing was changed.
+            ProtocolError: another rank did something else with this minibatch.
         """
         self._require_open()
+        if self._runtime.state is State.OPEN:
+            raise MisuseError(
+                f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
+                "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
+            )
         self._publish_again()
         for unit in self._units:
             unit.discard_gathered()
 
     def _publish_again(self) -> None:
         self._publisher.publish_all()
-        self._take_gradients_out()
         # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
         self._runtime.begin()
-        self._runtime.finish()
-        if any(self._runtime.gradient(i) is not None for i in range(len(self._units))):
-            error = ProtocolError("publish() was not called on every rank: another rank has trained meanwhile")
-            self._runtime.abort(error)
-            raise error
+        self._finish_on_all(End(EndKind.FENCE))
         self._publisher.publish_all()
         self._publisher.reloaded = False
+
+    def looked_before(self, readers: Mapping[tuple[int, int], str]) -> None:
+        """See :meth:`odc.fsdp_patch.watch.GradientWatch.looked_before`."""
+        self._watch.looked_before(readers)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -207,6 +203,11 @@ class Session:
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._publisher.after_load()
+
+    def end_evaluation(self) -> None:
+        """A forward of the model without a graph has returned."""
+        for unit in self._units:
+            unit.end_evaluation()
 
     # What FSDP calls
 
@@ -221,18 +222,14 @@ class Session:
         return self._runtime.gather_ahead(unit, out, own_in_place=own_in_place)
 
     def _before_gather(self, unit: int) -> None:
+        # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         if self._publisher.reloaded and self._runtime.state is State.PUBLISHED:
-            self._publish_again()
+            with self._runtime.at_home():
+                self._publish_again()
         if self._runtime.state is State.FINISHED:
-            if not self._watch.is_used_up():
-                raise ProtocolError(
-                    f"unit {self._runtime.units[unit].name!r} is needed between {self._watch.ended_by}, which made the "
-                    "gradients final, and the step that uses them: the other ranks may have stepped already. "
-                    f"{self._watch.advice}"
-                )
-            self._publisher.publish_all()
-        if self._runtime.holds_sums:
-            self._take_gradients_out()
+            self._watch.check_used_up(f"unit {self._runtime.units[unit].name!r}")
+            with self._runtime.at_home():
+                self._publisher.publish_all()
         if self._runtime.state is not State.FINISHED:
             self._publisher.check_unchanged(unit)
 
@@ -256,7 +253,7 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
-        return report(self._units, self._runtime.memory(), sums_of(self._loans))
+        return report(self._units, self._runtime.memory())
 
     def start_timeline(self) -> Timeline:
         """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
@@ -287,7 +284,9 @@ class Session:
                 stacklevel=2,
             )
         try:
-            self._end_loans()
+            if not in_error:  # full parameters that an evaluation has left on some ranks only
+                for unit in self._units:
+                    unit.discard_gathered()
             while self._undo:
                 self._undo.pop()()
         finally:

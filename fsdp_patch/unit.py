@@ -34,11 +34,10 @@ class Communication(Protocol):
 
 
 class FinalSum(NamedTuple):
-    """The gradient of one unit's shard: flat sum, which parameters received one, whether it may become ``.grad``."""
+    """The gradient of one unit's shard: flat sum, and which parameters received one."""
 
     total: torch.Tensor
     touched: list[bool]
-    is_lendable: bool
 
 
 class Unit(ABC):
@@ -88,6 +87,14 @@ class Unit(ABC):
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters as an optimizer holds them."""
 
+    def full_parameters(self) -> list[tuple[torch.Tensor, nn.Parameter]] | None:
+        """What stands in the module for each trainable parameter while the unit is not sharded, and its sharded one;
+        none before the first time. None where both are one object."""
+        return None
+
+    keeps_full_parameters = True
+    """Whether these are the same objects each time."""
+
     @abstractmethod
     def fill_shard(self, out: torch.Tensor) -> None:
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
@@ -120,6 +127,10 @@ class Unit(ABC):
         forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
         no backward that would free them."""
 
+    def end_evaluation(self) -> None:
+        """A forward of the model without a graph has returned, which may have left full parameters."""
+        return
+
     def final_sum(
         self, own: tuple[torch.Tensor, list[bool]] | None, spec: UnitSpec, dtype: torch.dtype
     ) -> FinalSum | None:
@@ -128,12 +139,12 @@ class Unit(ABC):
         Collective over the replicas, if there are any.
         """
         if self.replicas is None or not spec.params:
-            return FinalSum(*own, is_lendable=True) if own else None
+            return FinalSum(*own) if own else None
         touched = self.replicas.union(own[1] if own else [False] * len(spec.params))
         if not any(touched):
             return None
         total = own[0] if own else torch.zeros(spec.grad_numel, dtype=dtype, device=self.device)
-        return FinalSum(self._sum_over(self.replicas, total), touched, is_lendable=own is not None)
+        return FinalSum(self._sum_over(self.replicas, total), touched)
 
     def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum of ``total`` over the replicas; ``total`` may be changed."""
@@ -141,31 +152,19 @@ class Unit(ABC):
         return total
 
     @abstractmethod
-    def install(self, mean: torch.Tensor, touched: Sequence[bool], lend: bool) -> None:
+    def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         """Add the mean gradient of this rank's shard to ``.grad`` of the touched parameters.
 
         Args:
-            mean: flat, in the accumulator's dtype, already divided.
-            lend: ``mean`` may itself become ``.grad``, until :meth:`keep_gradients`; else it is copied.
+            mean: flat, in the accumulator's dtype, already divided. Where there is no ``.grad`` yet it becomes that: it
+                belongs to the script from then on.
             touched: per trainable parameter of :meth:`spec`, whether any rank contributed. The others keep ``.grad``
                 as it is (None stays None, so that the optimizer skips them as it does under FSDP).
         """
 
     @abstractmethod
-    def gradients(self) -> list[torch.Tensor]:
-        """Every tensor that a script can hold as a ``.grad`` of this unit, or as this rank's part of one."""
-
-    @abstractmethod
-    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None, bool]]:
-        """Per parameter: this rank's shard, its part of ``.grad``, and whether the parameter is trainable."""
-
-    @abstractmethod
-    def borrows(self, memory: torch.Tensor) -> bool:
-        """Whether the ``.grad`` of a parameter lies in ``memory``."""
-
-    @abstractmethod
-    def keep_gradients(self, memory: torch.Tensor) -> None:
-        """Copy every ``.grad`` that lies in ``memory``: it is about to be overwritten."""
+    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Per parameter: this rank's shard, and its part of ``.grad``."""
 
     # Entering it
 
@@ -174,12 +173,16 @@ class Unit(ABC):
         """Let FSDP call ``communication`` for this unit; returns the undo."""
 
 
-def incomplete_backward(units: Sequence[Unit]) -> ProtocolError | None:
-    """What to say about a minibatch in which a backward pass did not complete; None if all did."""
+def check_backward_complete(units: Sequence[Unit]) -> None:
+    """Refuse to end a minibatch in which a backward pass did not complete.
+
+    Raises:
+        ProtocolError: naming the first unit and what to do.
+    """
     found = [unit.name for unit in units if unit.incomplete_backward()]
     if not found:
-        return None
-    return ProtocolError(
+        return
+    raise ProtocolError(
         f"a backward pass of this rank did not complete: it ended with an exception, and a part of its gradients "
         f"(unit {found[0]!r}) has been added to this minibatch, which therefore cannot be used for a step. Go back to "
         "a checkpoint; or where such exceptions are caught, call session.discard() on every rank in place of the step"
@@ -202,11 +205,6 @@ def spread(numel: int) -> torch.Tensor:
     """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
     count = min(numel, SAMPLE_SIZE)
     return torch.arange(count) * (numel - 1) // max(count - 1, 1)
-
-
-def lies_in(tensor: torch.Tensor | None, memory: torch.Tensor) -> bool:
-    """Whether a tensor is a view of the storage of ``memory``."""
-    return tensor is not None and tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from odc.errors import (
         AbortedError,
         ConfigError,
+        MisuseError,
         OdcError,
         PeerClosedError,
         PeerDiedError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbortedError",
     "ConfigError",
+    "MisuseError",
     "OdcError",
     "ParamSlice",
     "PeerClosedError",
@@ -68,6 +70,7 @@ __path__ = _where_parts_lie(os.path.dirname(os.path.abspath(__file__)))
 _HOMES = {
     "AbortedError": "odc.errors",
     "ConfigError": "odc.errors",
+    "MisuseError": "odc.errors",
     "OdcError": "odc.errors",
     "ParamSlice": "odc.units",
     "PeerClosedError": "odc.errors",

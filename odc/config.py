@@ -6,6 +6,7 @@ job can thus change a limit without editing the script that somebody else wrote.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, shown
 
 TIMEOUT = "ODC_TIMEOUT"  # seconds without progress after which a wait fails
 FAULT = "ODC_FAULT"  # fault injection, see odc/faults.py
@@ -88,6 +89,7 @@ class RuntimeConfig:
             raise _bad_option("copy_thread", self.copy_thread, f"one of {', '.join(COPY_THREAD_MODES)}")
         if not (isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < math.inf):
             raise _bad_option("timeout_s", self.timeout_s, "a number of seconds greater than 0")
+        _check_address(self.address)
 
     @classmethod
     def from_environment(
@@ -142,6 +144,8 @@ class LaunchEnvironment:
     """Whether the key-value store lives in torchrun's own process, and so outlives the ranks."""
     attempt: str = "0"
     """Distinguishes restarts."""
+    error_file: str = ""
+    """Where torchrun looks for what a rank failed of."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -160,6 +164,7 @@ class LaunchEnvironment:
             master_port=_read_integer(env, "MASTER_PORT", 0, 0, 65535),
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
         )
 
 
@@ -222,5 +227,20 @@ def _read_integer(env: Mapping[str, str], name: str, default: int, least: int, m
     return value
 
 
+def _check_address(text: str) -> None:
+    if not text:
+        return
+    expected = (
+        "the one IP address at which the other hosts reach this one, such as 10.0.0.7 (`ip -brief address` lists those "
+        "of a host); or leave it out, and the address on the way to MASTER_ADDR is taken"
+    )
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise _bad_option(ADDRESS, text, expected) from None
+    if address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255":
+        raise _bad_option(ADDRESS, text, expected)
+
+
 def _bad_option(option: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{option}={value!r} cannot be used: expected {expected}")
+    return ConfigError(f"{option}={shown(value)} cannot be used: expected {expected}")

@@ -91,8 +91,10 @@ class CopyThread:
             pending.run()
 
     def close(self) -> None:
-        """Finish what is queued and join the thread. Idempotent. Copies are short and wait for nobody."""
+        """Drop what is queued and join the thread. Idempotent. A copy from another host may be waiting for it: the
+        transport's ``end_transfers`` comes before."""
         with self._wanted:
             self._closing = True
+            self._queue.clear()
             self._wanted.notify()
-        self._thread.join()
+        self._thread.end()

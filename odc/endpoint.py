@@ -28,6 +28,10 @@ class Endpoint:
     def rank(self) -> int:
         return self.transport.topology.rank
 
+    def name(self, rank: int) -> int:
+        """The number in the job of ``rank`` of this group, for messages."""
+        return self.transport.topology.global_rank(rank)
+
     @property
     def world_size(self) -> int:
         return self.transport.topology.world_size

@@ -106,8 +106,8 @@ class Engine(ABC):
     @abstractmethod
     def at_home(self) -> AbstractContextManager[object]:
         """Inside, the stream that called :meth:`join` last, where gradients became final, is the current one; behind
-        it, the current stream goes on after what was done inside. FSDP calls from streams of its own, whose memory
-        must not end up in a ``.grad``."""
+        it, the current stream goes on after what was done inside. FSDP calls from streams of its own, and a sum is the
+        other ranks' again only after it was read there."""
 
     @abstractmethod
     def take(self, memory: str) -> AbstractContextManager[object]:

@@ -1,6 +1,11 @@
-"""Every error ODC raises on purpose. Bad input is a ``ValueError``; what goes wrong later is an :class:`OdcError`."""
+"""Every error ODC raises on purpose. Bad input is a ``ValueError``; what goes wrong later is an :class:`OdcError`.
+
+Imports nothing of ODC: every room quotes input in its messages with :func:`shown` and :func:`shorten`.
+"""
 
 from __future__ import annotations
+
+import reprlib
 
 
 class OdcError(RuntimeError):
@@ -23,6 +28,11 @@ class ProtocolError(OdcError):
     """An operation came at the wrong point of the minibatch (for example a push outside one)."""
 
 
+class MisuseError(ProtocolError):
+    """An operation that cannot be at this point of the minibatch, refused before anything was changed. The session goes
+    on, on this rank and on the others."""
+
+
 class PeerDiedError(OdcError):
     """The process of a rank that is being waited for is gone."""
 
@@ -41,3 +51,30 @@ class AbortedError(OdcError):
 
 class FaultInjected(OdcError):
     """Raised by the fault hook ``do=raise``; never seen unless ``ODC_FAULT`` is set."""
+
+
+_LONGEST = 200
+
+
+def shorten(text: str, most: int = _LONGEST) -> str:
+    """``text``, the middle left out where it is longer than ``most`` characters: input is quoted, not repeated."""
+    if len(text) <= most:
+        return text
+    left = f" ...({len(text) - most:,} characters left out)... "
+    return text[: most // 2] + left + text[-(most // 2) :]
+
+
+class _Short(reprlib.Repr):
+    """Does not build the whole text of what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _LONGEST
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for an error message, of bounded length whatever the value is."""
+    try:
+        return shorten(_Short().repr(value))
+    except Exception:  # a repr of its own that fails, an int of more digits than Python prints
+        return f"<{type(value).__name__}>"

@@ -9,7 +9,8 @@ import ctypes
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,12 +24,21 @@ logger = logging.getLogger("odc")
 
 MAX_PAYLOAD_BYTES = 64 << 20
 _LEAST_TIMEOUT_S = 600.0
+_KNOWN = "odc_is_known_everywhere"
 _OWNERSHIP_S, _BETWEEN_LOOKS_S = 2.0, 1e-4
 T = TypeVar("T")
 
 
+def no_op() -> None:
+    """The default of ``check``."""
+
+
 class BrokenExchangeError(SetupError):
     """The process group has failed: a rank has ended, or cannot be reached."""
+
+
+class OutOfReachError(SetupError):
+    """A rank cannot be reached. If it has failed itself, that is what all ranks are told instead."""
 
 
 class Exchange(Protocol):
@@ -37,8 +47,17 @@ class Exchange(Protocol):
     rank: int
     world_size: int
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order, on every rank. Collective; acts as a barrier."""
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """The number in the job of each rank of the group: what people know it by."""
+        ...
+
+    def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank. Collective; acts as a barrier.
+
+        Args:
+            check: called from time to time while this rank waits; ends the wait by raising.
+        """
         ...
 
 
@@ -60,24 +79,29 @@ class ProcessGroupExchange:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    @cached_property
+    def global_ranks(self) -> Sequence[int]:
+        """The ranks' numbers in the job."""
+        return dist.get_process_group_ranks(self._group)
+
+    def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise SetupError(f"set-up message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
-        sizes = [int(row.item()) for row in self._gather(torch.tensor([len(payload)], dtype=torch.int64))]
+        sizes = [int(row.item()) for row in self._gather(torch.tensor([len(payload)], dtype=torch.int64), check)]
         if max(sizes) > MAX_PAYLOAD_BYTES:
             raise SetupError(f"a rank announced a set-up message of {max(sizes)} bytes")
         padded = torch.zeros(max(max(sizes), 1), dtype=torch.uint8)
         if payload:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        rows = self._gather(padded)
+        rows = self._gather(padded, check)
         return [bytes(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, row: torch.Tensor, check: Callable[[], None]) -> list[torch.Tensor]:
         tensors = [row.to(self._device, copy=True)]
         tensors += [torch.empty_like(tensors[0]) for _ in range(self.world_size)]
         work = dist.all_gather(tensors[1:], tensors[0], group=self._group, async_op=True)
         try:
-            self._await(work)
+            self._await(work, check)
         except BaseException:
             _keep_for_ever(self._group or dist.group.WORLD)
             raise
@@ -92,19 +116,20 @@ class ProcessGroupExchange:
                 self._is_let_go = await_sole_ownership(tensors)
         return [tensor.cpu() for tensor in tensors[1:]]
 
-    def _await(self, work: dist.Work) -> None:
+    def _await(self, work: dist.Work, check: Callable[[], None]) -> None:
         """Not by ``work.wait()``, inside which Ctrl-C is not heard."""
-        reminder = Reminder()
+        reminder, me = Reminder(), self.global_ranks[self.rank]
 
         def look(waited_s: float) -> None:
+            check()
             if waited_s > self._timeout_s:
                 raise SetupError(
-                    f"rank {self.rank} has waited {waited_s:.0f} s in set-up for the other ranks: not all of them have "
+                    f"rank {me} has waited {waited_s:.0f} s in set-up for the other ranks: not all of them have "
                     "come here. Every rank has to patch its model, and none may have failed before. If they are only "
                     f"slow, raise timeout_s or ODC_TIMEOUT above {self._timeout_s:g} s."
                 )
             if reminder.is_due(waited_s):
-                logger.warning("odc: rank %d has waited %.0f s in set-up for the other ranks", self.rank, waited_s)
+                logger.warning("odc: rank %d has waited %.0f s in set-up for the other ranks", me, waited_s)
 
         look_until(work.is_completed, look)
 
@@ -147,14 +172,24 @@ def raise_together(exchange: Exchange, error: BaseException | None) -> None:
     """Turn the failure of one rank into an error on all of them, so that none is left waiting in set-up.
 
     Raises:
-        the local ``error`` on the rank that has one; :class:`SetupError` naming that rank on the others.
+        the local ``error`` on the rank that has one, unless it follows from another rank's; :class:`SetupError` naming
+        that rank on the others.
     """
-    texts = gather_json(exchange, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise SetupError(f"set-up failed on rank {rank}: {text}")
+    row = None if error is None else [f"{type(error).__name__}: {error}", isinstance(error, OutOfReachError)]
+    failed = [(row[1], rank, row[0]) for rank, row in enumerate(gather_json(exchange, row)) if row is not None]
+    if not failed:
+        return
+    is_consequence, rank, text = min(failed)  # causes first
+    problem = error
+    if problem is None or (isinstance(problem, OutOfReachError) and not is_consequence):
+        problem = SetupError(f"set-up failed on rank {exchange.global_ranks[rank]}: {text}")
+    problem.__dict__[_KNOWN] = True
+    raise problem
+
+
+def is_known_everywhere(error: BaseException) -> bool:
+    """Whether it comes from :func:`raise_together`: every rank has it, or one like it."""
+    return _KNOWN in error.__dict__
 
 
 def together(exchange: Exchange, action: Callable[[], T]) -> T:
@@ -183,9 +218,10 @@ def require_agreement(exchange: Exchange, tables: Mapping[str, Mapping[str, str]
         difference = _first_difference(everyone[0], everyone[rank])
         if difference:
             title, item, ours, theirs = difference
+            first, other = exchange.global_ranks[0], exchange.global_ranks[rank]
             raise SetupError(
-                f"rank {rank} differs from rank 0 in {title}, item {item!r}: rank 0 has {ours}, rank {rank} has "
-                f"{theirs}. All ranks must run the same versions, options and model."
+                f"rank {other} differs from rank {first} in {title}, item {item!r}: rank {first} has {ours}, rank "
+                f"{other} has {theirs}. All ranks must run the same versions, options and model."
             )
 
 

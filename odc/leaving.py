@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from odc.transports.base import Transport
+from odc.exchange import is_known_everywhere
+from odc.threads import in_helper
+
+if TYPE_CHECKING:
+    from odc.transports.base import Transport
+
+logger = logging.getLogger("odc")
 
 
 class Closable(Protocol):
@@ -17,18 +25,58 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-def shut_down(parts: Sequence[Closable]) -> None:
-    """Close them, in this order."""
-    for part in parts:
-        part.close()
+def run_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Take each step, in this order, also behind one that fails: what is left open makes peers wait.
+
+    Raises:
+        the first error, when all steps have been taken. Later ones are logged.
+    """
+    first: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:  # Ctrl-C too must not keep the rest open
+            if first is None:
+                first = error
+            else:
+                logger.error("odc: while closing, after another error: %s: %s", type(error).__name__, error)
+    if first is not None:
+        raise first
+
+
+def shut_down(parts: Sequence[Closable], *transports: Transport) -> None:
+    """Close the parts, in this order, and then what they work on. Waits for no other rank.
+
+    Raises:
+        as :func:`run_all`.
+    """
+    ends = [transport.end_transfers for transport in transports]
+    run_all([*ends, *(part.close for part in parts), *(transport.close for transport in transports)])
+
+
+def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transport) -> None:
+    """The end of a set-up that has failed here: unless all ranks know, they are told, and wait for this one no more."""
+    for transport in transports if not is_known_everywhere(error) else ():
+        transport.abort_peers(f"{transport.topology.whoami}: {type(error).__name__}: {error}")
+    try:
+        shut_down(parts, *transports)
+    except Exception as another:  # the first cause is the one to raise
+        logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
+
+
+class Told(Protocol):
+    """Who hears of a failure."""
+
+    def abort_peers(self, text: str) -> None: ...
 
 
 class Leaving:
     """What happens to a runtime that nobody has closed: its user has dropped it, or the interpreter ends."""
 
-    def __init__(self, parts: Sequence[Closable], transport: Transport, whoami: str) -> None:
+    def __init__(self, parts: Sequence[Closable], transports: Sequence[Transport], peers: Told, whoami: str) -> None:
         self._parts = parts
-        self._transport = transport
+        self._transports = transports
+        self._peers = peers
         self._whoami = whoami
         self._pid = os.getpid()
         self._earlier_error = id(_last_error())  # in a notebook, say, where it ended nothing
@@ -36,13 +84,22 @@ class Leaving:
     def without_close(self) -> None:
         if os.getpid() != self._pid:
             return
-        try:
-            error = _last_error()
-            is_at_exit = not threading.main_thread().is_alive()
-            if is_at_exit and error is not None and id(error) != self._earlier_error:
-                self._transport.abort_peers(f"{self._whoami}: {type(error).__name__}: {error}")
-        finally:
-            shut_down(self._parts)
+        # [Note: Garbage is collected anywhere] Also in a helper thread of this very runtime, which can neither join
+        # itself nor wait for a lock that it holds. It has to go on, see that it is to end, and be joined by another.
+        if in_helper():
+            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+                threading.Thread(target=self._end, name="odc-close", daemon=False).start()
+                return
+        self._end()
+
+    def _end(self) -> None:
+        run_all([self._tell_why, lambda: shut_down(self._parts, *self._transports)])
+
+    def _tell_why(self) -> None:
+        error = _last_error()
+        is_at_exit = not threading.main_thread().is_alive()
+        if is_at_exit and error is not None and id(error) != self._earlier_error:
+            self._peers.abort_peers(f"{self._whoami}: {type(error).__name__}: {error}")
 
 
 def _last_error() -> BaseException | None:

@@ -6,17 +6,20 @@ random delays and checks that it fails when either signal is removed.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from odc.accumulators import AccumulatorStore
 from odc.copier import CopyThread, PendingCopy
 from odc.endpoint import Endpoint
-from odc.engine import AfterChunk, no_op
-from odc.errors import ProtocolError
+from odc.engine import AfterChunk
+from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.pushers import Pusher
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer
@@ -32,13 +35,57 @@ class State(enum.Enum):
     FINISHED = "finished"  # gradients of k are final, shards of k + 1 not (all) published yet
 
 
+class EndKind(enum.IntEnum):
+    """What becomes of the sums of a minibatch. All ranks must end it in the same way."""
+
+    USE = 1  # they are the gradients of a step
+    DISCARD = 2  # they are thrown away
+    FENCE = 3  # there are none: shards are replaced (Session.publish)
+
+
+_KIND_TEXTS = {
+    EndKind.USE: "for a step",
+    EndKind.DISCARD: "to throw it away (discard)",
+    EndKind.FENCE: "to publish changed parameters",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank has ended a minibatch; every rank learns it of every other one, together with ``done``."""
+
+    kind: EndKind = EndKind.USE
+    notes: tuple[int, int, int] = (0, 0, 0)
+    """Numbers of the caller, which the protocol only carries."""
+    has_pushed: bool = False
+    """Filled in by the protocol: this rank has pushed gradients in this minibatch."""
+
+
+def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
+    """Refuse a minibatch that ranks have ended in different ways; ``ends``: by global rank.
+
+    Raises:
+        ProtocolError: naming two of them.
+    """
+    (first, how), *others = ends.items()
+    for rank, other in others:
+        if other.kind is not how.kind:
+            raise ProtocolError(
+                f"the ranks have ended minibatch {minibatch} in different ways: rank {first} {_KIND_TEXTS[how.kind]}, "
+                f"rank {rank} {_KIND_TEXTS[other.kind]}. Every rank must step, discard() or publish() at the same "
+                "place of the loop"
+            )
+
+
+_END_WORDS = 6  # minibatch, kind, has_pushed, notes
+
+
 class MinibatchProtocol:
     """State machine over one transport; the signals of all units and ranks.
 
-    Signals of a rank, in its own memory: ``published[unit][owner]``, ``done[client]``, ``opened[owner]``. All are
-    counters: the n-th post of ``published`` means "my shard of this unit for minibatch n is ready", of ``done`` "all my
-    pushes of minibatch n are accumulated at you, and I have made all my gathers of it", of ``opened`` "my sums are
-    yours to write for minibatch n: nobody here needs those of n - 1".
+    Signals of a rank, in its own memory: ``published[unit][owner]`` and ``done[client]``. Both are counters: the n-th
+    post of ``published`` means "my shard of this unit for minibatch n is ready to be read, and my sum of it to be added
+    to", of ``done`` "all my pushes of minibatch n are accumulated at you, and I have made all my gathers of it".
     """
 
     def __init__(
@@ -62,19 +109,20 @@ class MinibatchProtocol:
         self._versions = [0] * len(units)  # of this rank's own published shards
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
         self._done_at = len(units) * self._world_size
-        self._opened = 0  # minibatch for which this rank's own sums are open
-        self._open_at = [0] * self._world_size  # minibatch for which each owner's sums are known to be open
-        self.hold_gradients = False
-        """Whether sums stay this rank's own until :meth:`open_sums`, instead of until all units are published."""
+        # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
+        # looked at its words of k, and is never further ahead.
+        self._end_words = end.transport.allocate_host(8 * 2 * self._world_size * _END_WORDS, "ends of minibatches")
+        self.ends: list[End] = []
+        """How each rank has ended the last minibatch."""
         self._pushes = [0] * len(units)  # of this minibatch
-        self._ahead: list[PendingCopy] = []
+        self._ahead: list[tuple[PendingCopy, Sequence[int]]] = []  # with the owner that each reads from just now
         self.minibatch = 0
         self.state = State.FINISHED
         self.timeline: Timeline | None = None
 
     @staticmethod
     def num_signals(num_units: int, world_size: int) -> int:
-        return num_units * world_size + 2 * world_size
+        return num_units * world_size + world_size
 
     # Publishing
 
@@ -95,12 +143,15 @@ class MinibatchProtocol:
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """Let ``fill`` write this rank's shard of ``unit`` for the next minibatch, then tell every rank.
 
+        They may read it and add to this rank's sum of the unit from then on, so what :meth:`gradient` has returned for
+        it is no longer valid.
+
         Raises:
-            ProtocolError: not between finish and the next minibatch, or already published for it.
+            MisuseError: not between finish and the next minibatch, or already published for it.
         """
         self._end.waiter.check()
         if self.state is not State.FINISHED or self.is_published(unit):
-            raise ProtocolError(
+            raise MisuseError(
                 f"unit {self._units[unit].name!r} cannot be published now (minibatch {self.minibatch} is "
                 f"{self.state.value}): a shard is published once, after finish() and before the next minibatch"
             )
@@ -109,6 +160,7 @@ class MinibatchProtocol:
         # Every client is done with the old version: finish() has seen all their done signals.
         self._order_after_done()
         self._end.engine.run(lambda: fill(self.shard(unit, self._rank)))
+        self._store.open(unit, self._coming)  # before anybody is told: see PROTOCOL.md
         self._versions[unit] = self._coming
         for rank in self._rotation:
             self._end.transport.post(rank, unit * self._world_size + self._rank)
@@ -121,29 +173,8 @@ class MinibatchProtocol:
     def _advance_if_published(self) -> None:
         if self.state is State.FINISHED and all(version == self._coming for version in self._versions):
             self.minibatch, self.state = self._coming, State.PUBLISHED
+            self._pushes = [0] * len(self._units)
             self._set_context()
-            if not self.hold_gradients:
-                self.open_sums()
-
-    @property
-    def holds_sums(self) -> bool:
-        """Whether all units are published, but this rank's sums are not open for the minibatch yet."""
-        return self.state is not State.FINISHED and self._opened < self.minibatch
-
-    def open_sums(self) -> None:
-        """Let the other ranks push: what :meth:`gradient` returned is no longer needed. Once per minibatch.
-
-        Raises:
-            ProtocolError: units are unpublished, so an optimizer may still read the sums.
-        """
-        if not self.holds_sums:
-            raise ProtocolError(f"sums cannot be opened now: minibatch {self.minibatch} is {self.state.value}")
-        self._end.faults.hit("open.before")
-        self._opened = self.minibatch
-        self._store.open_minibatch(self.minibatch)
-        opened_at = (len(self._units) + 1) * self._world_size
-        for rank in self._rotation:
-            self._end.transport.post(rank, opened_at + self._rank)
 
     # Inside a minibatch
 
@@ -151,19 +182,16 @@ class MinibatchProtocol:
         """Enter the minibatch whose shards were published.
 
         Raises:
-            ProtocolError: a minibatch is open, or shards are unpublished.
+            MisuseError: a minibatch is open, or shards are unpublished.
         """
         self._end.waiter.check()
         self._advance_if_published()  # a runtime without units has nothing to publish
         if self.state is not State.PUBLISHED:
-            raise ProtocolError(
+            raise MisuseError(
                 f"a minibatch cannot begin now: minibatch {self.minibatch} is {self.state.value}"
                 + (" (publish every unit first)" if self.state is State.FINISHED else "")
             )
-        if self.holds_sums:
-            self.open_sums()
         self.state = State.OPEN
-        self._pushes = [0] * len(self._units)
         self._set_context()
 
     def gather(self, unit: int, out: torch.Tensor, own_in_place: bool = False) -> None:
@@ -174,7 +202,7 @@ class MinibatchProtocol:
             own_in_place: this rank's part of ``out`` is filled already.
 
         Raises:
-            ProtocolError: between finish and publish, when other owners may already hold the next version.
+            MisuseError: between finish and publish, when other owners may already hold the next version.
         """
         self._check_gather(unit)
         started_ns = time.monotonic_ns()
@@ -190,7 +218,7 @@ class MinibatchProtocol:
     def _gather_in_turn(self, unit: int, out: torch.Tensor, owners: Sequence[int]) -> None:
         transport, offset, after_chunk = self._end.transport, self._offsets[unit], self._end.waiter.after_gather_chunk
         for part, owner in self._parts(unit, out, owners):
-            self._await_published(unit, owner)
+            self._await_published(unit, owner, self._gather_of)
             try:
                 transport.read(part, self._buffer, owner, offset, after_chunk)
             except GONE as error:
@@ -230,26 +258,35 @@ class MinibatchProtocol:
             return None
         self._end.faults.hit("gather.before")
         owners = [owner for owner in self._rotation if not (owner == self._rank and own_in_place)]
-        parts = self._parts(unit, out, owners)
+        parts, reads_from = self._parts(unit, out, owners), [self._rank]
 
         def copy() -> None:
-            self._read_all(unit, parts, no_op)
+            for part, owner in parts:
+                reads_from[0] = owner
+                self._read_all(unit, [(part, owner)], self._end.waiter.after_gather_chunk)
 
-        self._ahead = [pending for pending in self._ahead if not pending.is_done]
+        self._ahead = [ahead for ahead in self._ahead if not ahead[0].is_done]
         pending = copier.submit(copy)
-        self._ahead.append(pending)
+        self._ahead.append((pending, reads_from))
 
         def wait() -> None:
             started_ns = time.monotonic_ns()
-            pending.wait(self._end.waiter.check)
+            self._await_copy(pending, reads_from)
             self._after_gather(unit, out, started_ns)
 
         return wait
 
+    def _await_copy(self, pending: PendingCopy, reads_from: Sequence[int]) -> None:
+        """The copy thread waits on behalf of this one, so it is this rank that waits for whom the copy is read from."""
+        try:
+            pending.wait(lambda: self._end.waiter.waits_for(reads_from[0]))
+        finally:
+            self._end.waiter.waits_no_more()
+
     def _check_gather(self, unit: int) -> None:
         self._end.waiter.check()
         if self.state is State.FINISHED:
-            raise ProtocolError(
+            raise MisuseError(
                 f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
                 "this rank published its next parameters: the other ranks may have replaced theirs already. "
                 "Evaluate inside the minibatch, or after optimizer.step()."
@@ -265,26 +302,21 @@ class MinibatchProtocol:
     def _gather_of(self, unit: int) -> str:
         return f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)"
 
-    def _await_published(self, unit: int, owner: int) -> None:
+    def _push_to(self, unit: int) -> str:
+        return f"push to unit {self._units[unit].name!r}"
+
+    def _await_published(self, unit: int, owner: int, what: Callable[[int], str]) -> None:
+        """Wait until ``owner`` has published the unit for this minibatch. Once that is known of all it costs nothing.
+
+        Args:
+            what: describes what waits, given the unit.
+        """
         signal = unit * self._world_size + owner
         if self._ready[unit] != self.minibatch:
             self._end.waiter.wait(
                 lambda: [owner] if self._end.transport.count(signal) < self.minibatch else [],
-                lambda: self._gather_of(unit),
+                lambda: what(unit),
             )
-        self._end.transport.order_after(signal, self.minibatch)
-
-    def _await_opened(self, unit: int, owner: int) -> None:
-        signal = (len(self._units) + 1) * self._world_size + owner
-        if self._open_at[owner] != self.minibatch:
-            self._end.waiter.wait(
-                lambda: [owner] if self._end.transport.count(signal) < self.minibatch else [],
-                lambda: (
-                    f"push to unit {self._units[unit].name!r} (that rank still needs its gradients of minibatch "
-                    f"{self.minibatch - 1})"
-                ),
-            )
-            self._open_at[owner] = self.minibatch
         self._end.transport.order_after(signal, self.minibatch)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
@@ -296,11 +328,11 @@ class MinibatchProtocol:
             present: which trainable parameters the push holds; default all.
 
         Raises:
-            ProtocolError: outside a minibatch.
+            MisuseError: outside a minibatch.
         """
         self._end.waiter.check()
         if self.state is not State.OPEN:
-            raise ProtocolError(
+            raise MisuseError(
                 f"push of unit {self._units[unit].name!r} outside a minibatch (minibatch {self.minibatch} is "
                 f"{self.state.value}): run backward inside session.minibatch()"
             )
@@ -311,10 +343,11 @@ class MinibatchProtocol:
         self._set_context()
         rows = grads.view(self._world_size, -1)
         for owner in self._rotation:
-            # An owner opens its sums only after it has consumed those of the minibatch before, so this keeps a push
-            # out of the wrong minibatch. Once known it costs nothing.
-            self._await_opened(unit, owner)
+            # An owner publishes a unit only after it has taken its sum of the minibatch before, so this keeps a push
+            # out of the wrong minibatch.
+            self._await_published(unit, owner, self._push_to)
             self._pusher.push(owner, unit, rows[owner], flags, self.minibatch)
+        self._ready[unit] = self.minibatch
         self._end.engine.note_use()
         self._end.stats.pushes += 1
         self._end.stats.push_bytes += grads.nbytes
@@ -322,35 +355,57 @@ class MinibatchProtocol:
 
     # The end of a minibatch
 
-    def finish(self) -> None:
+    def finish(self, how: End | None = None) -> None:
         """The one synchronization: my pushes are in everywhere, everyone's pushes to me are in.
 
+        Args:
+            how: what this rank does with the sums; default: use them for a step.
+
         Raises:
-            ProtocolError: no minibatch is open.
+            MisuseError: no minibatch is open.
+            ProtocolError: the ranks have ended this minibatch in different ways.
         """
         self._end.waiter.check()
         if self.state is not State.OPEN:
-            raise ProtocolError(
-                f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})"
-            )
+            raise MisuseError(f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})")
         started_ns = time.monotonic_ns()
         self._end.faults.hit("finish.before")
-        for pending in self._ahead:  # a prefetch that nobody waited for: it must not read the next shards
-            pending.wait(self._end.waiter.check)
+        for pending, reads_from in self._ahead:  # a prefetch that nobody waited for: it must not read the next shards
+            self._await_copy(pending, reads_from)
         self._ahead.clear()
         self._pusher.drain()
         self._end.faults.hit("finish.before_done")
         self._end.engine.join()  # "done" says of every stream here that its gathers have been made
-        for rank in self._rotation:
-            self._end.transport.post(rank, self._done_at + self._rank)
+        self._post_done(how or End())
         self._await_done()
         self._end.faults.hit("finish.after_done")
-        self._store.close_minibatch(self.minibatch)
+        self._store.close(self.minibatch)
         self.state = State.FINISHED
+        self._read_ends()
         self._set_context()
         self._end.transport.tick()
         self._end.stats.minibatches += 1
         self._end.stats.finish_s += self._record("finish", None, started_ns)
+
+    def _post_done(self, how: End) -> None:
+        words = np.array([self.minibatch, how.kind, any(self._pushes), *how.notes], dtype=np.int64).tobytes()
+        at = (self.minibatch % 2 * self._world_size + self._rank) * len(words)
+        for rank in self._rotation:
+            with contextlib.suppress(PeerClosedError, PeerDiedError):  # whoever waits for its answer reports it
+                self._end.transport.write_host(self._end_words, rank, at, words)
+            self._end.transport.post(rank, self._done_at + self._rank)
+
+    def _read_ends(self) -> None:
+        """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
+        place of their script: no step must use its sums."""
+        words = self._end_words.local.view(torch.int64).view(2, self._world_size, _END_WORDS)
+        rows = words[self.minibatch % 2].tolist()
+        for rank, row in enumerate(rows):
+            if row[0] != self.minibatch:
+                raise ProtocolError(f"rank {rank} is done with minibatch {self.minibatch} and speaks of {row[0]}")
+        self.ends = [End(EndKind(kind), (one, two, three), bool(pushed)) for _, kind, pushed, one, two, three in rows]
+        topology = self._end.transport.topology
+        require_same_end(self.minibatch, {topology.global_rank(rank): end for rank, end in enumerate(self.ends)})
 
     def _await_done(self) -> None:
         self._end.waiter.wait(
@@ -369,12 +424,17 @@ class MinibatchProtocol:
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.
 
-        None if no rank pushed the unit. The tensor belongs to the runtime: it is valid until this rank's sums are
-        opened (:meth:`open_sums`) and, unless :attr:`AccumulatorStore.sums_stay`, until the next call of this method.
-        The caller may change it.
+        None if no rank pushed the unit. The tensor belongs to the runtime: it is valid until the next call of this
+        method, and until the unit is published. The caller may change it.
+
+        Raises:
+            MisuseError: before finish, or after the unit has been published anew.
         """
-        if self.state is not State.FINISHED:
-            raise ProtocolError(f"gradients of minibatch {self.minibatch} are not final: call finish() first")
+        if self.state is not State.FINISHED or self.is_published(unit):
+            raise MisuseError(
+                f"the sum of unit {self._units[unit].name!r} is not final, but open to the other ranks for minibatch "
+                f"{self._coming}: take gradients after finish() and before publishing the unit"
+            )
         return self._store.collect(unit, self.minibatch)
 
     def _set_context(self) -> None:

@@ -126,7 +126,7 @@ class DaemonPusher(Pusher):
         return self._headers.local.view(torch.int64)[start : start + self._header_words]
 
     def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool], minibatch: int) -> None:
-        self._await_acks([owner], f"slot at rank {owner} for {self._units[unit].name!r}")
+        self._await_acks([owner], f"slot at rank {self._end.name(owner)} for {self._units[unit].name!r}")
         try:
             self._fill_slot(owner, unit, grads, present, minibatch)
         except GONE as error:
@@ -201,7 +201,8 @@ class AccumulationDaemon:
                     if not self._serve_round():
                         self._end.transport.block(1.0, [], daemon=True)
         except BaseException as error:  # whatever it is must reach the training loop
-            self._on_failure(error)
+            if not self._stopping.is_set():  # which has closed: an acknowledgement under way was given up
+                self._on_failure(error)
 
     def _serve_round(self) -> bool:
         """Handle at most one push per client; whether there was any."""
@@ -215,22 +216,22 @@ class AccumulationDaemon:
         return bool(clients)
 
     def _add(self, client: int) -> None:
-        rank = self._end.rank
+        rank, who = self._end.rank, self._end.name(client)
         words = self._pusher.header(client).tolist()
         number, unit_index, minibatch, numel = words[:_PRESENT]
         units, expected_number = self._units, self._handled[client] + 1
         if number != expected_number:
             raise ProtocolError(
-                f"rank {client} announced its push {number} where {expected_number} comes next: twice the same, or out "
+                f"rank {who} announced its push {number} where {expected_number} comes next: twice the same, or out "
                 "of order"
             )
         if not 0 <= unit_index < len(units):
-            raise ProtocolError(f"rank {client} pushed to unit {unit_index}: there are {len(units)}")
+            raise ProtocolError(f"rank {who} pushed to unit {unit_index}: there are {len(units)}")
         unit = units[unit_index]
         present = [bool(word) for word in words[_PRESENT : _PRESENT + len(unit.params)]]
         expected = sum(p.numel for p, here in zip(unit.params, present, strict=True) if here)
         if numel != expected:
-            raise ProtocolError(f"rank {client} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
+            raise ProtocolError(f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
         grads = self._pusher.slot(client, unit.grad_dtype, numel)
         # The client's stream had waited for this rank's sums to be open before it posted: that order holds here too.
         self._pusher.order_after(client, number)
@@ -239,6 +240,6 @@ class AccumulationDaemon:
     def stop(self) -> None:
         """Let the thread finish its current push and join it."""
         self._stopping.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread.is_alive():
             self._end.transport.wake_self()
-            self._thread.join()
+            self._thread.end()

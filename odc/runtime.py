@@ -6,11 +6,13 @@ benchmarks and the protocol tests build theirs directly.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
 import platform
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,11 +27,12 @@ from odc.config import RuntimeConfig
 from odc.copier import CopyThread
 from odc.cuda.transfers import TransferTable
 from odc.endpoint import Endpoint
-from odc.errors import ConfigError, OdcError
+from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
 from odc.exchange import Exchange, raise_together, require_agreement, together
 from odc.faults import FaultInjector
-from odc.leaving import Closable, Leaving, shut_down
-from odc.protocol import MinibatchProtocol, State
+from odc.gloo import is_of_collective
+from odc.leaving import Closable, Leaving, give_up, shut_down
+from odc.protocol import End, MinibatchProtocol, State
 from odc.pushers import DaemonPusher, DirectPusher, Pusher
 from odc.stats import Stats
 from odc.timeline import Timeline
@@ -39,7 +42,7 @@ from odc.transports._descriptors import require_descriptors
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Failure, Waiter
-from odc.watchdog import StreamWatchdog
+from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
 
 
 class Runtime:
@@ -57,7 +60,7 @@ class Runtime:
         self._closed = False
         self._pid = os.getpid()
         self._finalizer: weakref.finalize[[], Runtime] | None = None
-        self.faults = FaultInjector(config.fault, topology.rank)
+        self.faults = FaultInjector(config.fault, topology.me)
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
         transport.use_check(self._waiter.check)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
@@ -73,6 +76,12 @@ class Runtime:
         self._pusher = self._make_pusher(end, protocol_signals, plan.is_direct)
         self._copier: CopyThread | None = None
         self._watchdog: StreamWatchdog | None = None
+        self._job_watchdog: JobWatchdog | None = None
+        self._end_collectives: Callable[[], object] | None = None
+        self._replicas: Transport | None = None
+        self._meetings = 0  # with the replicas
+        self.outside = Outside()
+        """To be filled in by whoever enters a collective of torch."""
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._pusher)
 
     @classmethod
@@ -84,12 +93,17 @@ class Runtime:
         *,
         device: torch.device | None = None,
         agreement: Mapping[str, Mapping[str, str]] | None = None,
+        replicas: Exchange | None = None,
+        end_collectives: Callable[[], object] | None = None,
     ) -> Runtime:
         """Connect the ranks of ``exchange``. Collective.
 
         Args:
             units: what is communicated; the same on every rank.
             agreement: further tables that must be equal on all ranks (title -> item -> value).
+            replicas: between the ranks with this one's place in their groups, if there are several groups.
+            end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
+                failed. None: nothing outside of this runtime is looked after.
 
         Raises:
             SetupError: on all ranks, naming the first difference between them or the resource that is missing.
@@ -104,19 +118,24 @@ class Runtime:
         device = device or HOST
         transport_class = registry.choose(config.transport, topology, device, exchange)
         transport = transport_class(exchange, topology, config.timeout_s, device)
+        parts: list[Closable] = []
+        transports = [transport]
         try:
             runtime = cls(transport, config, units)
-        except BaseException:
-            transport.close()
+            try:
+                runtime._complete(transfers)
+                if replicas is not None:
+                    runtime._join(replicas)
+                if end_collectives is not None:
+                    runtime._watch_job(end_collectives)
+            finally:
+                parts, transports = runtime._parts(), runtime._transports()
+            # An interpreter that ends without close() must still tell its peers so.
+            leaving = Leaving(parts, transports, runtime._waiter.job, runtime._whoami)
+            runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
+        except BaseException as error:
+            give_up(error, parts, *transports)
             raise
-        try:
-            runtime._complete(transfers)
-        except BaseException:
-            shut_down(runtime._parts())
-            raise
-        # An interpreter that ends without close() must still tell its peers so.
-        leaving = Leaving(runtime._parts(), transport, runtime._whoami)
-        runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
         return runtime
 
     def _complete(self, transfers: TransferTable | None) -> None:
@@ -127,10 +146,39 @@ class Runtime:
             self._transport.engine.choose_by(transfers)
         together(self._transport.exchange, self._start_threads)
 
+    def _join(self, exchange: Exchange) -> None:
+        """Hear of the replicas, too. Collective over them and over the shard group; what fails, fails on all."""
+        problem: Exception | None = None
+        try:
+            topology = Topology.discover(exchange, self.config.host_id, self.config.address)
+            kind = registry.choose("tcp", topology, HOST, exchange)
+            transport = self._replicas = kind(exchange, topology, self.config.timeout_s)
+            transport.open(num_signals=topology.world_size, num_locks=0)
+            transport.seal()
+        except Exception as error:  # whatever it is, the other groups must not wait for this one
+            problem = error
+        for group in (self._transport.exchange, exchange):
+            try:
+                raise_together(group, problem)
+            except Exception as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        self._waiter.job.add(transport)
+
+    def _watch_job(self, end_collectives: Callable[[], object]) -> None:
+        self._end_collectives = end_collectives
+        self._job_watchdog = JobWatchdog(
+            self._waiter.job, self._failure, self.outside, self.config.timeout_s, _weak_abort(self), end_collectives
+        )
+
     def _parts(self) -> list[Closable]:
-        """What has to be closed, in this order."""
-        parts = (self._watchdog, self._copier, self._pusher, self._transport)
+        """What has to be closed, in this order, before the transports."""
+        parts = (self._job_watchdog, self._watchdog, self._copier, self._pusher)
         return [part for part in parts if part is not None]
+
+    def _transports(self) -> list[Transport]:
+        return [transport for transport in (self._transport, self._replicas) if transport is not None]
 
     def _start_threads(self) -> None:
         self._pusher.start()
@@ -144,7 +192,7 @@ class Runtime:
             return DirectPusher(end.rank, self._store)
         return DaemonPusher(end, self._store, self.units, signals_at, _weak_abort(self))
 
-    # Operations. Each reports its own failure to the other ranks before raising it here.
+    # Operations. Each tells the other ranks of a failure that cannot be undone before raising it here.
 
     @property
     def state(self) -> State:
@@ -165,36 +213,22 @@ class Runtime:
         return self._protocol.shard(unit, self.topology.rank)
 
     @property
-    def sums_stay(self) -> bool:
-        """Whether tensors of :meth:`gradient` stay valid until the sums are opened, not just until the next call."""
-        return self._store.sums_stay
-
-    @property
-    def holds_sums(self) -> bool:
-        """See :meth:`odc.protocol.MinibatchProtocol.holds_sums`."""
-        return self._protocol.holds_sums
-
-    def hold_gradients(self) -> None:
-        """From now on the tensors of :meth:`gradient` stay this rank's until :meth:`open_sums` or :meth:`begin`."""
-        self._protocol.hold_gradients = True
+    def ends(self) -> list[End]:
+        """See :attr:`odc.protocol.MinibatchProtocol.ends`."""
+        return self._protocol.ends
 
     def at_home(self) -> AbstractContextManager[object]:
         """See :meth:`odc.engine.Engine.at_home`."""
         return self._transport.engine.at_home()
 
-    def open_sums(self) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.open_sums`."""
-        with self._reporting():
-            self._protocol.open_sums()
-
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
-        with self._reporting():
+        with self.reporting():
             self._protocol.publish(unit, fill)
 
     def begin(self) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.begin`."""
-        with self._reporting():
+        with self.reporting():
             self._protocol.begin()
 
     def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> None:
@@ -205,7 +239,7 @@ class Runtime:
         """
         spec = self.units[unit]
         _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-        with self._reporting():
+        with self.reporting():
             self._protocol.gather(unit, out, own_in_place)
 
     def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
@@ -216,7 +250,7 @@ class Runtime:
         if self._copier is not None:
             spec = self.units[unit]
             _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-            with self._reporting():
+            with self.reporting():
                 wait = self._protocol.gather_ahead(self._copier, unit, out, own_in_place)
             if wait is not None:
                 return functools.partial(self._reported, wait)
@@ -224,7 +258,7 @@ class Runtime:
         return None
 
     def _reported(self, operation: Callable[[], None]) -> None:
-        with self._reporting():
+        with self.reporting():
             operation()
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
@@ -240,38 +274,84 @@ class Runtime:
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
         _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, f"push of {spec.name!r}, grads")
-        with self._reporting():
+        with self.reporting():
             self._protocol.scatter_accumulate(unit, grads, present)
 
-    def finish(self) -> None:
+    def finish(self, how: End | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
-        with self._reporting():
-            self._protocol.finish()
+        with self.reporting():
+            self._protocol.finish(how)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""
         self._require_own_process()
         return self._protocol.gradient(unit)
 
-    def wait_for_work(self, work: dist.Work, what: str, *, on_host: bool) -> None:
+    def meet_replicas(self, what: str) -> None:
+        """Wait until every replica has come to as many meetings as this rank.
+
+        A collective cannot be taken back once it has begun, so it begins when all are there.
+        """
+        replicas = self._replicas
+        if replicas is None:
+            return
+        with self.reporting():
+            self._waiter.check()
+            self.faults.hit("replicas.before")
+            self._meetings += 1
+            me, number = replicas.topology.rank, self._meetings
+            others = [rank for rank in replicas.topology.rotation() if rank != me]
+            for rank in others:
+                replicas.post(rank, me)
+            self._waiter.wait(
+                lambda: [rank for rank in others if replicas.count(rank) < number], lambda: what, among=replicas
+            )
+
+    def wait_for_work(self, work: dist.Work, what: str, ranks: Sequence[int], *, on_host: bool) -> None:
         """Wait for a collective on a process group, with this runtime's limit, warnings and abort notices.
 
         Args:
+            ranks: the ranks of that group, by their numbers in the job.
             on_host: it works on host memory. On a device only the current stream waits, and the process group has a
                 watchdog of its own for what never completes.
         """
-        with self._reporting():
-            if on_host:
-                self._waiter.wait_for_work(work.is_completed, what)
-            work.wait()  # raises what went wrong
+        with self.reporting():
+            started = time.monotonic()
+            try:
+                if on_host:
+                    self._waiter.wait_for_work(work.is_completed, what, ranks)
+                work.wait()  # raises what went wrong
+            except BaseException as error:
+                cause = self.explain(error, what, time.monotonic() - started) or error
+                self.abort(cause)
+                if on_host and not work.is_completed() and self._end_collectives is not None:
+                    self._end_collectives()  # nobody will wait for it, and the process could not end before it does
+                raise cause from None
+
+    def made_progress(self) -> None:
+        """The training loop has come out of a collective of torch."""
+        if not self._closed and os.getpid() == self._pid:
+            self._waiter.waits_no_more()
+
+    def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
+        """What is behind an error that a collective of torch has raised: the failure of a rank of the job.
+
+        None if ``error`` is no such error, or nothing is heard of a failure within a moment.
+        """
+        if isinstance(error, OdcError) or not is_of_collective(error) or os.getpid() != self._pid or self._closed:
+            return None
+        return self._waiter.explain_collective(what, waited_s)
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
+        """What fails inside cannot be undone, so it ends the job on all ranks at once; misuse has changed nothing."""
         self._require_own_process()
         if self._closed:
             raise OdcError("this runtime is closed")
         try:
             yield
+        except MisuseError:
+            raise
         except BaseException as error:
             self.abort(error)
             raise
@@ -291,7 +371,7 @@ class Runtime:
 
     @property
     def _whoami(self) -> str:
-        return f"rank {self.topology.rank} (pid {self.topology.pids[self.topology.rank]})"
+        return self.topology.whoami
 
     def abort(self, error: BaseException) -> None:
         """Tell every peer that this rank has failed, once; they raise ``AbortedError`` at their next operation."""
@@ -301,7 +381,10 @@ class Runtime:
             if self._closed or self._failure.error is not None:
                 return
             self._failure.error = error
-        self._transport.abort_peers(f"{self._whoami}: {type(error).__name__}: {error}")
+        if self._end_collectives is not None:  # what is pending then would hold up the end of the process
+            atexit.register(_in_this_process(self._end_collectives))
+        heard = self._waiter.job.abort_notice() if isinstance(error, AbortedError) else None
+        self._waiter.job.abort_peers(heard or f"{self._whoami}: {type(error).__name__}: {error}")
         self._transport.wake_self()
 
     # Observation
@@ -334,7 +417,7 @@ class Runtime:
         if self._finalizer is not None:
             self._finalizer.detach()
             if os.getpid() == self._pid:  # a forked child has nothing to release
-                shut_down(self._parts())
+                shut_down(self._parts(), *self._transports())
 
     def __enter__(self) -> Runtime:
         return self
@@ -355,6 +438,17 @@ def _weak_abort(runtime: Runtime) -> Callable[[BaseException], None]:
             alive.abort(error)
 
     return abort
+
+
+def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
+    """``action``, which does nothing in a forked child."""
+    pid = os.getpid()
+
+    def act() -> None:
+        if os.getpid() == pid:
+            action()
+
+    return act
 
 
 def _wants_copy_thread(config: RuntimeConfig, topology: Topology, published: SymmetricBuffer) -> bool:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from odc.errors import SetupError
+
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_MACHINE = Path("/proc/sys/kernel/threads-max")
 
 
 class HelperThread(threading.Thread):
@@ -13,7 +21,66 @@ class HelperThread(threading.Thread):
     def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
 
+    def start(self) -> None:
+        """
+        Raises:
+            SetupError: this process may have no further thread; with the limits that there are.
+        """
+        try:
+            super().start()
+        except RuntimeError as problem:
+            if self.ident is not None:  # started before: a mistake of ours
+                raise
+            raise SetupError(
+                f"{problem} ({self.name}): {_describe_limits()}. Raise the one that is reached, or run fewer ranks and "
+                "DataLoader workers on this host."
+            ) from None
+
+    def end(self) -> None:
+        """Join it, if it has been started and is not the caller itself; whoever asked it to end calls this."""
+        if self.is_alive() and self is not threading.current_thread():
+            self.join()
+
 
 def in_helper() -> bool:
     """Whether this is such a thread: what it waits for, the training loop does not."""
     return isinstance(threading.current_thread(), HelperThread)
+
+
+def _describe_limits() -> str:
+    """What limits the number of threads of this process, for people."""
+    processes, space = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS))
+    found = [
+        f"{threading.active_count()} threads of Python here",
+        f"processes and threads of this user: {_amount(processes)} (ulimit -u)",
+    ]
+    group = cgroup_limit()
+    if group is not None:
+        found.append(f"of this container: {group[1]}, {group[0]} in use (pids.max; docker run --pids-limit=-1)")
+    if _MACHINE.exists():
+        found.append(f"of this machine: {_MACHINE.read_text().strip()} (kernel.threads-max)")
+    found.append(f"address space, of which each takes a stack: {_amount(space)} (ulimit -v)")
+    return "; ".join(found)
+
+
+def _amount(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"limit {limit}"
+
+
+def cgroup_limit() -> tuple[int, int] | None:
+    """Tasks in this process's control group and their limit; None where there is none."""
+    try:
+        rows = [line.split(":", 2) for line in _CGROUP.read_text().splitlines()]
+    except OSError:
+        return None
+    for _, controllers, path in rows:
+        folders = [_CGROUPS / path.lstrip("/"), _CGROUPS]
+        if controllers:
+            folders = [_CGROUPS / "pids" / path.lstrip("/"), _CGROUPS / "pids"] if controllers == "pids" else []
+        for folder in folders:
+            try:
+                current, most = (int((folder / name).read_text()) for name in ("pids.current", "pids.max"))
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
+            return current, most
+    return None

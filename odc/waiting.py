@@ -11,17 +11,22 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.faults import FaultInjector
+from odc.job import Job
 from odc.pausing import Reminder, look_until
 from odc.stats import Stats
 from odc.timeline import Timeline
-from odc.transports.base import PeerState, Transport
+from odc.transports.base import PeerState, Signs, Transport
 
 logger = logging.getLogger("odc")
 
 _SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
+_EXPLANATION_S, _BETWEEN_LOOKS_S = 3.0, 0.02  # a connection may end before the news that explain it have come
+_LAG_S = 2.0  # of looks that are told once a second to another host
+_FIRST_LOOK_S = 0.1  # before it, a collective is looked at only for failures
 _ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
 
 
@@ -47,6 +52,8 @@ class Waiter:
         self._faults = faults
         self._stats = stats
         self._failure = failure
+        self.job = Job(transport)
+        """Whom this rank hears of; with replicas, these as well."""
         self.timeline: Timeline | None = None
         self.context = ""  # for example "minibatch 7, microbatch 2"; ends every error text
 
@@ -57,11 +64,13 @@ class Waiter:
         *,
         block: Callable[[float, Sequence[int]], None] | None = None,
         daemon: bool = False,
+        among: Transport | None = None,
     ) -> None:
         """Return as soon as ``pending()`` is empty.
 
         Args:
             pending: the ranks still awaited. Called again after every wake-up.
+            among: whose numbers these are; default: those of the shard group.
             what: what is awaited, for messages.
             block: sleeps for up to the given seconds; default: until a signal arrives or a pending rank dies.
             daemon: this is the daemon thread, which must not be seen as the rank's own waiting.
@@ -74,55 +83,93 @@ class Waiter:
         ranks = pending()
         if not ranks:
             return
+        transport = among or self._transport
         started_ns = time.monotonic_ns()
-        patience, reminder = _Patience(self._transport, self._timeout_s), Reminder()
+        patience, reminder = Patience(self.job, self._timeout_s), Reminder()
         try:
             while ranks:
                 self._faults.hit("wait")
                 self.check()
-                self._check_peers(pending, ranks, what, patience)
+                self._check_peers(transport, pending, ranks, what, patience)
+                first = transport.topology.global_rank(ranks[0])
                 if reminder.is_due(patience.waited_s):
-                    logger.warning("%s", self._describe(ranks[0], what, patience.waited_s))
+                    logger.warning("%s", self._describe(first, what, patience.waited_s))
                 if not daemon:
-                    self._transport.set_waiting_on(ranks[0])
+                    self.job.set_waiting_on(first)
                 pause = min(_SLICE_S, self._timeout_s / 4)
                 if block is not None:
                     block(pause, ranks)
                 else:
-                    self._transport.block(pause, ranks, daemon=daemon)
+                    transport.block(pause, ranks, daemon=daemon)
                 ranks = pending()
         finally:
             if not daemon:
-                self._transport.tick()  # before the next line: nobody may see "not waiting, long silent"
-                self._transport.set_waiting_on(None)
+                self.waits_no_more()
                 self._account(what, started_ns)
 
-    def wait_for_work(self, is_completed: Callable[[], bool], what: str) -> None:
-        """Return when a collective on a process group is complete; that group sees the deaths of its own ranks.
+    def waits_for(self, rank: int) -> None:
+        """To be called at each look of a wait elsewhere: this rank waits for ``rank`` of its shard group.
 
         Raises:
-            PeerSilentError: it was not for the whole limit.
-            AbortedError, OdcError: a rank of this transport, or this rank, has failed meanwhile.
+            AbortedError, OdcError: a rank of the job, or this one, has failed.
+        """
+        self.check()
+        self.job.set_waiting_on(self._transport.topology.global_rank(rank))
+
+    def waits_no_more(self) -> None:
+        """The end of a wait."""
+        self.job.tick()  # before the next line: nobody may see "not waiting, long silent"
+        self.job.set_waiting_on(None)
+
+    def wait_for_work(self, is_completed: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
+        """Return when a collective on a process group is complete.
+
+        Args:
+            ranks: the ranks of that group, by their numbers in the job.
+
+        Raises:
+            PeerDiedError, PeerClosedError, PeerSilentError: one of them will not take part any more.
+            AbortedError, OdcError: a rank of the job, or this rank, has failed meanwhile.
         """
         started_ns = time.monotonic_ns()
-        reminder = Reminder()
+        patience, reminder = Patience(self.job, self._timeout_s), Reminder()
+        others = [rank for rank in ranks if rank != self.job.rank and self.job.sees(rank)]
 
         def look(waited_s: float) -> None:
             self._faults.hit("wait")
             self.check()
-            text = f"{self._whoami()} waited {waited_s:.1f} s for {what}" + self._where()
-            if waited_s > self._timeout_s:
-                raise PeerSilentError(
-                    f"{text}. If they are only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
-                )
+            if waited_s < _FIRST_LOOK_S:
+                return
+            for rank in others:
+                if self.job.state(rank) is not PeerState.ALIVE and not is_completed():
+                    self._fail_gone(rank, lambda: what, waited_s)
+            self._fail_silent(patience, others, lambda: what)
+            if others:
+                self.job.set_waiting_on(others[0])
             if reminder.is_due(waited_s):
-                logger.warning("%s", text)
+                logger.warning("%s waited %.1f s for %s%s", self._whoami(), waited_s, what, self._where())
 
         try:
             look_until(is_completed, look)
         finally:
-            self._transport.tick()
+            self.waits_no_more()
             self._account(lambda: what, started_ns)
+
+    def explain_collective(self, what: str, waited_s: float) -> OdcError | None:
+        """Why a collective of torch has failed here; None if nothing is heard of it within a moment."""
+        looks = 0
+        while True:
+            try:
+                self.check()
+                for rank in self.job.others:
+                    if self.job.state(rank) is PeerState.DEAD:
+                        self._fail_gone(rank, lambda: what, waited_s)
+            except OdcError as cause:
+                return cause
+            if looks * _BETWEEN_LOOKS_S >= _EXPLANATION_S:
+                return None
+            looks += 1
+            time.sleep(_BETWEEN_LOOKS_S)
 
     def explain(self, error: OdcError, what: str) -> OdcError:
         """The error of a transfer that found its rank gone (one of :data:`GONE`), with what was being done, and when.
@@ -148,9 +195,11 @@ class Waiter:
         failure = self._failure.error
         if isinstance(failure, AbortedError):  # whichever thread has heard of it, it is another rank's failure
             raise AbortedError(str(failure)) from failure
+        if isinstance(failure, GONE):  # found by another thread, on behalf of whichever wait this is
+            raise type(failure)(str(failure)) from failure
         if failure is not None:
             raise OdcError(f"{self._whoami()} failed earlier: {_one_line(failure)}") from failure
-        notice = self._transport.abort_notice()
+        notice = self.job.abort_notice()
         if notice is not None:
             raise AbortedError(f"{self._whoami()} aborted because {notice}")
 
@@ -163,89 +212,127 @@ class Waiter:
 
     def _check_peers(
         self,
+        transport: Transport,
         pending: Callable[[], Sequence[int]],
         ranks: Sequence[int],
         what: Callable[[], str],
-        patience: _Patience,
+        patience: Patience,
     ) -> None:
         for rank in ranks:
-            state = self._transport.peer_state(rank)
-            if state is PeerState.ALIVE:
+            if transport.peer_state(rank) is PeerState.ALIVE:
                 continue
             if rank not in pending():  # it delivered, and ended afterwards
                 continue
-            self.check()  # its own account of what happened is better than ours
-            text, detail = self._describe(rank, what, patience.waited_s), self._transport.describe_peer(rank)
-            if state is PeerState.DEAD:
-                raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}")
-            raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}")
-        silent = patience.silent_rank(ranks)
-        if silent is not None:
-            rank, blamed, silence_s = silent
-            via = "" if blamed == rank else f" (rank {rank} itself waits for rank {blamed})"
-            raise PeerSilentError(
-                f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} is alive but silent for "
-                f"{silence_s:.1f} s ({self._transport.describe_peer(blamed)}). If it is only slow, raise timeout_s "
-                f"or ODC_TIMEOUT (now {self._timeout_s:g} s)."
-            )
+            self._fail_gone(transport.topology.global_rank(rank), what, patience.waited_s)
+        self._fail_silent(patience, [transport.topology.global_rank(rank) for rank in ranks], what)
+
+    def _fail_gone(self, rank: int, what: Callable[[], str], waited_s: float) -> NoReturn:
+        self.check()  # its own account of what happened is better than ours
+        text, detail = self._describe(rank, what, waited_s), self.job.describe_process(rank)
+        if self.job.state(rank) is PeerState.DEAD:
+            raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}")
+        raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}")
+
+    def _fail_silent(self, patience: Patience, ranks: Sequence[int], what: Callable[[], str]) -> None:
+        """Raise if one of ``ranks``, by their numbers in the job, has been silent for too long."""
+        found = patience.blame(ranks)
+        if found is None:
+            return
+        rank, blamed, fault = found
+        via = "" if blamed == rank else f" (rank {rank} itself waits for {self.job.describe(blamed)})"
+        raise PeerSilentError(
+            f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} {fault} "
+            f"({self.job.describe_process(blamed)}). If it is only slow, raise timeout_s "
+            f"or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+        )
 
     def _describe(self, rank: int, what: Callable[[], str], waited_s: float) -> str:
-        peer = self._transport.topology.describe(rank)
-        return f"{self._whoami()} waited {waited_s:.1f} s for {peer}: {what()}{self._where()}"
+        return f"{self._whoami()} waited {waited_s:.1f} s for {self.job.describe(rank)}: {what()}{self._where()}"
 
     def _where(self) -> str:
         return f", {self.context}" if self.context else ""
 
     def _whoami(self) -> str:
-        return f"rank {self._transport.topology.rank}"
+        return f"rank {self.job.rank}"
 
 
-class _Patience:
-    """Since when each rank has been silent, as far as one wait has seen."""
+class Patience:
+    """How long ranks have given no sign of life, as far as one wait has seen, and who is to blame for that wait.
 
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
-        self._transport = transport
+    A rank that waits itself is not to blame as long as it looks: whom it waits for is found by following the waits, or
+    judged by that rank itself where he is not seen from here. One that waits and does not look is stopped: what it
+    says of its wait is of the past, so a circle of waits that one seems to see has such a rank in it.
+    """
+
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        self._job = job
         self._timeout_s = timeout_s
         self._started = self._last_look = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = {}
+        self._seen: dict[int, tuple[Signs, float]] = {}
+        self._circles: dict[int, tuple[list[int], float]] = {}
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self._started
 
-    def silent_rank(self, ranks: Sequence[int]) -> tuple[int, int, float] | None:
-        """(awaited rank, rank to blame, seconds) of the first awaited rank that has been silent for too long."""
-        self._forgive_own_absence()
+    def blame(self, ranks: Sequence[int]) -> tuple[int, int, str] | None:
+        """(awaited rank, rank to blame, its fault) of the first awaited rank for which the time is over."""
+        self.forgive_own_absence()
         for rank in ranks:
-            blamed = self._follow(rank)
-            silence_s = self._silence_s(blamed)
-            if silence_s > self._timeout_s:
-                return rank, blamed, silence_s
+            chain, is_circle = self._follow(rank)
+            silences = {one: self.silence_s(one) for one in chain}
+            blamed = max(chain, key=lambda one: silences[one] - self.limit_s(one))
+            silence_s = silences[blamed]
+            if silence_s > self.limit_s(blamed):
+                return rank, blamed, f"is alive but silent for {silence_s:.1f} s"
+            stuck_s = self._stuck_s(rank, chain) if is_circle else self._not_stuck(rank)
+            if stuck_s > self._timeout_s + 2 * _LAG_S:  # one that is stopped is found before
+                return rank, blamed, f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
         return None
 
-    def _forgive_own_absence(self) -> None:
+    def limit_s(self, rank: int) -> float:
+        """Silence of ``rank`` beyond which it is to blame. That a rank still looks is heard with some delay."""
+        return self._timeout_s + (_LAG_S if self._job.waiting_on(rank) is not None else 0.0)
+
+    def forgive_own_absence(self) -> None:
         """If this process itself was suspended (Ctrl-Z, a paused container), the others may have been too."""
         now = time.monotonic()
         absence_s = now - self._last_look
         self._last_look = now
         if absence_s > _ABSENCE_S:
-            self._seen = {rank: (progress, since + absence_s) for rank, (progress, since) in self._seen.items()}
+            self._seen = {rank: (signs, since + absence_s) for rank, (signs, since) in self._seen.items()}
+            self._circles.clear()
 
-    def _follow(self, rank: int) -> int:
-        """Who ``rank`` is really held up by: follow waits to a rank that is not waiting (or to a cycle)."""
-        visited = {rank}
-        while (target := self._transport.waiting_on(rank)) is not None and target not in visited:
-            visited.add(target)
-            rank = target
-        return rank
+    def silence_s(self, rank: int, heartbeat: bool = False) -> float:
+        """Since when ``rank`` has made no progress, nor looked if it waits; or has not even had a ``heartbeat``."""
+        now, signs = time.monotonic(), self._job.signs(rank)
+        before, since = self._seen.get(rank, (signs, now))
+        if before[:2] != signs[:2] or (heartbeat and before != signs):
+            since = now
+        self._seen[rank] = (signs, since)
+        return now - since
 
-    def _silence_s(self, rank: int) -> float:
-        now, progress = time.monotonic(), self._transport.progress(rank)
-        before, since = self._seen.get(rank, (progress, now))
+    def _follow(self, rank: int) -> tuple[list[int], bool]:
+        """``rank``, whom it waits for, and so on, as far as they are seen from here; and whether that is a circle."""
+        chain = [rank]
+        while (target := self._job.waiting_on(chain[-1])) is not None and self._job.sees(target):
+            if target == self._job.rank or target in chain:
+                return chain, True
+            chain.append(target)
+        return chain, False
+
+    def _stuck_s(self, rank: int, chain: Sequence[int]) -> float:
+        """For how long ranks that all look have made no progress: somebody waits outside the protocol."""
+        now, progress = time.monotonic(), [self._job.signs(one).progress for one in chain]
+        before, since = self._circles.get(rank, (progress, now))
         if before != progress:
             since = now
-        self._seen[rank] = (progress, since)
+        self._circles[rank] = (progress, since)
         return now - since
+
+    def _not_stuck(self, rank: int) -> float:
+        self._circles.pop(rank, None)
+        return 0.0
 
 
 def _one_line(error: BaseException) -> str:

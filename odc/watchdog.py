@@ -1,10 +1,13 @@
-"""Freeing streams that wait for work of a process that has died.
+"""Threads that look after a rank while its training loop is where nothing of ours can notice anything.
 
 A stream waits only for work that another rank has submitted. If that rank dies, or its device fails, the work is
 dropped, and the word that the stream waits for is never written: ``torch.cuda.synchronize()`` or ``loss.item()`` in the
-script would hang, where no wait of ours can notice anything. This thread sleeps on the peers' process descriptors; when
-one has left work undone, or has told of an error, it records the failure, so that the next operation raises, and lets
-the streams go on.
+script would hang. :class:`StreamWatchdog` sleeps on the peers' process descriptors; when one has left work undone, or
+has told of an error, it records the failure, so that the next operation raises, and lets the streams go on.
+
+:class:`JobWatchdog` passes on what it hears of a failure to the other group that this rank belongs to, and ends the
+collectives of torch in which the training loop may be waiting for a rank that will not come: those of gradient
+clipping, of replicas, and the script's own.
 """
 
 from __future__ import annotations
@@ -13,14 +16,20 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from odc.errors import PeerDiedError
+from odc.errors import PeerDiedError, PeerSilentError
+from odc.job import Job
 from odc.threads import HelperThread
-from odc.transports.base import Transport
+from odc.transports.base import PeerState, Transport
+from odc.waiting import Failure, Patience
 
 logger = logging.getLogger("odc")
 
+_BEAT_S = 0.5
+_GRACE_S = 1.0  # for which a failure is left to the training loop, which can say better what it was doing
 _LOOK_S = 1.0  # a death wakes at once, an error that a living rank has told of is found by looking
 
 
@@ -53,7 +62,7 @@ class StreamWatchdog:
             return  # that is the cause, and whoever operates next is told of it
         who, how = self._transport.topology.describe(rank), self._transport.describe_peer(rank)
         error = PeerDiedError(
-            f"rank {self._transport.topology.rank}: {who} is gone ({how}) with work under way that streams of this "
+            f"rank {self._transport.topology.me}: {who} is gone ({how}) with work under way that streams of this "
             "rank may wait for. They go on, and what they compute now is not valid: do not save it"
         )
         logger.error("%s", error)
@@ -66,6 +75,128 @@ class StreamWatchdog:
         self._stopping.set()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._stop_fd, 1)
+        self._thread.end()
+        os.close(self._stop_fd)
+
+
+@dataclass
+class Outside:
+    """Where the training loop is while it may be waiting in a collective of torch. One writer, the loop."""
+
+    what: str = ""
+    """Empty: elsewhere."""
+    is_due: bool = False
+    """Every rank comes to it at the end of its minibatch: whoever makes no progress meanwhile is late. Else only a
+    process that does not run at all is: what it does in between is the script's own affair."""
+    since: float = 0.0
+    """On the monotonic clock."""
+
+
+class JobWatchdog:
+    """The thread. Its owner calls :meth:`close`, which joins it.
+
+    Args:
+        end_collectives: makes collectives of torch in this process fail, those under way and those to come.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        failure: Failure,
+        outside: Outside,
+        timeout_s: float,
+        on_failure: Callable[[BaseException], None],
+        end_collectives: Callable[[], object],
+    ) -> None:
+        self._job = job
+        self._failure = failure
+        self._outside = outside
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+        self._end_collectives = end_collectives
+        self._failed_since: float | None = None
+        self._lost_since: float | None = None
+        self._passed_on: str | None = None
+        self._has_said_so = False
+        self._stopping = threading.Event()
+        self._thread = HelperThread(self._run, "odc-job-watchdog")
+        self._thread.start()
+
+    def _run(self) -> None:
+        patience: Patience | None = None
+        while not self._stopping.wait(_BEAT_S):
+            self._job.beat()
+            self._look_for_losses()
+            if self._look_for_failures():
+                continue
+            patience = (patience or Patience(self._job, self._timeout_s)) if self._outside.what else None
+            if patience is not None:
+                self._look_for_silence(patience)
+
+    def _look_for_failures(self) -> bool:
+        """Pass on what others have told, and once the training loop has had its time, end what it waits in."""
+        notice = self._job.abort_notice()
+        if notice is not None and notice != self._passed_on:
+            self._passed_on = notice
+            self._job.abort_peers(notice)  # of the other group; who has one keeps the first
+        if notice is None and self._failure.error is None:
+            return False
+        now = time.monotonic()
+        if self._failed_since is None:
+            self._failed_since = now
+        elif now - self._failed_since > _GRACE_S and self._end_collectives() and not self._has_said_so:
+            self._has_said_so = True
+            logger.error(
+                "rank %d ends its collectives because %s",
+                self._job.rank,
+                notice or f"it has failed: {self._failure.error}",
+            )
+        return True
+
+    def _look_for_losses(self) -> None:
+        lost = [rank for rank in self._job.others if self._job.state(rank) is PeerState.DEAD]
+        now = time.monotonic()
+        if not lost:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
+        elif now - self._lost_since > _GRACE_S and self._failure.error is None and self._job.abort_notice() is None:
+            self._on_failure(PeerDiedError(self._describe(lost[0], "is dead")))
+
+    def _look_for_silence(self, patience: Patience) -> None:
+        """The training loop waits in a collective: for whom, nobody knows, so for all."""
+        patience.forgive_own_absence()
+        is_due = self._outside.is_due
+        # Who has closed may be through with everything; or has left without coming to this one.
+        expected = (PeerState.ALIVE, PeerState.CLOSED) if is_due else (PeerState.ALIVE,)
+        alive = [rank for rank in self._job.others if self._job.state(rank) in expected]
+        silences = [(patience.silence_s(rank, heartbeat=not is_due), rank) for rank in alive]
+        if is_due and silences:
+            # A look at this wait, for those who wait for this rank in turn; rather for one that works than for one
+            # that waits, and for one that waits for this rank only if there is no other.
+            waits = {rank: self._job.waiting_on(rank) for rank in alive}
+            self._job.set_waiting_on(
+                max(silences, key=lambda one: (waits[one[1]] is None, waits[one[1]] != self._job.rank, one))[1]
+            )
+            if not self._outside.what:  # the training loop has come out of it just now
+                self._job.set_waiting_on(None)
+        late = [(silence_s, rank) for silence_s, rank in silences if silence_s > patience.limit_s(rank)]
+        if late:
+            silence_s, rank = max(late)
+            fault = f"is alive but silent for {silence_s:.1f} s"
+            advice = f"If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+            self._on_failure(PeerSilentError(f"{self._describe(rank, fault)}. {advice}"))
+
+    def _describe(self, rank: int, fault: str) -> str:
+        """What happened to ``rank``, and where this one is meanwhile."""
+        where = f" in {self._outside.what}" if self._outside.what else ""
+        return (
+            f"rank {self._job.rank} waits{where}. Cause: {self._job.describe(rank)} {fault}: "
+            f"{self._job.describe_process(rank)}"
+        )
+
+    def close(self) -> None:
+        """Stop and join. Idempotent."""
+        self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        os.close(self._stop_fd)

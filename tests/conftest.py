@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -14,32 +15,62 @@ from pathlib import Path
 
 import pytest
 
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_is_private = False
+outside: int | None = None
+"""The machine's own mount namespace, as a descriptor, where this process has left it."""
 
-def _shared_memory() -> set[str]:
-    """Files in /dev/shm, without semaphores (DataLoader workers') and without what other live test runs hold there.
 
-    The tests run in two processes side by side, and torch names a file for a tensor in transit after its maker.
+def pytest_configure() -> None:
+    """Give this process and all that descend from it a /dev/shm of their own, where the machine permits it (root).
+
+    What is left there by any of them is then known to be theirs, and nothing that another program does is seen.
+    """
+    global _is_private, outside
+    libc, room = ctypes.CDLL(None, use_errno=True), Path("/dev/shm")
+    if _is_private or not room.is_dir():
+        return
+    machine = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+    if libc.unshare(_CLONE_NEWNS) != 0:
+        os.close(machine)
+        return
+    size = os.statvfs(room).f_blocks * os.statvfs(room).f_frsize
+    _mount(libc, None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _mount(libc, b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={size},mode=1777".encode())
+    _is_private, outside = True, machine
+
+
+def _mount(libc: ctypes.CDLL, *arguments: object) -> None:
+    if libc.mount(*arguments) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mount{arguments}: {os.strerror(error)}")
+
+
+def shared_memory(is_private: bool | None = None) -> set[str]:
+    """Files in /dev/shm that this process, or one that descends from it, has made; without semaphores (DataLoader
+    workers').
+
+    Where /dev/shm is shared with other programs (``is_private`` false), only files named after a maker, as torch's for
+    tensors in transit are, can be told from theirs.
     """
     if not os.path.isdir("/dev/shm"):
         return set()
     names = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-    return {name for name in names if not _another_runs(name)}
+    return names if (_is_private if is_private is None else is_private) else {n for n in names if _descends_maker(n)}
 
 
-def _another_runs(name: str) -> bool:
-    """Whether the file `torch_<pid>_...` was made by a live process that does not descend from this one."""
+def _descends_maker(name: str) -> bool:
+    """Whether the maker of the file `torch_<pid>_...` is this process or descends from it. One that is dead may have
+    been anybody's."""
     match = re.match(r"torch_(\d+)_", name)
-    if match is None:
-        return False
-    pid = int(match[1])
-    if not Path(f"/proc/{pid}").exists():
-        return not Path("/dev/shm", name).exists()  # gone together with its maker since the listing
+    pid = int(match[1]) if match else 0
     while pid not in (0, os.getpid()):
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended since, or an ancestor of the maker has
-            return not Path("/dev/shm", name).exists()
-    return pid != os.getpid()
+            return False
+    return pid == os.getpid()
 
 
 def _odc_descriptors() -> set[str]:
@@ -52,7 +83,7 @@ def _odc_descriptors() -> set[str]:
 
 
 def _odc_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("odc-accumulation", "odc-copy")]
+    return [t.name for t in threading.enumerate() if t.name in ("odc-accumulation", "odc-copy", "odc-job-watchdog")]
 
 
 def _soon(condition: Callable[[], bool]) -> None:
@@ -78,10 +109,10 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No file in /dev/shm, no rank process, no daemon thread, no descriptor of ours after a test."""
-    shared_memory = _shared_memory()
+    before = shared_memory()
     yield
-    _soon(lambda: _shared_memory() <= shared_memory)  # those of another run may be going just now
-    assert _shared_memory() <= shared_memory
+    _soon(lambda: shared_memory() <= before)  # of processes that are ending just now
+    assert shared_memory() <= before
     if _odc_descriptors() or _odc_threads():
         gc.collect()  # tracebacks of expected failures hold on to buffers; too slow to do after every test
     assert not _odc_descriptors()

@@ -6,7 +6,7 @@ from odc.doctor import Finding, Status
 from odc.doctor.cuda import CudaDevice, CudaDriver
 
 OK, WARNING, MISSING, NOT_NEEDED, ERROR = Status.OK, Status.WARNING, Status.MISSING, Status.NOT_NEEDED, Status.ERROR
-FIX = "pip install 'odc[cuda13]'"
+FIX = "pip install 'odc-fsdp[cuda13]'"
 H200 = CudaDevice("NVIDIA H200", 141 << 30, (9, 0))
 DRIVER = CudaDriver("580.65", "13.0", (H200, H200))
 NO_DRIVER = CudaDriver()

@@ -69,13 +69,13 @@ def be_busy_until_the_host_waits() -> None:
 def wait_in_finish() -> None:
     """A runtime whose host waits for its device at the end of a minibatch."""
     register_fakes()
-    from odc.protocol import MinibatchProtocol
+    from odc.protocol import End, MinibatchProtocol
 
     finish = MinibatchProtocol.finish
 
-    def patient(self: MinibatchProtocol) -> None:
+    def patient(self: MinibatchProtocol, how: End | None = None) -> None:
         self._end.engine.synchronize(10.0)
-        finish(self)
+        finish(self, how)
 
     MinibatchProtocol.finish = patient  # type: ignore[method-assign]
 

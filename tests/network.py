@@ -41,6 +41,10 @@ class TwoHosts:
         """Switch the switch off. Nobody is told: packets get no answer any more, and that is all."""
         _ip("-n", self.switch, "link", "set", "switch", "down")
 
+    def unplug(self, host: int) -> None:
+        """Take the interface of a host down. Its kernel knows, and has no way to the other host any more."""
+        _ip("-n", self.hosts[host], "link", "set", _INTERFACE, "down")
+
     def mend(self) -> None:
         _ip("-n", self.switch, "link", "set", "switch", "up")
 

@@ -348,7 +348,7 @@ def test_fractional_points_are_no_partition() -> None:
 @pytest.mark.usefixtures("cbc_only", "strict")
 def test_missing_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pulp", None)
-    with pytest.raises(ImportError, match=r"pip install 'odc\[exact\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'odc-fsdp\[exact\]'"):
         exact_partition(hard(), 9)
 
 

@@ -17,8 +17,12 @@ from odc.balance import (
     Plan,
     QuadraticCost,
     Scenario,
+    TransformerCost,
+    even_lengths,
     get_policy,
     karmarkar_karp,
+    preset,
+    sample_lengths,
 )
 from odc.balance.checks import as_cost, as_costs, as_count, as_lengths, as_speeds
 from odc.balance.partition.exact import exact_partition
@@ -156,3 +160,46 @@ def test_a_study_replaces_what_belongs_to_the_scenario_alone(factor: str) -> Non
     assert [point.acceleration for point in found] == [point.acceleration for point in expected]
     setting = Setting(minibatch_size=5, devices=4)
     assert run_setting(special, setting, 0).baseline.total == run_setting(plain, setting, 0).baseline.total
+
+
+WRONG = [3, None, [], {}, b"lb-mini", 3.5, np.array([1, 2]), "x" * 500_000, ["lb-mini"], True, 10**5000, object()]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("take", "expected"),
+    [
+        (get_policy, "is not known: expected one of none, local-sort"),
+        (lambda value: MinibatchSampler([1, 2], **{**SAMPLER, "policy": value}), "is not known: expected one of none"),
+        (lambda value: Scenario([1] * 9, COST, 2, 2).sampler(value), "is not known: expected one of none"),
+        (lambda value: even_lengths(value, 9), "expected one of longalign, swesmith, aime"),
+        (lambda value: sample_lengths(value, 9), "expected one of longalign, swesmith, aime"),
+        (preset, "no model is called"),
+        (lambda value: plan([1, 2], cost=value), "expected a cost model, a function of lengths"),
+    ],
+    ids=["policy", "sampler", "scenario", "even_lengths", "sample_lengths", "preset", "cost"],
+)
+def test_arguments_of_another_type_are_named(take: Callable[[Any], object], expected: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=expected) as refused:
+        take(value)
+    assert len(str(refused.value)) < 1000
+    assert "500,000" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda text: plan([1, 2], world_size=text),
+        lambda text: plan([1, 2], max_tokens=text),
+        lambda text: plan([1, 2], microbatch_cost=text),
+        lambda text: plan([1, 2], speeds=text),
+        lambda text: karmarkar_karp(text, 2),
+        lambda text: TransformerCost.from_config(text),
+        lambda text: TransformerCost.from_config(text + ".json"),
+        lambda text: TransformerCost.from_config({**preset("qwen2.5-7b"), "hidden_size": text}),
+    ],
+)
+def test_quoted_arguments_are_shortened(take: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match=r"xxx\.\.\.xxx|characters left out") as refused:
+        take("x" * 500_000)
+    assert len(str(refused.value)) < 1000

@@ -145,11 +145,63 @@ def test_an_empty_microbatch_is_a_dummy_without_loss() -> None:
         ({"input_ids": []}, r"input_ids of sample 1 .* shape \(0,\)"),
         ({"input_ids": [[1, 2]]}, r"input_ids of sample 1 .* shape \(1, 2\)"),
         ({"input_ids": [1, 2], "labels": [1]}, r"labels of sample 1 .* shape \(1,\): expected .* \(2,\)"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}, "sample 1 .* attention_mask begins with 1 zeros"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, r"zeros between tokens .* \(the first at token 1\)"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}, "1 tokens of its padding .* have labels"),
+        ({"input_ids": [1, 2], "labels": [-100, -100], "attention_mask": [0, 0]}, "sample 1 .* is all padding"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 7]}, "position_ids are not 0, 1, 2, .*: at token 2 it is 7"),
     ],
 )
 def test_bad_samples(sample: Sample, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_collate([{"input_ids": [1]}, sample])
+
+
+def test_padding_behind_a_sample_is_taken_off() -> None:
+    padded = {"input_ids": [5, 6, 0], "labels": [5, 6, -100], "attention_mask": [1, 1, 0], "position_ids": [0, 1, 1]}
+    batch = pack_collate([padded, {"input_ids": [8, 9]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 8, 9]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1]]
+
+
+# The token limit.
+
+
+def test_a_microbatch_with_more_tokens_than_its_lengths_say_is_refused_by_index_and_numbers() -> None:
+    """At the limit that the user gave; lengths that are merely wrong only make plans worse."""
+    dataset = make_dataset(24)
+    lengths = lengths_of(dataset)
+    longest = int(np.argmax(lengths))
+    lengths[longest] = 3
+
+    def make(**options: Any) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:
+        return MinibatchLoader(
+            dataset, lengths, pack_collate, 0, 1, minibatch_size=24, cost=COST, check_loss_tokens=False, **options
+        )
+
+    with pytest.raises(ValueError, match=f"more than max_tokens=59.*sample {longest} has 60 tokens, its length says 3"):
+        list(make(max_tokens=59))
+    assert len(list(make())) == len(list(make(max_tokens=2000))) == 1
+
+
+def test_tokens_that_collate_adds_count_and_padding_does_not() -> None:
+    dataset = [{"input_ids": list(range(10, 20))} for _ in range(8)]
+
+    def make(collate: Any) -> MinibatchLoader[Any, Any]:
+        arguments: dict[str, Any] = {"minibatch_size": 8, "cost": COST, "check_loss_tokens": False, "max_tokens": 20}
+        return MinibatchLoader(dataset, [10] * 8, collate, 0, 1, **arguments)
+
+    def with_start(samples: list[Any]) -> Any:
+        return pack_collate([{"input_ids": [1, *sample["input_ids"]]} for sample in samples])
+
+    def padded(samples: list[Any]) -> Any:
+        ids = [sample["input_ids"] + [0] * 5 for sample in samples]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor([[1] * 10 + [0] * 5] * len(samples))}
+
+    with pytest.raises(ValueError, match="has 22 tokens, more than max_tokens=20; lengths say 20. .* collate adds"):
+        list(make(with_start))
+    list(make(padded))
 
 
 # Sampler and loader.
@@ -258,9 +310,104 @@ def test_a_state_of_another_loader_is_refused() -> None:
         make_loader(make_dataset(60)).load_state_dict({**state, "num_minibatches_done": 6})
 
 
+def make_native(world_size: int = 2, **options: Any) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:
+    arguments = {"minibatch_size": 4, "policy": "verl-native", **options}
+    return make_loader(make_dataset(64), 0, world_size, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"cost": QuadraticCost(1.0, 1.0)}, "costs_fingerprint"),
+        ({"speeds": [1.0, 2.0]}, "costs_fingerprint"),
+        ({"world_size": 4, "minibatch_size": 2}, "world_size=2, this loader world_size=4"),
+        ({"policy": "lb-mini", "batch_size": None}, "global_batch_size|policy='verl-native', this loader policy=None"),
+        ({"drop_last": False, "batch_size": 32}, "drop_last|global_batch_size"),
+    ],
+)
+def test_a_state_of_a_two_level_policy_is_for_the_same_costs_and_ranks(changed: dict[str, Any], named: str) -> None:
+    state = make_native().state_dict()
+    with pytest.raises(ValueError, match=named):
+        make_native(**changed).load_state_dict(state)
+    make_native().load_state_dict(state)
+
+
+def test_what_a_two_level_state_would_repeat_in_another_world() -> None:
+    """Why it is refused; and a one-level policy cuts the same minibatches for any number of ranks."""
+
+    def epoch(policy: str, world_size: int) -> list[list[int]]:
+        loader = make_native(world_size, minibatch_size=8 // world_size, policy=policy)
+        return [sorted(planned.samples.tolist()) for planned in loader.sampler]
+
+    assert epoch("verl-native", 2) != epoch("verl-native", 4)
+    assert epoch("lb-mini", 2) == epoch("lb-mini", 4) == epoch("lb-micro", 2)
+    wider = make_native(4, minibatch_size=2, policy="lb-mini")
+    wider.load_state_dict(make_native(2, policy="lb-mini").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (None, TypeError, "the state is a NoneType: expected what state_dict"),
+        ([1, 2], TypeError, "the state is a list"),
+        ({}, ValueError, "the state has no epoch and no num_minibatches_done"),
+        ({"epoch": "first"}, ValueError, "epoch='first'"),
+        ({"num_minibatches_done": "2"}, ValueError, "num_minibatches_done='2'"),
+        ({"num_minibatches_done": 2.0}, ValueError, "num_minibatches_done=2.0"),
+        ({"num_minibatches_done": None}, ValueError, "num_minibatches_done=None"),
+        ({"seed": [0]}, ValueError, r"seed=\[0\], this loader seed=0"),
+        ({"loader": 1}, ValueError, "loader=1, this loader loader=None"),
+    ],
+)
+def test_a_state_of_the_wrong_type_says_what_was_expected(state: Any, error: type[Exception], message: str) -> None:
+    loader = make_loader(make_dataset(60))
+    before = loader.state_dict()
+    whole = {**before, **state} if isinstance(state, dict) and state else state
+    with pytest.raises(error, match=message):
+        loader.load_state_dict(whole)
+    assert loader.state_dict() == before
+
+
+def test_policies_and_costs_of_the_wrong_type_say_what_was_expected() -> None:
+    for options, message in (({"policy": 5}, "policy 5 is not known: expected"), ({"cost": 3.0}, "cost=3.0: expected")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make_loader(make_dataset(24), **options)
+
+
+def test_a_second_pass_over_an_epoch_begins_with_nothing_done() -> None:
+    """Also before its first minibatch was asked for, and while that is read."""
+    dataset = make_dataset(60)
+    states: list[Any] = []
+    made: list[MinibatchLoader[Sample, dict[str, torch.Tensor]]] = []
+
+    class Noting:
+        def __getitem__(self, index: int) -> Sample:
+            states.append(made[0].state_dict()["num_minibatches_done"])
+            return dataset[index]
+
+    counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
+    made.append(
+        MinibatchLoader(Noting(), lengths_of(dataset), pack_collate, 0, 3, minibatch_size=4, cost=COST,
+                        num_loss_tokens=counts)
+    )  # fmt: skip
+    loader = made[0]
+    assert len(list(loader)) == loader.state_dict()["num_minibatches_done"] == 5
+    states.clear()
+    again = iter(loader)
+    assert loader.state_dict()["num_minibatches_done"] == 0
+    next(again)
+    assert set(states) == {0}
+    assert loader.state_dict()["num_minibatches_done"] == 1
+    loader.load_state_dict({**loader.state_dict(), "num_minibatches_done": 3})
+    iter(loader)  # nothing is asked of it
+    assert loader.state_dict()["num_minibatches_done"] == 3
+    assert len(list(loader)) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"comm": "nccl"}, "comm='nccl': expected 'auto', 'odc' or 'collective'"),
         ({"rank": 3}, "rank=3: expected less than world_size=3"),
         ({"rank": -1}, "rank=-1"),
         ({"minibatch_size": 0}, "minibatch_size=0"),

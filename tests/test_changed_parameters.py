@@ -95,7 +95,11 @@ def test_parameters_changed_through_data_after_their_first_use_are_refused(
     kind: str, change: Callable[[Any, int], None]
 ) -> None:
     results = start_ranks(2, changed_through_data, kind, change).join(120)
-    assert_one_says(results, "ProtocolError", "was changed after it was published")
+    assert_one_says(
+        results,
+        "ProtocolError" if change is teacher_on_a_device else "MisuseError",
+        "was changed after it was published",
+    )
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, SAMPLE_SIZE - 1, SAMPLE_SIZE, SAMPLE_SIZE + 1, 1000, 2**33 + 7])

@@ -150,7 +150,7 @@ def test_a_machine_with_gpus_and_nothing_installed() -> None:
     found = rows(result.stdout)
     for name in ("triton", "cupy", "nvshmem4py", "CUDA IPC", "CUDA transport"):
         assert (found[name]["status"], bool(found[name]["advice"])) == ("missing", True)
-    assert "odc[cuda13]" in found["cupy"]["advice"]
+    assert "odc-fsdp[cuda13]" in found["cupy"]["advice"]
     assert found["CUDA devices"]["status"] == found["peer access"]["status"] == "warning"
 
 
@@ -161,7 +161,7 @@ def test_the_table_fits_80_columns() -> None:
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("15: ........xxxxxxx- " in line for line in lines)
-    assert sum("-> pip install 'odc[cuda13]'" in line for line in lines) >= 3
+    assert sum("-> pip install 'odc-fsdp[cuda13]'" in line for line in lines) >= 3
     assert "CPU training works here. Warnings: " in " ".join(result.stdout.split())
 
 

@@ -60,7 +60,7 @@ def test_torch(build: TorchBuild, has_gpu: bool, status: Status, found: str, adv
         ({"cupy": "13.6.0"}, True, OK, "cupy 13.6.0", ""),
         ({"cupy-cuda12x": "13.6.0"}, True, WARNING, "another CUDA than 13", "pip uninstall -y cupy-cuda12x; " + FIX),
         ({"cupy-cuda12x": "13.6.0"}, False, OK, "cupy-cuda12x 13.6.0", ""),
-        ({"cupy-cuda13x": "12.9"}, True, WARNING, "too old", FIX + " --upgrade"),
+        ({"cupy-cuda13x": "12.9"}, True, WARNING, "too old", FIX),
         (
             {"cupy-cuda13x": "14.0", "cupy-cuda12x": "14.0"},
             True,
@@ -77,7 +77,7 @@ def test_cupy(versions: dict[str, str], has_gpu: bool, status: Status, found: st
 def test_nvshmem4py() -> None:
     says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 12, has_gpu=True), OK, "nvshmem4py-cu12 0.4.1")
     says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 13, has_gpu=True), WARNING, "another CUDA", FIX)
-    says(software.nvshmem4py({}, 12, has_gpu=True), MISSING, "not installed", "pip install 'odc[cuda12]'")
+    says(software.nvshmem4py({}, 12, has_gpu=True), MISSING, "not installed", "pip install 'odc-fsdp[cuda12]'")
     says(software.nvshmem4py({}, 12, has_gpu=False), NOT_NEEDED, "not installed")
 
 
@@ -86,8 +86,8 @@ def test_triton_and_trainers() -> None:
     says(software.triton({}, has_gpu=False), NOT_NEEDED, "not installed")
     says(software.triton({}, has_gpu=True), MISSING, "not installed", "pip install triton")
     says(software.trainer("transformers", {"transformers": "5.1.0"}), OK, "5.1.0")
-    says(software.trainer("transformers", {"transformers": "4.57.0"}), WARNING, "4.57.0", "odc[examples]")
-    says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc[examples]")
+    says(software.trainer("transformers", {"transformers": "4.57.0"}), WARNING, "4.57.0", "odc-fsdp[examples]")
+    says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc-fsdp[examples]")
     says(software.trainer("trl", {}), NOT_NEEDED, "not installed", "pip install trl")
     says(software.trainer("trl", {"trl": "0.9"}), OK, "0.9")
 

@@ -58,7 +58,7 @@ def test_pictures_that_cannot_be_saved(tmp_path: Path, command: str, name: str, 
 @pytest.mark.usefixtures("uncomputed")
 def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'odc[plot]'" in error("plan", "aime", "--plot", str(tmp_path / "a.png"))
+    assert "pip install 'odc-fsdp[plot]'" in error("plan", "aime", "--plot", str(tmp_path / "a.png"))
 
 
 def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.Mon
         ([LONG], "File name too long: 'xxx"),
         (["aime", "--model", LONG], "File name too long"),
         (["aime", "--timings", LONG], "File name too long"),
-        (["aime", "--timings", "."], "Is a directory: '.'"),
+        (["aime", "--timings", "."], "'.' is a folder: expected a file"),
         (["no[/such].txt"], "'no[/such].txt' is neither a file nor a length law"),
         (["aime", "--noise", "1e300"], "error: "),
         (["aime", "--noise", "inf"], "--noise inf: expected a finite number"),
@@ -93,6 +93,25 @@ def test_errors_are_one_short_line(arguments: list[str], message: str) -> None:
     found = error("plan", *arguments)
     assert message in found
     assert len(found) < 300
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("plan", name) for name in ("--speeds", "--policy", "--model", "--timings", "--tokenizer", "--plot", "--field")]
+    + [("simulate", name) for name in ("--factor", "--values", "--model")],
+)
+def test_no_input_is_repeated_whole(command: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"length": 1}')
+    for text in ("x" * 500_000, "1," * 250_000):
+        factor = ["--factor", "noise"] if option == "--values" else []
+        assert len(error(command, str(tmp_path / "a.jsonl"), *factor, option, text)) < 1500
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "/dev/zero"], ["simulate", "/dev/zero"], ["plan", "aime", "--timings", "/dev/zero"]]
+)
+def test_devices(arguments: list[str]) -> None:
+    assert error(*arguments) == "error: '/dev/zero' is a device or a socket: expected a file"
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pickle
+import tempfile
+import threading
+import types
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from odc.cli import lengths as cli_lengths
 from odc.cli.costs import make_training, read_timings
-from odc.cli.lengths import read_lengths, token_counter
+from odc.cli.lengths import Lengths, read_lengths
+from odc.cli.records import TokenCounter
 
-COUNT = token_counter(None, 4.0)
+COUNT = TokenCounter(None, 4.0)
 
 
-def read(source: Path | str, field: str | None = None) -> list[int]:
-    return read_lengths(str(source), num_samples=50, field=field, count_tokens=COUNT).tolist()
+def read_all(source: Path | str, *fields: str) -> Lengths:
+    return read_lengths(str(source), num_samples=50, fields=fields, count_tokens=COUNT)
+
+
+def read(source: Path | str, *fields: str | None) -> list[int]:
+    return read_all(source, *(field for field in fields if field)).tokens.tolist()
 
 
 def write(path: Path, text: str) -> Path:
@@ -41,11 +56,110 @@ def test_npy(tmp_path: Path) -> None:
         ValueError, match=r"floats.npy has dtype float64: expected integers; save it with .astype\(int\)"
     ):
         read(tmp_path / "floats.npy")
-    with pytest.raises(ValueError, match="cannot be read as an array"):
-        read(write(tmp_path / "not.npy", "12"))
-    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
-    with pytest.raises(ValueError, match="cannot be read as an array"):
-        read(tmp_path / "objects.npy")
+
+
+def header(shape: str, descr: str = "'<i8'") -> bytes:
+    """Of a .npy file, with any claim."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: expected one array of lengths, saved with numpy.save"),
+        (b"12", "is not in the .npy format"),
+        (pickle.dumps([1, 2]), "is not in the .npy format"),
+        (b"PK\x03\x04", r"holds several arrays \(.npz\)"),
+        (b"\x93NUMPY", "cannot be read as an array of lengths"),
+        (header("(3,)") + b"\x01" * 23, "cannot be read.*expected integers in a file that is whole"),
+        (header("(1000000000000,)"), "cannot be read"),
+        (header("(10000000000000000000000000000,)"), "cannot be read"),
+        (header("(-1,)"), "a.npy"),
+        (header("(3,"), "cannot be read"),
+        (header("('x',)"), "cannot be read"),
+        (header("(1,)", "'|O'") + b"\x00" * 8, "cannot be read"),
+        (header("(1,)", "[('a', '<i8')]") + b"\x00" * 8, "expected integers, the tokens of each sample"),
+        (header("(1,)", "'<M8[s]'") + b"\x00" * 8, "has dtype datetime64"),
+        (header("(8,)", "'|b1'") + b"\x01" * 8, "has dtype bool: expected integers"),
+        (header("(1,)", "'<U2'") + b"\x00" * 8, "has dtype <U2: expected integers"),
+        (header("(2, 2)") + b"\x01" * 32, r"has shape \(2, 2\): expected one dimension"),
+        (header("()") + b"\x01" * 8, r"has shape \(\)"),
+        (header("(0,)"), "a.npy"),
+        (header("(1,)", "'<u8'") + b"\xff" * 8, "a.npy"),
+        (b"\x93NUMPY\x01\x00\xff\xff" + b"x" * 65535, "cannot be read"),
+    ],
+)
+def test_broken_npy(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as refused:
+        read(tmp_path / "a.npy")
+    assert len(str(refused.value)) < 1000
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_damaged_npy_is_read_or_refused(data: st.DataObject) -> None:
+    whole = header("(3,)") + b"".join(n.to_bytes(8, "little") for n in (5, 6, 7))
+    damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+    for at, byte in data.draw(st.lists(st.tuples(st.integers(0, len(whole)), st.integers(0, 255)), max_size=3)):
+        damaged[at : at + 1] = bytes([byte])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.npy"
+        path.write_bytes(damaged)
+        with contextlib.suppress(ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read(path)
+
+
+# What does not end
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/urandom", "/dev/null"])
+def test_devices_are_no_files(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a device or a socket: expected a file"):
+        read(path)
+    for name in ("a.npy", "a.jsonl", "config.json"):
+        (tmp_path / name).symlink_to(path)
+        with pytest.raises(ValueError, match="is a device or a socket"):
+            read(tmp_path / name)
+    with pytest.raises(ValueError, match="is a device or a socket"):
+        read_timings(Path(path))
+    with pytest.raises(ValueError, match="is a device or a socket"):
+        make_training(path, "h100", 0.5, 8, recompute=True, timings=None)
+    with pytest.raises(ValueError, match="is a device or a socket"):
+        make_training(str(tmp_path), "h100", 0.5, 8, recompute=True, timings=None)
+    with pytest.raises(ValueError, match="is no file: expected a tokenizer.json"):
+        TokenCounter(Path(path), 4.0)
+
+
+def test_a_line_without_an_end_is_read_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_lengths, "_LONGEST_LINE", 100)
+    monkeypatch.setattr(cli_lengths, "_LONGEST_OBJECT", 1000)
+    with open("/dev/zero") as zeros, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", zeros)
+        with pytest.raises(ValueError, match=r"line 1 starts with '\\x00.* and is longer than 100 characters"):
+            read("-")
+    for name, length in (("a.txt", 101), ("a.jsonl", 1001)):
+        with pytest.raises(ValueError, match=f"line 2 starts with.*is longer than {length - 1:,} characters"):
+            read(write(tmp_path / name, ("\n" if name == "a.txt" else '{"length": 1}\n') + "1" * length))
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.write_text("5\n6\n"))
+    writer.start()
+    assert read(path) == [5, 6]  # as of a shell's <(...)
+    writer.join()
+
+
+def test_more_lengths_than_memory_should_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_lengths, "MOST_SAMPLES", 3)
+    endless = types.SimpleNamespace(readline=lambda limit: "7\n")
+    monkeypatch.setattr("sys.stdin", endless)
+    np.save(tmp_path / "a.npy", np.arange(1, 5))
+    for source in ("-", tmp_path / "a.npy", write(tmp_path / "a.jsonl", '{"length": 1}\n' * 4)):
+        with pytest.raises(ValueError, match="holds more than 3 lengths: give a part of them"):
+            read(source)
+    assert read(write(tmp_path / "three.txt", "1\n2\n3\n")) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +185,7 @@ def test_jsonl(tmp_path: Path, records: list[dict[str, object]], field: str | No
         ("[1]", None, "line 1 holds a list: expected an object"),
         ('{"id": 1}', None, "line 1 has the fields 'id': none of them is known.*--field"),
         ('{"id": 1}', "text", "line 1 has no field 'text', only 'id'"),
-        ('{"length": 1.5}', None, "field 'length' is 1.5: expected an integer, a list of tokens, or text"),
+        ('{"length": 1.5}', None, "field 'length' is 1.5: expected an integer, a list of tokens, text, or a chat"),
         ('{"length": true}', None, "field 'length' is True"),
         ("[" * 100_000, None, "line 1 is not JSON"),
         ('{"length": 1' + "0" * 30 + "}", None, "line 1, field 'length' is 1000.*at most 1,000,000,000,000"),
@@ -82,6 +196,74 @@ def test_jsonl(tmp_path: Path, records: list[dict[str, object]], field: str | No
 def test_bad_jsonl(tmp_path: Path, line: str, field: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(write(tmp_path / "a.jsonl", line), field)
+
+
+TALK = [{"role": "user", "content": "eight ch"}, {"role": "assistant", "content": "twelve chars"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "eight ch"}, {"type": "text", "text": "four"}]}]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "length", "about"),
+    [
+        ({"length": 9, "text": "x"}, (), 9, "field 'length': the length that it says"),
+        ({"input_ids": [1, 2, 3]}, (), 3, "field 'input_ids': its tokens, counted"),
+        ({"text": "eight ch"}, (), 2, "field 'text': text; 4 characters per token, an estimate (--tokenizer counts)"),
+        ({"messages": TALK}, (), 5, "field 'messages': chats: the text of their messages, without what a chat"),
+        ({"messages": TALK}, ("messages",), 5, "field 'messages': chats"),
+        ({"conversations": [{"from": "human", "value": "eight ch"}]}, (), 2, "field 'conversations': chats"),
+        ({"messages": PARTS}, (), 3, "field 'messages': chats"),
+        ({"prompt": "eight ch", "completion": "twelve chars"}, (), 5, "field 'prompt' + 'completion': text; 4"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, (), 5, "field 'prompt' + 'completion': chats"),
+        ({"prompt": "eight ch", "completion": "twelve chars"}, ("prompt",), 2, "field 'prompt': text"),
+        ({"q": "eight ch", "a": [1, 2]}, ("q", "a"), 4, "field 'q' + 'a': text and its tokens, counted; 4 characters"),
+        ({"instruction": "eight ch", "input": "", "output": "four"}, (), 3, "'instruction' + 'input' + 'output'"),
+        ({"prompt": "eight ch", "id": 1}, (), 2, "field 'prompt': text"),
+    ],
+)
+def test_the_field_used_and_how_tokens_were_counted(
+    tmp_path: Path, record: dict[str, object], fields: tuple[str, ...], length: int, about: str
+) -> None:
+    found = read_all(write(tmp_path / "a.jsonl", json.dumps(record) + "\n"), *fields)
+    assert found.tokens.tolist() == [length]
+    assert about in found.about
+
+
+@pytest.mark.parametrize(
+    ("records", "fields", "message"),
+    [
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), "known to hold a whole sample: 'prompt' is a part"),
+        ([{"text": ["one", "two"]}], (), "field 'text' is a list of str: expected tokens .integers., or the messages"),
+        ([{"input_ids": [[1, 2], [3]]}], (), "field 'input_ids' is a list of list: expected tokens"),
+        ([{"input_ids": [True]}], (), "is a list of bool"),
+        ([{"messages": [{"role": "user"}]}], (), "holds the message {'role': 'user'}: expected text in its 'content'"),
+        ([{"messages": [{"content": None, "tool_calls": []}]}], (), "expected text in its 'content'"),
+        ([{"text": "a"}, {"text": [1]}], (), "line 2 holds its tokens, counted, the lines before text: expected the s"),
+        ([{"x": "a", "y": "b"}, {"x": "a"}], ("x", "y"), "line 2 has no field 'y', only 'x'"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(
+    tmp_path: Path, records: list[dict[str, object]], fields: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records))), *fields)
+
+
+def test_quoted_input_is_shortened(tmp_path: Path) -> None:
+    long = "x" * 500_000
+    for record, field in (
+        ({long: 1}, None),
+        ({long + str(n): 1 for n in range(20)}, None),
+        ({"length": 0}, long),
+        ({"length": {long: 1}}, None),
+        ({"text": [{long: long}]}, None),
+        ({"length": -(10**4000)}, None),
+    ):
+        with pytest.raises(ValueError, match="line 1") as refused:
+            read(write(tmp_path / "a.jsonl", json.dumps(record)), field)
+        assert len(str(refused.value)) < 1500
+    with pytest.raises(ValueError, match="line 1") as refused:
+        read(write(tmp_path / "a.txt", long))
+    assert len(str(refused.value)) < 500
 
 
 def test_bad_files(tmp_path: Path) -> None:
@@ -131,9 +313,12 @@ def test_tokenizer(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert token_counter(tmp_path / "tokenizer.json", 4.0)("a b a c") == 4
+    count = TokenCounter(tmp_path / "tokenizer.json", 4.0)
+    assert count(["a b a c"]) == 4
+    assert count(["a", "b c"]) == 3
+    assert count.about == f"tokens of {tmp_path / 'tokenizer.json'}"
     with pytest.raises(ValueError, match="cannot be read as a tokenizer.json"):
-        token_counter(write(tmp_path / "bad.json", "{}"), 4.0)
+        TokenCounter(write(tmp_path / "bad.json", "{}"), 4.0)
 
 
 def test_timings(tmp_path: Path) -> None:

@@ -22,6 +22,24 @@ def test_environment_wins_over_argument_wins_over_default() -> None:
     assert RuntimeConfig.from_environment(timeout_s=7, environ={"ODC_TIMEOUT": "5"}).timeout_s == 5
 
 
+BAD_ADDRESSES = [
+    "0.0.0.0",
+    "::",
+    "224.0.0.1",
+    "255.255.255.255",
+    "node7",
+    "10.0.0",
+    "10.0.0.7:29500",
+    "10.0.0.7/24",
+    " ",
+]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "fd00::7", "127.0.0.1", ""])
+def test_an_address_that_may_be_a_hosts_is_taken(address: str) -> None:
+    assert RuntimeConfig.from_environment(environ={"ODC_ADDRESS": address}).address == address
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -29,6 +47,7 @@ def test_environment_wins_over_argument_wins_over_default() -> None:
         ({"accumulate_dtype": torch.bfloat16}, ["accumulate_dtype", "bfloat16", "float32"]),
         ({"timeout_s": 0}, ["timeout_s", "0"]),
         ({"timeout_s": math.inf}, ["timeout_s", "inf"]),
+        *(({"address": a}, [f"ODC_ADDRESS={a!r} cannot be used", "one IP address", "10.0.0.7"]) for a in BAD_ADDRESSES),
     ],
 )
 def test_a_bad_option_is_named_with_its_value_and_what_was_expected(options: dict, words: list[str]) -> None:

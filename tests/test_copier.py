@@ -10,11 +10,13 @@ import torch
 from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 from training import build, full_parameters, largest_difference, reference, shard, train
+from watching import until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.copier import CopyThread
 from odc.protocol import MinibatchProtocol
+from odc.transports.shm import ShmTransport
 
 COUNTS = [3, 1]
 
@@ -92,7 +94,7 @@ def test_a_wait_for_a_running_copy_notices_failures() -> None:
 def test_finish_completes_prefetches_that_nobody_waited_for() -> None:
     """Else the thread could read the next minibatch's shards, or memory that close() has unmapped."""
 
-    def body(exchange: ThreadExchange) -> list[float]:
+    def body(exchange: ThreadExchange) -> tuple[list[float], list[float]]:
         spec = UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
         with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10, copy_thread="on")) as runtime:
             out = torch.zeros(2000)
@@ -100,12 +102,65 @@ def test_finish_completes_prefetches_that_nobody_waited_for() -> None:
             runtime.begin()
             assert runtime.gather_ahead(0, out) is None  # owners had to be waited for
             out.zero_()
-            assert runtime.gather_ahead(0, out) is not None
+            assert runtime._copier is not None
+            held, release = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                held.set()
+                release.wait(30)
+
+            holding = runtime._copier.submit(hold)  # as where the thread gets no core: it copies nothing meanwhile
+            assert held.wait(10)
+            try:
+                assert runtime.gather_ahead(0, out) is not None
+                before = out.unique().tolist()
+                runtime.finish()
+                after = out.unique().tolist()
+            finally:
+                release.set()
+            holding.wait(lambda: None)
+            exchange.all_gather(b"")
+            return before, after
+
+    assert values(run_threads(2, body)) == [([0.0], [1.0]), ([0.0], [1.0])]
+
+
+def test_who_waits_for_a_prefetch_says_for_whom_and_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is blamed for the silence of the rank that the copy thread reads from."""
+    is_read, go_on = threading.Event(), threading.Event()
+    read = ShmTransport.read
+
+    def stuck(self: ShmTransport, *args: Any) -> None:
+        if threading.current_thread().name == "odc-copy":
+            is_read.set()
+            assert go_on.wait(60)
+        read(self, *args)
+
+    def body(exchange: ThreadExchange) -> None:
+        spec = UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=60, copy_thread="on")) as runtime:
+            out = torch.zeros(2000)
+            runtime.publish(0, lambda shard: shard.fill_(1.0))
+            runtime.begin()
+            runtime.gather(0, out)
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                monkeypatch.setattr(ShmTransport, "read", stuck)
+                wait = runtime.gather_ahead(0, out, own_in_place=True)
+                assert wait is not None
+                assert is_read.wait(60)
+                wait()
+                assert runtime._transport.waiting_on(0) is None
+            else:
+                transport = runtime._transport
+                until(lambda: transport.waiting_on(0) == 1, "rank 0 did not say for whom it waits")
+                looks = transport.signs(0).looks
+                until(lambda: transport.signs(0).looks > looks + 1, "rank 0 waits without a sign of life")
+                go_on.set()
             runtime.finish()
             exchange.all_gather(b"")
-            return out.unique().tolist()
 
-    assert values(run_threads(2, body)) == [[1.0], [1.0]]
+    values(run_threads(2, body))
 
 
 def overlapped(rank: int, world_size: int, mode: str) -> tuple[dict[str, Any], int]:

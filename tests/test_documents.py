@@ -1,4 +1,4 @@
-"""Layer 1: no processes. What the documents name exists."""
+"""Layer 1: no processes. What the documents name exists, and what they tell people to install is this project."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from odc._version import DISTRIBUTION, install_command
+from odc.bench.readme import Figure, figures, update
+from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -34,3 +39,64 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 def test_most_documents_name_files() -> None:
     counts = [len(_QUOTED.findall((ROOT / document).read_text())) for document in DOCUMENTS]
     assert sum(counts) > 80
+
+
+def _project(pattern: str) -> list[str]:
+    """From pyproject.toml; Python 3.10 has no parser for it."""
+    return re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+EXTRAS = _project(r"^(\w+) = \[(?=[\n ]*\".*>=)")
+# Who is named before an extra in brackets; "." is the clone itself.
+_HINT = re.compile(rf"""([\w.{{}}-]*)\[(?:(?:{"|".join(EXTRAS)}),?)+\]""")
+_OTHER_PROJECT = re.compile(r"""\binstall(?: -\S+)* ['"]?odc(?![\w-])""")
+
+
+def test_the_distribution_has_one_name() -> None:
+    assert _project(r'^name = "(.+)"$') == [DISTRIBUTION]
+    assert DISTRIBUTION != "odc"  # another project on the package index
+    assert set(EXTRAS) >= {"cuda12", "cuda13", "plot", "examples", "exact", "dev"}
+    assert install_command("plot") == f"pip install '{DISTRIBUTION}[plot]'"
+
+
+def test_every_hint_to_install_names_this_project() -> None:
+    suffixes = (".py", ".md", ".sh", ".sbatch", ".toml", ".txt", "Makefile")
+    skipped = {"runs", "build"}
+    files = [
+        path
+        for path in ROOT.rglob("*")
+        if path.name.endswith(suffixes)
+        and not any(part.startswith(".") or part in skipped for part in path.relative_to(ROOT).parts)
+    ]
+    allowed = {"", ".", DISTRIBUTION, "{DISTRIBUTION}"}
+    hints = [(path, name) for path in files for name in _HINT.findall(path.read_text(errors="replace"))]
+    assert len(hints) > 10
+    assert [(path, name) for path, name in hints if name not in allowed] == []
+    assert [path for path in files if _OTHER_PROJECT.search(path.read_text(errors="replace"))] == []
+
+
+def test_every_figure_of_the_readme_is_its_files() -> None:
+    _, changed, lost = update((ROOT / "README.md").read_text(), figures(ROOT / "bench" / "results"))
+    assert [figure.words for figure in lost] == []
+    assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
+
+
+def test_figures_measured_anew_find_their_places() -> None:
+    old, new = Figure("a.json", "| ODC |", " 1.46x | 1.6e-07 |"), Figure("a.json", "| ODC |", " 12x | 3e-9 |")
+    other = "| FSDP | 1.00x | - |"
+    assert update(f"{old.words}\n{other}", iter([new])) == (f"{new.words}\n{other}", [new], [])
+    assert update(other, iter([new])) == (other, [], [new])
+    assert update(f"{old.words}{old.words}", iter([new]))[2] == [new]  # which of them?
+    assert sum(1 for _ in figures(ROOT / "bench" / "results")) >= 20
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
+    """But for the milliseconds of planning."""
+
+    def lines(text: str) -> list[str]:
+        return [re.sub(r" +\d+\.\d ms", " ms", line.rstrip()) for line in text.strip().splitlines()]
+
+    command, shown = re.findall(
+        r"`odc (plan .+)` prints:\n\n```text\n(.+?)```", (ROOT / "README.md").read_text(), re.S
+    )[0]
+    assert lines(CliRunner().invoke(app, command.split()).stdout) == lines(shown)

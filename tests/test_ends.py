@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import subprocess
@@ -17,12 +18,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import optimizer as torch_optimizer
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch import ends
-from odc.fsdp_patch.listeners import Listener
+from odc.fsdp_patch.doors import InnerFunction
+from odc.fsdp_patch.listeners import Listener, Listeners
 
 METHODS = [
     (torch.amp.GradScaler, "unscale_"),
@@ -294,6 +296,142 @@ def test_who_wraps_a_function_of_torch_meanwhile_keeps_it_wrapped(
     second.undo()
 
 
+# What other libraries put in the place of torch's clipping, before anybody listens and before odc is imported
+
+
+def by_function(original: Any) -> Any:
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return clip
+
+
+def by_wraps(original: Any) -> Any:
+    return functools.wraps(original)(by_function(original))
+
+
+def by_global(original: Any) -> Any:
+    """A plain function, no closure: the original is not to be found."""
+    scope: dict[str, Any] = {"original": original}
+    exec("def clip(*args, **kwargs): return original(*args, **kwargs)", scope)
+    return scope["clip"]
+
+
+class Clipper:
+    """An instance that can be called."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+    def method(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+def by_several_callables(original: Any) -> Any:
+    """A wrapper whose closure holds other callables and an empty cell, before the one that matters."""
+    before, after = print, Ear
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if args == ():
+            before(never, after)
+        return original(*args, **kwargs)
+
+    if original is None:
+        never = 1
+    return clip
+
+
+def by_a_stranger(original: Any) -> Any:
+    """It does not call the original."""
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        gradients = [p.grad for p in parameters]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / float(norm)))
+        return norm
+
+    return clip_grad_norm_
+
+
+REPLACEMENTS: list[Callable[[Any], Any]] = [
+    *(by_function, by_wraps, by_global, by_several_callables, by_a_stranger, Clipper),
+    lambda original: functools.partial(original, norm_type=2.0),
+    lambda original: functools.partial(by_wraps(original), error_if_nonfinite=False),
+    lambda original: Clipper(by_function(original)).method,
+]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("where", [[clip_grad], [clip_grad, nn.utils], [nn.utils]], ids=["module", "both", "package"])
+def test_clipping_that_another_library_has_replaced_is_noticed_and_stays_replaced(
+    model: nn.Linear, monkeypatch: pytest.MonkeyPatch, replace: Callable[[Any], Any], where: list[Any]
+) -> None:
+    theirs = replace(clip_grad_norm_)
+    for module in where:
+        monkeypatch.setattr(module, "clip_grad_norm_", theirs)
+    before = [*objects(), clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_]
+    heard: list[str] = []
+
+    class Hearing(Listener):
+        def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+            assert len(tensors) == 2
+            heard.append(what)
+
+    hearing, listeners = Hearing(), Listeners(lambda: None, lambda: None)
+    door = InnerFunction(clip_grad.clip_grad_norm_, listeners)
+    undo = listeners.add(hearing)
+    for opened in (True, True, False):
+        door.open() if opened else door.shut()
+        for module in where if where != [nn.utils] else [clip_grad]:
+            called = len(heard)
+            assert float(module.clip_grad_norm_(model.parameters(), 0.5)) > 0
+            assert heard[called:] == ["clip_grad_norm_"] * opened  # once, whoever calls whom
+        if replace is not by_a_stranger and replace is not by_global:
+            assert clip_grad.clip_grad_norm_ is before[-2]  # what is theirs was not touched
+            clip_grad_norm_(model.parameters(), 0.5)  # imported before anybody replaced it
+            assert heard[called + 1 :] == ["clip_grad_norm_"] * opened
+    undo()
+    assert [*objects(), clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_] == before
+
+
+def test_odc_is_imported_where_clipping_was_replaced() -> None:
+    script = """
+import functools, torch
+from torch.nn.utils import clip_grad
+class Clipper:
+    def __call__(self, parameters, max_norm): return torch.tensor(7.0)
+clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = Clipper()
+clip_grad.clip_grad_value_ = functools.partial(clip_grad.clip_grad_value_, foreach=False)
+clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: None
+theirs = dict(vars(clip_grad))
+import odc.fsdp_patch
+assert vars(clip_grad) == theirs
+from odc.fsdp_patch import ends
+from odc.fsdp_patch.listeners import Listener
+class Ear(Listener):
+    def before_reading(self, what, tensors): print(what)
+ear = Ear()
+undo = ends.listen(ear)
+parameter = torch.nn.Parameter(torch.ones(2))
+parameter.grad = torch.ones(2)
+assert torch.nn.utils.clip_grad_norm_([parameter], 1.0) == 7.0
+torch.nn.utils.clip_grad_value_([parameter], clip_value=1.0)
+clip_grad.clip_grad_value_([parameter], clip_value=1.0)
+clip_grad._clip_grads_with_norm_([parameter], 1.0, torch.ones(()))
+undo()
+assert vars(clip_grad) == theirs
+"""
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.split() == [
+        *("clip_grad_norm_", "clip_grad_value_", "clip_grad_value_", "clip_grads_with_norm_"),
+    ]
+
+
 def reads(ear: Ear) -> list[str]:
     return [name.split(" (")[0] for name in ear.names]
 
@@ -311,7 +449,7 @@ def test_gradients_read_by_hand_are_noticed_while_somebody_waits_for_that(model:
     model.weight.grad = gradient * 2
     assert torch.equal(model.weight.grad, gradient * 2)
     model.weight.grad = None
-    assert reads(waiting)[1:] == ["setting .grad", "reading .grad", "clearing setting .grad"]
+    assert reads(waiting)[1:] == ["setting .grad", "reading .grad", "clearing setting .grad", "cleared"]
     model.bias.grad.zero_()  # type: ignore[union-attr]
     assert reads(waiting)[-1] == "reading .grad"
     idle.undo()

@@ -32,6 +32,7 @@ from training import (
     tokens,
     train,
 )
+from watching import scheduler_state, until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -242,6 +243,30 @@ def test_a_rank_stopped_for_ever_is_alive_but_silent() -> None:
         "ODC_TIMEOUT",
     ):
         assert words in (results[0].error or "")
+
+
+def stopped_while_it_waits(rank: int, world_size: int, hosts: int) -> None:
+    """Rank 1 is stopped while it waits for rank 0, which publishes only then and waits for rank 1 in its turn."""
+    os.environ["ODC_HOST_ID"] = f"host{rank * hosts // world_size}"
+    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+    runtime = Runtime.create(ProcessGroupExchange(), units, RuntimeConfig.from_environment())
+    if rank == 0:
+        until(lambda: scheduler_state(runtime.topology.pids[1]) == "T", "rank 1 was not stopped: nothing was tested")
+    runtime.publish(0, lambda shard: shard.fill_(rank))
+    runtime.begin()
+    runtime.gather(0, torch.empty(4 * world_size))
+    runtime.finish()
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.extended), 3])
+def test_a_rank_stopped_while_it_waits_is_to_blame_and_not_the_one_it_had_waited_for(hosts: int) -> None:
+    env = {"ODC_TIMEOUT": "4", "ODC_FAULT": "rank=1,point=wait,at=5,do=stop"}
+    group = start_ranks(3, stopped_while_it_waits, hosts, env=env)
+    results = group.join(120, expendable=[1])
+    for result in survivors(results):
+        text = (result.error or "").partition("\nTraceback")[0]
+        assert f"rank 1 (host host{hosts // 3}, pid {group.pids[1]})" in text, text
+        assert "Cause: rank 1 is alive but silent for" in text or "has answered nothing for" in text, text
 
 
 @pytest.mark.extended

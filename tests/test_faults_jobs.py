@@ -117,12 +117,11 @@ def stranger(address: str, key: str) -> int:
             try:
                 connection.connect(f"\0odc-{address}")
                 connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0, 0))
-                connection.recv(1)
+                os._exit(1 if connection.recv(1) else 0)
             except TimeoutError:
                 os._exit(1)
             except OSError:
                 os._exit(0)  # sent away without a word
-            os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -125,12 +125,11 @@ def test_a_push_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[st
 def test_a_push_that_comes_after_the_end_does_not_change_gradients_that_are_in_use(mode: dict[str, Any]) -> None:
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
-            runtime.hold_gradients()
             in_minibatch(runtime, exchange, 1)
             runtime.finish()
             exchange.all_gather(b"")
             if exchange.rank == 1:
-                with pytest.raises(ProtocolError, match="its minibatch 1 is final"):
+                with pytest.raises(ProtocolError, match="its sum of minibatch 1 is final"):
                     runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 1)
             exchange.all_gather(b"")
             assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
@@ -195,7 +194,7 @@ def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> Non
     until(lambda: runtime.has_failed or runtime._transport.abort_notice() is not None)
     with pytest.raises(kind, match=f"{who}.*ProtocolError: .*{words}"):
         runtime.finish()
-    with pytest.raises(ProtocolError, match="are not final"):
+    with pytest.raises(ProtocolError, match="is not final"):
         runtime.gradient(0)
     exchange.all_gather(b"")
 
@@ -231,15 +230,14 @@ def test_a_slot_that_is_announced_before_it_was_ever_filled_is_refused(mode: dic
 
 
 @pytest.mark.parametrize("mode", [*DIRECT, *DAEMONS])
-def test_a_push_that_comes_before_the_owner_has_opened_its_sums_is_refused(mode: dict[str, Any]) -> None:
-    """Rank 0 still uses its gradients of minibatch 1; a client that has not waited pushes for minibatch 2."""
+def test_a_push_that_comes_before_the_owner_has_published_the_unit_is_refused(mode: dict[str, Any]) -> None:
+    """Rank 0 has not taken its gradients of minibatch 1 yet; a client that has not waited pushes for minibatch 2."""
 
     def push(runtime: Runtime) -> None:
         runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 2)
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
-            runtime.hold_gradients()
             in_minibatch(runtime, exchange, 1)
             runtime.finish()
             before = sums_of(runtime, 1)

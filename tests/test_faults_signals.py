@@ -57,20 +57,19 @@ _STOP = "rank=0,do=stop,point="
 # Points of publishing are passed once per unit, of which there are four.
 WAITS = {
     "gather, for published": WaitPoint("_await_published", _STOP + "publish.before,at=9"),
-    "push, for open sums": WaitPoint("_await_opened", _STOP + "publish.after,at=8"),
     "push, for a slot": WaitPoint("_await_acks", _STOP + "gather.before,at=1", "", "first", accumulate="daemon"),
     "push, for a lock": WaitPoint("add", _STOP + "scatter.after_chunk,at=1", "", "first", accumulate="direct"),
     "finish, for done": WaitPoint("_await_done", _STOP + "finish.before_done,at=3"),
     "gather, for bytes of another host": WaitPoint("_await", _STOP + "gather.before,at=1", "", "first", hosts=3),
     "finish, for another host": WaitPoint("_await_done", _STOP + "finish.before_done,at=3", "", "last", hosts=3),
 }
-FURTHER_WAITS = ["push, for open sums", "push, for a slot", "finish, for another host"]
+FURTHER_WAITS = ["push, for a slot", "finish, for another host"]
 ON_THE_PROCESS_GROUP = "for an answer on the process group"
 SETUP_WAITS = {
     ON_THE_PROCESS_GROUP: WaitPoint("all_gather", _STOP + "setup"),
     "for memory": WaitPoint("_receive", step_of_setup="swap"),
-    "for ranks of this host": WaitPoint("_answer", step_of_setup="connect", stopped=1, victim=0),
-    "for ranks of other hosts": WaitPoint("_answer", step_of_setup="connect hosts", hosts=3, stopped=1, victim=0),
+    "for ranks of this host": WaitPoint("_receive", step_of_setup="connect", stopped=1, victim=2),
+    "for ranks of other hosts": WaitPoint("receive_until", step_of_setup="connect hosts", hosts=3, stopped=1, victim=2),
 }
 STEPS_OF_SETUP: dict[str, tuple[type, str]] = {
     "swap": (Mesh, "swap"),

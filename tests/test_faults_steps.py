@@ -67,9 +67,9 @@ def test_a_rank_that_leaves_early_is_named_with_the_minibatch(when: str, mode: d
             assert "minibatch 3" in str(caught.value)
             if runtime.state is State.FINISHED:  # told by the other one before it had published
                 assert runtime.minibatch == 2
-                assert sum_is_whole(runtime)
+                assert runtime.is_published(0) or sum_is_whole(runtime)  # published, it is open to the others again
                 return
-            with pytest.raises(ProtocolError, match="are not final"):
+            with pytest.raises(ProtocolError, match="is not final"):
                 runtime.gradient(0)
 
     values(run_threads(3, body))
@@ -204,12 +204,12 @@ def clears_instead_of_stepping(rank: int, world_size: int) -> None:
 def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
     env = {"ODC_TIMEOUT": "60"}
     first, second, third = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
-    assert second.error_type == "ProtocolError", second.error
+    assert second.error_type == "MisuseError", second.error
     assert ".discard() on every rank" in (second.error or "")
     for told in (first, third):
         assert told.error_type == "AbortedError", told.error
         assert "rank 1 (pid" in (told.error or "")
-        assert "ProtocolError: Optimizer.zero_grad" in (told.error or "")
+        assert "MisuseError: Optimizer.zero_grad" in (told.error or "")
 
 
 def waits_elsewhere(rank: int, world_size: int) -> None:

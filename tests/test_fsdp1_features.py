@@ -423,3 +423,77 @@ def test_ranks_that_froze_other_parameters_are_told() -> None:
     for result in start_ranks(2, differing).join(120):
         assert result.error_type == "SetupError"
         assert "blocks.1.up.weight" in (result.error or "")
+
+
+# Gradients that stay over a step, in every precision: dtypes and values of plain FSDP1
+
+BF16 = torch.bfloat16
+PRECISIONS = {
+    "fp32": MixedPrecision(),
+    "compute": MixedPrecision(BF16, torch.float32),
+    "reduce": MixedPrecision(reduce_dtype=BF16),
+    "both": MixedPrecision(BF16),
+}
+CLEARINGS: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "kept": lambda optimizer: None,
+    "zeroed": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "none": lambda optimizer: optimizer.zero_grad(),
+}
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+
+
+def gradients_of_steps(
+    rank: int, use_odc: bool, precision: MixedPrecision, clear: Callable[[torch.optim.Optimizer], None], **options: Any
+) -> list[list[torch.Tensor | None]]:
+    """``.grad`` of every parameter after each of three steps' backward passes."""
+    model = wrap(build(), mixed_precision=precision, **options)
+    session = patched(model, use_odc)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        for m in range(2):
+            (loss_of(model, tokens(step, rank, m)) * 0.02).backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        clear(optimizer)
+        with torch.no_grad():
+            loss_of(model, tokens(99, rank, 0))  # gathers while gradients are kept
+    if session:
+        session.close()
+        SESSIONS.clear()
+    return found
+
+
+def largest_error(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
+    """Relative to the largest gradient: this rank may have only a few elements of a parameter."""
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None and b.numel()]
+    return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+
+
+def kept_gradients(rank: int, world_size: int, use_orig_params: bool) -> list[str]:
+    """What differs."""
+    wrong = []
+    for name, precision in PRECISIONS.items():
+        for how, clear in CLEARINGS.items():
+            for strategy in STRATEGIES if name == "both" else STRATEGIES[:1]:
+                options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+                theirs = gradients_of_steps(rank, False, precision, clear, **options)
+                ours = gradients_of_steps(rank, True, precision, clear, **options)
+                where = f"{name}, {how}, {strategy.name}"
+                kinds = [
+                    [[None if g is None else (g.dtype, g.shape) for g in s] for s in run] for run in (ours, theirs)
+                ]
+                if kinds[0] != kinds[1]:
+                    wrong.append(f"{where}: dtypes {kinds}")
+                    continue
+                far = [largest_error(s, t) for s, t in zip(ours, theirs, strict=True)]
+                # FSDP1 sums bf16 in bf16, or sees weights that differ by a rounding of bf16
+                if max(far) > (TOLERANCE if name == "fp32" else 3e-2):
+                    wrong.append(f"{where}: {max(far)}")
+    return wrong
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+def test_gradients_that_stay_over_a_step_are_those_of_plain_fsdp1(use_orig_params: bool) -> None:
+    for wrong in run_ranks(2, kept_gradients, use_orig_params, timeout_s=300):
+        assert not wrong, wrong

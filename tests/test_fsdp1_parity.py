@@ -139,13 +139,15 @@ ALL = {**CASES, **ONLY_ORIGINAL, **HYBRID}
 Gradients = list[torch.Tensor | None]
 
 
-def script(rank: int, world_size: int, use_odc: bool, case: Case, options: dict[str, Any]) -> tuple[Gradients, Any]:
+def script(
+    rank: int, world_size: int, use_odc: bool, case: Case, options: dict[str, Any], transport: str = "auto"
+) -> tuple[Gradients, Any]:
     """Train; returns this rank's ``.grad`` after the first minibatch and the parameters in the end."""
     model = build()
     case.before(model)
     model = wrap(model, **{**case.options, **options})
     case.after(model)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = odc.patch_fsdp(model, transport=transport) if use_odc else None
     optimizers = optimizers_of(model, case)
     gradients: Gradients = []
     for step in range(STEPS):
@@ -182,16 +184,24 @@ def optimizers_of(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(groups[0], lr=1e-2), torch.optim.AdamW([{"params": groups[1]}], lr=1e-3)]
 
 
-def differences(rank: int, world_size: int, names: list[str], use_orig_params: bool) -> dict[str, tuple[float, float]]:
-    """Per script: the largest differences of gradients and of parameters between plain and patched."""
+def differences(
+    rank: int, world_size: int, names: list[str], use_orig_params: bool, transport: str = "auto"
+) -> dict[str, tuple[float, float]]:
+    """Per script: the largest differences of gradients and of parameters between plain and patched.
+
+    Over ``tcp`` every rank poses as a host.
+    """
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    if world_size == 4:
+    if transport == "tcp":
+        os.environ["ODC_HOST_ID"] = f"host-{rank}"
+    elif world_size == 4:
         os.environ["ODC_HOST_ID"] = f"host-{rank // 2}"
+    if world_size == 4:
         options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found = {}
     for name in names:
         theirs = script(rank, world_size, False, ALL[name], options)
-        ours = script(rank, world_size, True, ALL[name], options)
+        ours = script(rank, world_size, True, ALL[name], options, transport)
         assert [g is None for g in ours[0]] == [g is None for g in theirs[0]], f"{name}: who has a gradient"
         found[name] = (gradient_difference(ours[0], theirs[0]), largest_difference(ours[1], theirs[1]))
     return found
@@ -238,6 +248,30 @@ def test_scripts_with_original_parameters(two_ranks_original: list[Any], name: s
 @pytest.mark.parametrize("name", HYBRID)
 def test_hybrid_sharding_over_two_hosts(hybrid: list[Any], name: str) -> None:
     check(hybrid, name)
+
+
+# Between hosts: FSDP1 frees and allocates the memory that it gathers into, and what has no address comes over a link.
+
+OVER_TCP = [
+    *("plain", "shard-grad-op", "bf16", "bf16-wire", "no-sync-bf16", "kept-gradients", "backward-post"),
+    *("forward-prefetch", "checkpointing", "evaluates-shard-grad-op"),
+]
+
+
+@pytest.mark.parametrize("copy_thread", ["off", "on"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+def test_two_hosts(use_orig_params: bool, copy_thread: str) -> None:
+    env = {"ODC_COPY_THREAD": copy_thread}
+    found = run_ranks(2, differences, OVER_TCP, use_orig_params, "tcp", timeout_s=300, env=env)
+    for name in OVER_TCP:
+        check(found, name)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_replicas_whose_shards_lie_on_several_hosts(use_orig_params: bool) -> None:
+    found = run_ranks(4, differences, list(HYBRID), use_orig_params, "tcp", timeout_s=300)
+    for name in HYBRID:
+        check(found, name)
 
 
 # Unequal numbers of microbatches, which FSDP1 alone cannot run

@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 from fsdp_scripts import reading
+from fsdp_scripts.pairs import PAIRS
 from fsdp_scripts.run import Run, difference
 from process_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
+
+CASES = {**reading.CASES, **PAIRS}
 
 
 class Fsdp1Run(Run):
     """A run with FSDP1's wrapper."""
 
     def shard(self, model: Net, **options: Any) -> Any:
-        return wrap(model, use_orig_params=True, **options)
+        strategy = (
+            ShardingStrategy.FULL_SHARD
+            if options.pop("reshard_after_forward", True)
+            else ShardingStrategy.SHARD_GRAD_OP
+        )
+        return wrap(model, use_orig_params=True, sharding_strategy=strategy, **options)
 
 
 def differences(rank: int, world_size: int) -> dict[str, float | str]:
@@ -25,7 +34,7 @@ def differences(rank: int, world_size: int) -> dict[str, float | str]:
     mesh = init_device_mesh("cpu", (world_size,))
     return {
         name: difference(case, lambda patched: Fsdp1Run(rank, world_size, patched, mesh))
-        for name, case in reading.CASES.items()
+        for name, case in CASES.items()
     }
 
 
@@ -34,9 +43,9 @@ def found() -> list[dict[str, float | str]]:
     return run_ranks(2, differences, timeout_s=300)
 
 
-@pytest.mark.parametrize("name", reading.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_scripts_keep_their_numbers(name: str) -> None:
     for of_rank in found():
         worst = of_rank[name]
         assert not isinstance(worst, str), worst
-        assert worst <= reading.CASES[name].tolerance
+        assert worst <= CASES[name].tolerance

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fsdp_scripts import ends, hybrid, loops, models, reading
+from fsdp_scripts.pairs import PAIRS
 from fsdp_scripts.run import TOLERANCE, Case, Run, difference, with_
 from process_ranks import run_ranks
 from torch import nn
@@ -100,7 +101,7 @@ HYBRID = {
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
 }
-ALL = {**CASES, **COMPILED, **HYBRID}
+ALL = {**CASES, **COMPILED, **HYBRID, **PAIRS}
 
 
 def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
@@ -114,7 +115,7 @@ def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, f
 
 @functools.cache
 def found(group: str) -> list[dict[str, float | str]]:
-    names = list({"two": CASES, "compiled": COMPILED, "hybrid": HYBRID}[group])
+    names = list({"two": CASES, "compiled": COMPILED, "hybrid": HYBRID, "pairs": PAIRS}[group])
     return run_ranks(4 if group == "hybrid" else 2, differences, names, timeout_s=300)
 
 
@@ -128,6 +129,11 @@ def check(group: str, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_scripts_keep_their_numbers(name: str) -> None:
     check("two", name)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_what_a_loop_may_do_keep_their_numbers(name: str) -> None:
+    check("pairs", name)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -27,16 +27,15 @@ def wrap(model: Net, kind: str, world_size: int) -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-def live_bytes(model: nn.Module, lent: list[torch.Tensor]) -> int:
+def live_bytes(model: nn.Module) -> int:
     """Parameters and gradients as this process holds them: storages of this rank's shards, each counted once."""
     storages = {}
-    elsewhere = {sums.untyped_storage().data_ptr() for sums in lent}
     for parameter in model.parameters():
         for tensor in (parameter, gradient_now(parameter)):
             if tensor is not None:
                 local = getattr(tensor, "_local_tensor", tensor)
                 storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(num_bytes for address, num_bytes in storages.items() if address not in elsewhere)
+    return sum(storages.values())
 
 
 def shared_bytes(world_size: int) -> int:
@@ -57,8 +56,7 @@ def peak(rank: int, world_size: int, kind: str, size: tuple[int, int], use_odc: 
     seen, reported = [], {}
 
     def look() -> None:
-        lent = [loan.sums for loan in session._loans] if session else []
-        seen.append(live_bytes(model, lent) + shared_bytes(world_size))
+        seen.append(live_bytes(model) + shared_bytes(world_size))
 
     for step in range(3):
         for m in range(2):
@@ -94,11 +92,11 @@ def largest_unit(size: tuple[int, int]) -> int:
     "kind",
     ["fsdp2", "fsdp1", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp2-bf16", "fsdp1-flat"))],
 )
-def test_overhead_is_published_shards_and_one_units_slots(kind: str) -> None:
+def test_overhead_is_published_shards_sums_and_one_units_slots(kind: str) -> None:
     with_odc, without = run_ranks(2, peaks, kind, True)[0], run_ranks(2, peaks, kind, False)[0]
     for size, (ours, report), (plain, _) in zip(SIZES, with_odc, without, strict=True):
-        pages = 5 * 4096  # signals, locks and rounding to pages are not in the report
-        allowed = report["published_shards"] + largest_unit(size) + pages
+        pages = 6 * 4096  # signals, locks and rounding to pages are not in the report
+        allowed = report["published_shards"] + report["sums"] + largest_unit(size) + pages
         assert 0 < ours - plain <= allowed, (size, ours, plain, report)
-        assert report["gradients"] == 0  # .grad lies in the sums
+        assert 0 < report["gradients"] <= report["parameters"]  # the script's own, as under plain FSDP
         assert abs(ours - plain - report["overhead"]) <= 0.02 * plain + pages, (size, ours, plain, report)

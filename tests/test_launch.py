@@ -150,7 +150,9 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
     assert [rank.code for rank in lbfgs_dry] == [1, 1]
     assert "odc: would refuse this script: LBFGS" in lbfgs_dry[0].err
     for rank in hook:
-        assert "odc run cannot honour this script: Sequential (FSDP2)" in rank.code
+        assert rank.code.startswith("odc: refused: Sequential (FSDP2): unit ")
+        assert rank.code.endswith(")")
+        assert f"({TRAIN}, line " in rank.code
         assert "set_all_reduce_hook" in rank.code
     assert [rank.code for rank in hook_dry] == [1, 1]
     assert "would refuse Sequential (FSDP2)" in hook_dry[0].err
@@ -257,6 +259,16 @@ def test_two_launches_at_once_and_arguments_that_look_like_options(tmp_path: Pat
         assert out.count("2 clip") == 4
         assert err.count("odc: patched Sequential (FSDP2): 3 units over 2 ranks, transport shm") == 1
         assert err.count("3 minibatches on 2 ranks") == 1
+
+
+def test_a_refusal_is_the_last_thing_that_a_launch_says(tmp_path: Path) -> None:
+    failed = run([*ODC_RUN, TRAIN, "2", "hook"], tmp_path)
+    assert failed.returncode == 1
+    lines = failed.stderr.strip().splitlines()
+    assert lines[-1].startswith("odc: refused: Sequential (FSDP2): unit '<root>': set_all_reduce_hook is not supported")
+    assert failed.stderr.count("odc: refused") == 1
+    assert "Traceback" not in failed.stderr
+    assert len(lines) < 10  # torchrun's own
 
 
 @pytest.mark.extended

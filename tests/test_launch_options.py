@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner
 
-from odc.cli.run import rank_options
+from odc.cli.app import app
+from odc.cli.run import launch, rank_options
 from odc.config import LaunchEnvironment
-from odc.errors import ConfigError
+from odc.errors import AbortedError, ConfigError, SetupError, UnsupportedError
+from odc.fsdp_patch.launch import last_words
 from odc.fsdp_patch.launch import main as launch_main
 from odc.fsdp_patch.launch.automatic import AutomaticPatching
 from odc.fsdp_patch.launch.main import odc_options, option_arguments
 from odc.fsdp_patch.launch.script import run_script
 
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What running a script changes is put back."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 # Options
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that these options are answered with."""
+    with pytest.raises(SystemExit) as ended:
+        rank_options(arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
@@ -42,9 +69,9 @@ def test_torchrun_starts_odc_with_the_script_and_its_own_arguments(tmp_path: Pat
     separator = options.training_script_args.index(str(script))
     assert options.training_script_args[separator + 1 :] == own
     assert not odc_options().parse_args(options.training_script_args[:separator]).dry_run
-    options = rank_options(["--master-port", "12345", "--dry-run", "-m", "package.module", "--flag"])
+    options = rank_options(["--master-port", "12345", "--dry-run", "-m", "json.tool", "--flag"])
     assert not options.standalone
-    assert options.training_script_args[-4:] == ["--dry-run", "--module", "package.module", "--flag"]
+    assert options.training_script_args[-5:] == ["--dry-run", "--launcher-tells", "--module", "json.tool", "--flag"]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +85,153 @@ def test_torchrun_starts_odc_with_the_script_and_its_own_arguments(tmp_path: Pat
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--transport", "foo"], "transport='foo' is unknown: expected auto or one of shm, tcp"),
+        (["--balance", "lb-mega"], "--balance: policy 'lb-mega' is not known: expected one of none, local-sort"),
+        (["--balance", "lb-mini", "--max-tokens", "0"], "--balance: max_tokens=0: expected at least 1"),
+        (["--max-tokens", "9"], "--max-tokens is of --balance: give both"),
+        (["--timeout", "nan"], "timeout_s=nan cannot be used"),
+        (["--timeout", "soon"], "argument --timeout: invalid float value: 'soon'"),
+        (
+            ["--nproc-per-node", "abc"],
+            "--nproc-per-node 'abc': Unsupported nproc_per_node value: abc; expected a number",
+        ),
+        (["--nproc-per-node", "0"], "--nproc-per-node '0': expected 1 to 1024 ranks on a host"),
+        (["--nproc-per-node", "1000000"], "--nproc-per-node '1000000': expected 1 to 1024"),
+        (["--nnodes", "abc"], "--nnodes 'abc': expected a number of hosts, or MIN:MAX"),
+        (["--nnodes", "1:2:3"], "--nnodes '1:2:3': expected a number of hosts"),
+        (["--nnodes", "0"], "--nnodes 0: expected at least 1 host"),
+        (["--nnodes", "2:1"], "--nnodes 2:1: expected at least 1 host, and MIN not above MAX"),
+        (["--standalone", "--nnodes", "2"], "--standalone is for one host: leave it out, or --nnodes 2"),
+        (["--max-restarts", "abc"], "argument --max-restarts/--max_restarts: invalid int value: 'abc'"),
+        (["--max-restarts", "-1"], "--max-restarts -1: expected at least 0"),
+        (["--monitor-interval", "0"], "--monitor-interval 0.0: expected a number of seconds above 0"),
+        (["--node-rank", "2", "--nnodes", "2"], "--node-rank 2: expected 0 to 1"),
+        (["--rdzv-conf", "x"], "--rdzv-conf 'x': expected pairs as in timeout=60"),
+        (["--rdzv-endpoint", "host:http"], "--rdzv-endpoint 'host:http': expected a port from 0 to 65535"),
+        (["--rdzv-endpoint", "host:99999"], "--rdzv-endpoint 'host:99999': expected a port"),
+        (["--master-port", "99999"], "--master-port 99999: expected 0 to 65535"),
+        (["--redirects", "x"], "--redirects 'x': expected 0 to 3, or pairs as in 0:1,1:3"),
+        (["--tee", "9"], "--tee '9': expected 0 to 3"),
+        (["--local-ranks-filter", "a"], "--local-ranks-filter 'a': expected ranks as in 0,1,2"),
+        (["--event-log-handler", "foo"], "--event-log-handler 'foo' is not known"),
+        (["--signals-to-handle", "SIGFOO"], "--signals-to-handle 'SIGFOO': expected names of signals"),
+        (["--local-addr", "no\x00where"], "is no address of this host"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_options_that_no_rank_could_use_are_refused_before_one_is_started(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "s.py"
+    script.touch()
+    newer = ("--signals-to-handle", "--event-log-handler")
+    if arguments[0] in newer and arguments[0] not in get_args_parser()._option_string_actions:
+        pytest.skip(f"the torchrun of this torch has no {arguments[0]}")
+    assert message in refused([*arguments, str(script)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ODC_TRANSPORT", "foo", "transport='foo' is unknown"),
+        ("ODC_TIMEOUT", "soon", "ODC_TIMEOUT='soon' cannot be used"),
+        ("ODC_ACCUMULATE", "later", "accumulate='later'"),
+        ("ODC_FAULT", "rank=1,do=explode,point=wait", "do='explode'"),
+    ],
+)
+def test_so_are_variables(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert message in refused(["-m", "json.tool"], capsys)
+
+
+def test_scripts_and_modules_that_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder without a __main__.py" in refused([str(tmp_path)], capsys)
+    assert "there is no module 'no_such'" in refused(["-m", "no_such.module"], capsys)
+    assert "there is no module ''" in refused(["-m", ".relative"], capsys)
+    long = "x" * 100_000
+    for arguments in ([long], ["-m", long], ["--nnodes", long, "-m", "json"], ["--transport", long, "-m", "json"]):
+        assert len(refused(arguments, capsys)) < 1000
+
+
+def test_what_only_torchrun_finds_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    with pytest.raises(typer.Exit) as ended:
+        launch(["--rdzv-backend", "foo", str(tmp_path / "s.py")])
+    assert ended.value.exit_code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("odc run: torchrun could not start the ranks: ValueError: The rendezvous backend 'foo'")
+    assert len(last) < 500
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["plan", "-h"], ["simulate", "-h"], ["doctor", "-h"], ["run", "-h"]])
+def test_short_help(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "usage" in result.output.lower()
+
+
+# How a refusal ends
+
+
+@dataclass
+class Failed:
+    """What torchrun knows of a rank that failed."""
+
+    exitcode: int = 1
+    message: Any = "To enable traceback see"
+
+
+def left_by(error: Exception, tmp_path: Path) -> Failed:
+    """What torchrun finds of a rank that ended with ``error``."""
+    file = tmp_path / "error.json"
+    file.unlink(missing_ok=True)
+    last_words.leave(LaunchEnvironment(error_file=str(file)), error, last_words.refusal(error))
+    return Failed(message=json.loads(file.read_text())["message"]) if file.exists() else Failed()
+
+
+def test_a_refusal_is_said_once_whatever_became_of_the_other_ranks(tmp_path: Path) -> None:
+    refused = left_by(UnsupportedError("two\nlines"), tmp_path)
+    assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).message == refused.message  # torch reads it
+    told, own = left_by(AbortedError("rank 0 refused"), tmp_path), left_by(KeyError("mine"), tmp_path)
+    line = "odc: refused: two lines"
+    assert last_words.last_words({0: refused, 1: refused}) == line
+    assert last_words.last_words({0: Failed(-15), 1: refused}) == line  # ended by torchrun
+    assert last_words.last_words({0: told, 1: refused}) == line
+    assert last_words.last_words({0: left_by(SetupError("rank 1 is gone"), tmp_path), 1: Failed(-9)}) is None
+    assert last_words.last_words({0: refused, 1: own}) is None
+    assert last_words.last_words({0: told, 1: own}) is None
+    assert last_words.last_words({0: told}) is None
+    theirs = Failed(message={"message": "ConfigError: of another library", "extraInfo": {"timestamp": "1"}})
+    assert last_words.last_words({0: theirs}) is None
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_rank_leaves_its_refusal_to_the_launcher_or_says_it_itself(
+    dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("from odc.errors import UnsupportedError\n\nraise UnsupportedError('not this')")
+    line = f"odc: refused: not this ({script}, line 3)"
+    arguments = ["--dry-run"] * dry + [str(script)]
     with pytest.raises(SystemExit) as ended:
-        rank_options(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+        launch_main.main(arguments)
+    assert ended.value.code == (1 if dry else line)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        launch_main.main(["--launcher-tells", *arguments])
+    assert ended.value.code == 1
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
 
 
 def test_help_has_odc_first_and_fits_a_terminal(
@@ -126,14 +296,6 @@ def test_ranks_refuse_before_they_run_anything(tmp_path: Path) -> None:
 
 
 # Scripts
-
-
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What running a script changes is put back."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,53 @@ def test_each_root_is_met_once_and_torch_left_as_it_was(shard: Callable[[], nn.M
         watch.close()
     watch.close()
     assert all(owner.__dict__[name] is then for (owner, name), then in zip(WATCHED, before, strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("owner", "name"), WATCHED)
+def test_what_another_library_has_wrapped_meanwhile_stays_and_tells_nobody(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    met: list[nn.Module] = []
+    calls: list[str] = []
+    before = [owner.__dict__[name] for owner, name in WATCHED]
+    monkeypatch.setattr(owner, name, owner.__dict__[name])  # put back at the end, whatever happens
+    watch = RootWatch(lambda module, computes: met.append(module))
+    ours = owner.__dict__[name]
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return ours(*args, **kwargs)
+
+    setattr(owner, name, theirs)
+    watch.close()
+    assert owner.__dict__[name] is theirs
+    shadowed = [owner.__dict__[name] for owner, name in WATCHED]
+    assert sum(now is not then for now, then in zip(shadowed, before, strict=True)) == 1
+    for shard in (shard1, shard2):
+        shard()(torch.ones(1, 3))
+    assert name in calls
+    assert not met
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("shard", [shard1, shard2])
+def test_a_model_that_was_dropped_before_has_no_number(shard: Callable[[], nn.Module]) -> None:
+    """Numbers are the same on every rank, whenever each collects its garbage."""
+
+    def num_known() -> int:
+        watch = RootWatch(lambda module, computes: None)
+        watch.close()
+        return watch.num_known
+
+    gc.collect()
+    others = num_known()  # of tests before, whose graphs keep them
+    gc.disable()
+    try:
+        shard()(torch.ones(1, 3)).sum().backward()
+        assert num_known() == others
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,15 +1,23 @@
-"""Layer 1: no ranks. A runtime that nobody has closed, and what its peers are told."""
+"""Layers 1 and 2: no ranks, ranks as threads. The end of a runtime, of one that nobody has closed too, and what its
+peers are told."""
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from thread_ranks import ThreadExchange, run_threads, values
 
-from odc.leaving import Leaving
+from odc import ParamSlice, PeerClosedError, Runtime, RuntimeConfig, UnitSpec
+from odc.leaving import Leaving, shut_down
 
 
 class Part:
@@ -21,6 +29,9 @@ class Part:
 
     def abort_peers(self, text: str) -> None:
         self.told.append(text)
+
+    def end_transfers(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         self.closed += 1
@@ -63,9 +74,101 @@ def leave(error: Exception | None, is_at_exit: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "last_value", EARLIER, raising=False)
     part = part or Part()
     transport: Any = part
-    leaving = Leaving([part], transport, "rank 1 (pid 4)")
+    leaving = Leaving([], [transport], transport, "rank 1 (pid 4)")
     monkeypatch.setattr(sys, "last_value", error)
     if is_at_exit:
         monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
     leaving.without_close()
     return part
+
+
+class Failing(Part):
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__()
+        self._text, self._error = name, error
+
+    def close(self) -> None:
+        super().close()
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("the first"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_every_part_is_closed_behind_one_that_fails(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """A transport that stays open would make the peers wait for the whole limit."""
+    parts = [Part(), Failing("a", error), Failing("b", OSError("the second")), Part()]
+    transport: Any = Part()
+    with pytest.raises(type(error)) as caught:
+        shut_down(parts, transport)
+    assert caught.value is error
+    assert [part.closed for part in [*parts, transport]] == [1] * 5
+    assert [r.getMessage() for r in caplog.records] == ["odc: while closing, after another error: OSError: the second"]
+
+
+def unit() -> UnitSpec:
+    return UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
+
+
+def have_collected(runtime: Runtime, thread: str) -> Callable[[], None]:
+    """Have garbage collected in that thread of the runtime, once the returned function is called; it returns then."""
+    dropped, collected = threading.Event(), threading.Event()
+
+    def collect(*_: object) -> None:
+        if dropped.wait(30) and not collected.is_set():
+            assert threading.current_thread().name == thread
+            collected.set()  # for the other way round this thread would have to survive
+            gc.collect()
+
+    if thread == "odc-copy":
+        assert runtime._copier is not None
+        runtime._copier.submit(collect)
+    else:
+        transport: Any = runtime._transport
+        link = next(iter(transport._links.by_rank.values()))
+        link.__dict__["hear" if thread == "odc-news" else "_handle"] = collect
+
+    def drop() -> None:
+        dropped.set()
+        assert collected.wait(30), "nothing was tested"
+
+    return drop
+
+
+@pytest.mark.parametrize("thread", ["odc-copy", "odc-news", "odc-link-receive"])
+def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str) -> None:
+    """Which cannot join itself; everything is closed all the same, and the other rank learns of it."""
+    before = descriptors()
+
+    def body(exchange: ThreadExchange) -> None:
+        config = RuntimeConfig(timeout_s=60, copy_thread="on", host_id=f"h{exchange.rank}")
+        runtime = Runtime.create(exchange, [unit()], config)
+        runtime.publish(0, lambda shard: shard.fill_(1.0))
+        runtime.begin()
+        if exchange.rank == 0:
+            drop = have_collected(runtime, thread)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            runtime.__dict__["itself"] = runtime  # only a collection frees it
+            del runtime
+            drop()
+            return
+        runtime._transport.post(0, 0)  # for the link's thread
+        with runtime, pytest.raises(PeerClosedError, match="rank 0 .*closed its session"):
+            runtime.finish()
+
+    gc.disable()  # not before that thread does it
+    try:
+        values(run_threads(2, body))
+    finally:
+        gc.enable()
+    deadline = time.monotonic() + 30
+    while (names := own_threads()) or descriptors() > before:
+        assert time.monotonic() < deadline, (names, before, descriptors())
+        time.sleep(0.01)
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -15,14 +17,13 @@ from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, pausi
 from odc.engine import no_op
 from odc.transports import _link
 from odc.transports._control import Closing
-from odc.transports._frames import HEADER, Frame, Kind
+from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
+from odc.transports.base import Signs
 
 
 class Owner:
     """A rank that has 100 bytes of memory and four signals."""
-
-    world_size = 8
 
     def __init__(self) -> None:
         self.bytes = bytearray(range(100))
@@ -58,9 +59,9 @@ class Pair:
     """A link and the bare sockets at its other end; news are read by a thread, as :class:`Links` does."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        (self.far, data), (self.news, news) = self._connection(), self._connection()
+        (self.far, data), (self.news, news), (self.pulse, pulse) = (self._connection() for _ in range(3))
         self.owner = Owner()
-        self.link = Link(7, "rank 7", data, news, self.owner, timeout_s)
+        self.link = Link(7, "rank 7", data, news, pulse, self.owner, timeout_s)
         self.link.start()
         self._ending = False
         self._reader = threading.Thread(target=self._read_news)
@@ -85,6 +86,7 @@ class Pair:
         self._reader.join()
         self.far.close()
         self.news.close()
+        self.pulse.close()
         self.link.close()
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -115,7 +117,7 @@ def test_news_come_in_pieces_and_several_at_a_time() -> None:
         news = Frame(Kind.STATUS, a=41, b=3).pack() + Frame(Kind.ABORT, b=2).pack() + "é".encode()
         for byte in news[:40]:
             pair.news.sendall(bytes([byte]))
-        pair.until(lambda: (pair.link.progress, pair.link.waiting_on) == (41, 2))
+        pair.until(lambda: (pair.link.signs.progress, pair.link.waiting_on) == (41, 2))
         assert not pair.owner.notices
         pair.news.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
         pair.until(lambda: pair.link.closing is Closing.FAILED)
@@ -144,8 +146,11 @@ BAD_NEWS = [
 @pytest.mark.parametrize(
     ("data", "words", "by"), [(*row, "far") for row in BAD_DATA] + [(*row, "news") for row in BAD_NEWS]
 )
-def test_what_does_not_fit_ends_the_link_and_touches_nothing(data: bytes, words: str, by: str) -> None:
+def test_what_does_not_fit_ends_the_link_and_touches_nothing(
+    data: bytes, words: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault test 21, once connected: garbage, HTTP, a pickle, lengths, offsets and numbers that lie."""
+    monkeypatch.setattr(_link, "_MOMENT_S", 0.1)  # no news will explain it
     with Pair() as pair:
         getattr(pair, by).sendall(data)
         pair.until(lambda: pair.link.is_dead)
@@ -156,13 +161,14 @@ def test_what_does_not_fit_ends_the_link_and_touches_nothing(data: bytes, words:
             pair.link.write(0, 0, memoryview(b"x"))
 
 
-def test_a_rank_that_does_not_exist_is_not_waited_for() -> None:
+def test_status_is_a_sign_of_life_and_names_ranks_of_the_whole_job() -> None:
     with Pair() as pair:
-        pair.news.sendall(Frame(Kind.STATUS, a=1, b=8).pack() + Frame(Kind.STATUS, a=2, b=1).pack())
-        pair.until(lambda: pair.link.progress == 2)
-        pair.news.sendall(Frame(Kind.STATUS, a=3, b=9).pack())
-        pair.until(lambda: pair.link.progress == 3 or pair.link.is_dead)
-        assert pair.link.is_dead or (pair.link.waiting_on or 0) < 8
+        pair.news.sendall(Frame(Kind.STATUS, a=1, b=9000, c=5).pack() + Frame(Kind.STATUS, a=2, b=10_000, c=6).pack())
+        pair.until(lambda: pair.link.signs == (2, 6, 2))
+        assert pair.link.waiting_on == 9999
+        pair.news.sendall(Frame(Kind.STATUS, a=3, b=MAX_RANKS + 1).pack())
+        pair.until(lambda: pair.link.is_dead)
+        assert pair.link.signs.progress == 2
 
 
 def test_an_answer_longer_than_asked_for_is_refused() -> None:
@@ -227,6 +233,36 @@ def test_half_a_frame_ends_the_data_but_not_the_news(cause: str) -> None:
         assert pair.receive(pair.news, frame.b) == b"rank 0: it was so"
         while pair.far.recv(1 << 20):  # what was sent, and then the end
             continue
+
+
+@pytest.mark.parametrize("what", ["read", "write", "post behind a write"])
+def test_closing_waits_for_no_transfer(what: str) -> None:
+    """A thread of this rank waits for a rank that neither answers nor receives; that must not hold up the end."""
+    ends: list[str] = []
+
+    def transfer(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OdcError as error:
+            ends.append(str(error))
+
+    with Pair(timeout_s=300.0) as pair:
+        read = partial(pair.link.read, 0, 0, memoryview(bytearray(4)), no_op)
+        write = partial(pair.link.write, 0, 0, memoryview(bytearray(64 << 20)))
+        actions = {"read": [read], "write": [write], "post behind a write": [write, partial(pair.link.post, 0, False)]}
+        threads = [threading.Thread(target=transfer, args=(action,)) for action in actions[what]]
+        threads[0].start()
+        pair.receive(pair.far, HEADER.size)  # it has begun
+        for thread in threads[1:]:
+            thread.start()
+            pair.until(lambda: 7 in pair.owner.waited_for)  # for its turn
+        started = time.monotonic()
+        pair.link.end_transfers()
+        for thread in threads:
+            thread.join(30)
+        assert time.monotonic() - started < 30
+        assert len(ends) >= 1
+        assert all("because this rank has closed its session" in end or "given up" in end for end in ends)
 
 
 def test_news_overtake_data() -> None:
@@ -304,14 +340,48 @@ def test_a_host_that_vanishes_behind_its_farewell_is_not_waited_for() -> None:
 def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
     """By the kernel's own timers; that they are set is all that can be shown without cutting a network."""
     with Pair() as pair:
-        news = pair.link.news._connection
-        assert news.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert news.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
-        assert news.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+        pulse = pair.link.pulse._connection
+        assert pulse.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        assert [pulse.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 1, 6, 0]
         assert not pair.link._data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
         for _ in range(1000):  # more than a quarter of an hour of a rank that reads no news
-            pair.link.send_status(1, 2)
+            pair.link.send_status(Signs(1, 0, 0), 2)
         assert not pair.link.is_dead
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH])
+def test_a_pulse_that_stops_ends_the_link(number: int) -> None:
+    """However the kernel calls it: the last thing it has heard of the way there is what it reports."""
+    with Pair() as pair:
+        assert pair.link.pulse.read()
+        pair.link.pulse._connection.close()
+        pair.link.pulse._connection = Unreachable(number)  # type: ignore[assignment]
+        assert not pair.link.pulse.read()
+        assert pair.link.describe() == "no sign of life from its host or the network"
+        assert pair.link.is_dead
+
+
+def test_a_pulse_ends_with_its_rank_and_nothing_is_sent_on_it() -> None:
+    with Pair() as pair:
+        pair.pulse.close()
+        pair.until(lambda: not pair.link.pulse.read())
+        assert not pair.link.is_dead  # the news tell how it has ended
+    with Pair() as pair:
+        pair.pulse.sendall(b"x")
+        pair.until(lambda: not pair.link.pulse.read())
+        assert "it sent something where nothing belongs" in pair.link.describe()
+
+
+class Unreachable:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def recv(self, *_: int) -> bytes:
+        raise OSError(self._number, os.strerror(self._number))
+
+    def close(self) -> None:
+        """Closed already."""
 
 
 def test_descriptors_beyond_1024_are_as_good_as_others() -> None:

@@ -195,7 +195,7 @@ def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
 def test_a_rank_that_waits_for_its_link_is_not_to_blame() -> None:
     results = start_ranks(3, across, 2, reading_from_a_stopped_rank).join(90, expendable=[2])
     assert results[0].error_type == "PeerSilentError", results[0].error
-    for words in ("for rank 1", "(rank 1 itself waits for rank 2)", "Cause: rank 2 is alive but silent"):
+    for words in ("for rank 1", "(rank 1 itself waits for rank 2 (host", "Cause: rank 2 is alive but silent"):
         assert words in (results[0].error or "")
     assert results[1].error_type == "AbortedError", results[1].error
 
@@ -222,49 +222,220 @@ def test_a_child_of_a_dead_rank_does_not_keep_its_links_open(tmp_path: Path) -> 
     assert results[0].seconds < 55  # the child would have held the connection for two minutes
 
 
+def test_close_does_not_wait_for_a_prefetch_from_a_rank_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for what is queued behind it."""
+    is_silent, asked = threading.Event(), threading.Event()
+    answer = Link._queue_answer
+
+    def queue_answer(self: Link, frame: Frame) -> None:
+        if is_silent.is_set():
+            asked.set()
+        else:
+            answer(self, frame)
+
+    monkeypatch.setattr(Link, "_queue_answer", queue_answer)
+
+    def body(exchange: ThreadExchange) -> float:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        config = RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=100, copy_thread="on")
+        with Runtime.create(exchange, units, config) as runtime:
+            runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
+            runtime.begin()
+            runtime.gather(0, torch.empty(8))
+            exchange.all_gather(b"")
+            is_silent.set()
+            if exchange.rank == 0:
+                assert runtime.gather_ahead(0, torch.empty(8)) is not None
+                assert runtime.gather_ahead(0, torch.empty(8)) is not None
+                assert asked.wait(30)
+                started = time.monotonic()
+                runtime.close()
+                elapsed_s = time.monotonic() - started
+            exchange.all_gather(b"")
+            return elapsed_s if exchange.rank == 0 else 0.0
+
+    assert max(values(run_threads(2, body))) < 30
+
+
 # Set-up
 
 
-def test_strangers_at_the_door_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault test 21 during set-up: somebody talks HTTP, shows a wrong key, or says nothing, before the ranks come."""
-    monkeypatch.setattr(_links, "_HELLO_S", 30.0)
-    strangers: list[socket.socket] = []
-    silent: set[int] = set()  # ports
-    original, original_receive = _links.Links._call, _links.receive_until
+@pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("step", ["_make_pusher", "_complete"])
+def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
+    hosts: int, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only those failures that the ranks ask one another about."""
+    original = getattr(Runtime, step)
 
-    def call(self: _links.Links, rank: int, address: tuple[str, int], purpose: int) -> None:
-        for data in (b"GET / HTTP/1.1\r\n\r\n" + bytes(60), Frame(Kind.HELLO, 1).pack() + bytes(16), b""):
-            stranger = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-            stranger.bind(("", 0))
-            if not data:
-                silent.add(stranger.getsockname()[1])
-            stranger.connect(address)
-            stranger.sendall(data)
-            strangers.append(stranger)
-        original(self, rank, address, purpose)
+    def fail(self: Runtime, *args: Any) -> Any:
+        if self.topology.rank == 1:
+            raise LookupError("nobody has thought of this")
+        return original(self, *args)
 
-    def receive_until(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-        """Only they run out of time soon: a rank may be held up between its connection and its first word."""
-        soon = connection.getpeername()[1] in silent
-        return original_receive(connection, num_bytes, time.monotonic() + 0.2 if soon else deadline)
-
-    monkeypatch.setattr(_links.Links, "_call", call)
-    monkeypatch.setattr(_links, "receive_until", receive_until)
+    monkeypatch.setattr(Runtime, step, fail)
+    has_failed = threading.Barrier(2)
 
     def body(exchange: ThreadExchange) -> str:
         units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=10)) as runtime:
-            runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
-            runtime.begin()
-            out = torch.empty(8)
-            runtime.gather(0, out)
-            runtime.finish()
-            return f"{runtime.transport_name} {out.sum().item()}"
+        config = RuntimeConfig(host_id=f"h{exchange.rank % hosts}", timeout_s=100)
+        with pytest.raises(LookupError if exchange.rank == 1 else SetupError) as caught:
+            Runtime.create(exchange, units, config)
+        has_failed.wait(60)  # the exchange goes on until all ranks know
+        return str(caught.value)
 
-    assert values(run_threads(2, body)) == ["tcp 4.0"] * 2
-    assert len(strangers) == 6
+    told = values(run_threads(2, body))[0]
+    assert "set-up failed on rank 1 (pid " in told
+    assert "LookupError: nobody has thought of this" in told
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+
+
+def set_up(exchange: ThreadExchange, timeout_s: float = 600.0) -> str:
+    """One minibatch over tcp."""
+    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+    with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=timeout_s)) as runtime:
+        runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
+        runtime.begin()
+        out = torch.empty(4 * exchange.world_size)
+        runtime.gather(0, out)
+        runtime.finish()
+        return f"{runtime.transport_name} {out.sum().item()}"
+
+
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n" + bytes(60), b"\x80\x04\x95" + bytes(90), Frame(Kind.HELLO, 1).pack() + bytes(16)]
+
+
+@pytest.mark.parametrize("silent", [3, 40])
+def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault test 21 during set-up: before the ranks come to a door there are some who talk HTTP, pickle, show a wrong
+    key, have hung up or half hung up, or say nothing, more than there is room for."""
+    strangers: list[socket.socket] = []
+    original = _links.Links.connect
+
+    def stranger_at(address: tuple[str, int], data: bytes, how: int | None = None) -> None:
+        strangers.append(socket.create_connection(address, timeout=30))
+        strangers[-1].sendall(data)
+        if how is not None:
+            strangers[-1].shutdown(how)
+
+    def connect(self: _links.Links, rows: Any) -> None:
+        for address in ((str(row[0]), int(row[1])) for row in rows):
+            for data in GARBAGE:
+                stranger_at(address, data)
+            stranger_at(address, b"x", socket.SHUT_WR)
+            stranger_at(address, b"", socket.SHUT_RDWR)
+            for _ in range(silent):
+                stranger_at(address, b"")
+        original(self, rows)
+
+    monkeypatch.setattr(_links.Links, "connect", connect)
+    started = time.monotonic()
+    assert values(run_threads(2, set_up)) == ["tcp 4.0"] * 2
+    assert time.monotonic() - started < 30  # two seconds for each silent one would be 160
+    assert len(strangers) == 4 * (len(GARBAGE) + 2 + silent)
     for stranger in strangers:
         stranger.close()
+
+
+def test_strangers_who_come_all_the_time_and_talk_slowly_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, addresses = threading.Event(), []
+    original = _links.Links.connect
+
+    def come_again_and_again(address: tuple[str, int], data: bytes) -> None:
+        kept: list[socket.socket] = []
+        while not over.is_set():
+            try:
+                kept.append(socket.create_connection(address, timeout=30))
+                kept[-1].sendall(data)
+            except OSError:  # the door is closed by now, or has closed this one
+                over.wait(0.01)
+            if len(kept) > 50:
+                kept.pop(0).close()
+        for connection in kept:
+            connection.close()
+
+    def connect(self: _links.Links, rows: Any) -> None:
+        if self._topology.rank == 0:
+            addresses.append((str(rows[0][0]), int(rows[0][1])))
+            for data in (b"", b"\x01", *GARBAGE):
+                threads.append(threading.Thread(target=come_again_and_again, args=(addresses[0], data)))
+                threads[-1].start()
+        original(self, rows)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(_links.Links, "connect", connect)
+    try:
+        started = time.monotonic()
+        assert values(run_threads(3, set_up)) == ["tcp 12.0"] * 3
+        assert time.monotonic() - started < 60
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert addresses
+
+
+REFUSED = {
+    "wrong key": "it does not hold this job's key, so it belongs to another job",
+    "wrong version": "it speaks version 77 between hosts, this one ",
+    "wrong rank": "it calls rank 7, but this is rank 0",
+    "unknown rank": "rank 9 is not expected here",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_who_is_refused_says_why_on_all_ranks_at_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not after ODC_TIMEOUT, for which the others would wait at their doors. Rank 2 shows something wrong."""
+    original = _links.Links._refusal
+    changes: dict[str, dict[str, int]] = {
+        "wrong version": {"c": 77},
+        "wrong rank": {"b": 7},
+        "unknown rank": {"number": 9},
+    }
+
+    def refusal(self: _links.Links, hello: Frame, proof: bytes) -> str | None:
+        if (hello.number, self._topology.rank) != (2, 0):
+            return original(self, hello, proof)
+        shown = hello._replace(**changes.get(what, {}))
+        return original(self, shown, bytes(16) if what == "wrong key" else self._proof(shown))
+
+    monkeypatch.setattr(_links.Links, "_refusal", refusal)
+    started = time.monotonic()
+    results = run_threads(4, set_up)
+    assert time.monotonic() - started < 30
+    assert all(isinstance(result, SetupError) for result in results), results
+    for rank, result in enumerate(results):
+        assert "has refused rank 2 (host h2, pid " in str(result), result
+        assert REFUSED[what] in str(result), result
+        assert ("set-up failed on rank 2: SetupError: " in str(result)) == (rank != 2)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n" + bytes(60), Frame(Kind.WELCOME).pack() + bytes(16)]
+)
+def test_what_answers_and_is_no_rank_of_this_job_is_named(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an address is wrong, anything may listen there."""
+    original = _links.Links.listen
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(answer)
+            connection.recv(1000)
+
+    def listen(self: _links.Links) -> list[Any]:
+        row = original(self)
+        return [*listener.getsockname()[:2], row[2]] if self._topology.rank == 0 else row
+
+    monkeypatch.setattr(_links.Links, "listen", listen)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        results = run_threads(2, set_up)
+        thread.join()
+    assert all(isinstance(result, SetupError) for result in results), results
+    assert all("what listens where rank 0 (host h0, pid " in str(result) for result in results)
+    assert all("should be is no rank of this job" in str(result) for result in results)
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +457,39 @@ def test_no_way_out_is_a_reason_against_tcp() -> None:
     reason = TcpTransport.unavailable(topology, torch.device("cpu"))
     assert reason is not None
     assert "set ODC_ADDRESS" in reason
+
+
+@pytest.mark.parametrize(
+    ("addresses", "words"),
+    [
+        (["127.0.0.1", "10.0.0.2"], "ODC_ADDRESS='127.0.0.1' of rank 0 (host a, pid "),
+        (["10.0.0.1", "::1"], "ODC_ADDRESS='::1' of rank 1 (host b, pid "),
+        (["10.0.0.1", "10.0.0.1"], "rank 0 (host a) and rank 1 (host b, pid "),
+        (["10.0.0.1", "10.0.0.2"], ""),
+    ],
+)
+@pytest.mark.parametrize("machines", [1, 2])
+def test_addresses_that_lead_to_no_other_machine_are_refused_on_all_ranks(
+    addresses: list[str], words: str, machines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers of one machine may share its network, and may be right."""
+    boot = threading.local()
+    monkeypatch.setattr(odc.topology, "_boot_id", lambda: boot.id)
+
+    def body(exchange: ThreadExchange) -> str:
+        boot.id = f"boot{exchange.rank % machines}"
+        try:
+            Topology.discover(exchange, "ab"[exchange.rank], addresses[exchange.rank])
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    for told in values(run_threads(2, body)):
+        if machines == 1 or not words:
+            assert not told
+        else:
+            assert words in told
+            assert "Set ODC_ADDRESS on each host to its own IP address" in told
 
 
 def test_the_address_is_that_of_a_route_that_leads_out() -> None:

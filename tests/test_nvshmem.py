@@ -161,7 +161,7 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.modules["nvshmem"].core, "get_version", get_version)
     (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
     assert isinstance(result, SetupError)
-    assert "cannot be loaded: Failure finding libnvshmem_host.so. pip install 'odc[cuda" in str(result)
+    assert "cannot be loaded: Failure finding libnvshmem_host.so. pip install 'odc-fsdp[cuda" in str(result)
 
 
 def test_an_nvshmem_of_another_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

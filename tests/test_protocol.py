@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, run_threads, values
 
-from odc import ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
-from odc.protocol import MinibatchProtocol, State
+from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc.accumulators.base import StoreBase
+from odc.protocol import End, EndKind, MinibatchProtocol, State
 
 NUMEL = 48
 MODES = [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)]
@@ -38,7 +39,7 @@ class Case:
     mode: tuple[str, bool] = ("direct", False)
     slow: dict[tuple[str, int], float] = field(default_factory=dict)  # (operation, rank) -> extra delay
     hosts: int = 1
-    hold: bool = False  # gradients are read (again) after the next parameters are published
+    blind: bool = False  # pushes come without gathers before them
 
     @property
     def world_size(self) -> int:
@@ -67,8 +68,6 @@ class RankRun:
         host = f"host{exchange.rank * case.hosts // case.world_size}" if case.hosts > 1 else ""
         config = RuntimeConfig(timeout_s=10, accumulate=case.mode[0], deterministic=case.mode[1], host_id=host)
         self.runtime = Runtime.create(exchange, units, config)
-        if case.hold:
-            self.runtime.hold_gradients()
 
     def pause(self, operation: str) -> None:
         time.sleep(self.random.random() * self.case.delay_s + self.case.slow.get((operation, self.rank), 0.0))
@@ -78,27 +77,23 @@ class RankRun:
 
     def run(self) -> int:
         with self.runtime:
-            held: list[tuple[torch.Tensor, torch.Tensor]] = []  # sums, and what they were
             for minibatch, counts in enumerate(self.case.counts, start=1):
                 self.publish(minibatch)
-                self.pause("hold")
-                for sums, before in held:
-                    if not torch.equal(sums, before):
-                        raise Violation(f"rank {self.rank} minibatch {minibatch}: gradients changed while held")
-                if self.case.hold:
-                    self.runtime.open_sums()
                 self.runtime.begin()
                 for microbatch in range(counts[self.rank]):
                     self.microbatch(minibatch, microbatch)
                 self.pause("finish")
-                self.runtime.finish()
-                self.check_gradients(minibatch, counts)
-                held = self.held_sums()
+                self.runtime.finish(End(notes=(minibatch, self.rank, -1)))
+                self.check_ends(minibatch, counts)
+                for unit in self.order():
+                    self.check_gradient(minibatch, unit)
             return self.runtime.stats.gathers
 
     def publish(self, minibatch: int) -> None:
         for unit in self.order():
             self.pause("publish")
+            if minibatch > 1:  # until now the sum is this rank's own, whatever the others do meanwhile
+                self.check_gradient(minibatch - 1, unit)
 
             def fill(out: torch.Tensor, unit: int = unit) -> None:
                 value = version(minibatch, unit, self.rank)
@@ -110,7 +105,7 @@ class RankRun:
 
     def microbatch(self, minibatch: int, microbatch: int) -> None:
         order = self.order()
-        for unit in order:
+        for unit in order if not self.case.blind else ():
             self.pause("gather")
             self.check_gather(minibatch, unit)
         for unit in reversed(order):
@@ -127,20 +122,21 @@ class RankRun:
             found = sorted(set(out.tolist()))
             raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: saw {found}, expected {expected}")
 
-    def check_gradients(self, minibatch: int, counts: tuple[int, ...]) -> None:
-        for unit in self.order():
-            pushes = [(c, m) for c in range(self.case.world_size) for m in range(counts[c])]
-            result = self.runtime.gradient(unit)
-            expected = sum(1000.0 * self.rank + contribution(minibatch, unit, c, m) for c, m in pushes)
-            found = None if result is None else result[0].unique().tolist()
-            if found != ([expected] if pushes else None):
-                raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: sum {found}, expected {expected}")
+    def check_gradient(self, minibatch: int, unit: int) -> None:
+        counts = self.case.counts[minibatch - 1]
+        pushes = [(c, m) for c in range(self.case.world_size) for m in range(counts[c])]
+        result = self.runtime.gradient(unit)
+        expected = sum(1000.0 * self.rank + contribution(minibatch, unit, c, m) for c, m in pushes)
+        found = None if result is None else result[0].unique().tolist()
+        if found != ([expected] if pushes else None):
+            raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: sum {found}, expected {expected}")
 
-    def held_sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if not (self.case.hold and self.runtime.sums_stay):
-            return []
-        results = [self.runtime.gradient(unit) for unit in range(self.case.num_units)]
-        return [(result[0], result[0].clone()) for result in results if result is not None]
+    def check_ends(self, minibatch: int, counts: tuple[int, ...]) -> None:
+        expected = [
+            End(notes=(minibatch, rank, -1), has_pushed=counts[rank] > 0) for rank in range(self.case.world_size)
+        ]
+        if self.runtime.ends != expected:
+            raise Violation(f"rank {self.rank} minibatch {minibatch}: ends {self.runtime.ends}, expected {expected}")
 
 
 def run_case(case: Case) -> list[int]:
@@ -156,7 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_units=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 10**6)),
         delay_s=draw(st.sampled_from([0.0, 0.0005, 0.003])),
-        hold=draw(st.booleans()),
+        blind=draw(st.booleans()),
         mode=draw(st.sampled_from(MODES)),
     )
 
@@ -172,15 +168,18 @@ def cases_across_hosts(draw: st.DrawFn) -> Case:
 @settings(max_examples=40, deadline=None, print_blob=True)
 @given(cases())
 def test_every_gather_sees_its_version_and_every_push_counts_once(case: Case) -> None:
-    gathers = run_case(case)
-    assert gathers == [sum(row[rank] for row in case.counts) * case.num_units for rank in range(case.world_size)]
+    assert run_case(case) == num_gathers(case)
+
+
+def num_gathers(case: Case) -> list[int]:
+    num_units = 0 if case.blind else case.num_units
+    return [sum(row[rank] for row in case.counts) * num_units for rank in range(case.world_size)]
 
 
 @settings(max_examples=20, deadline=None, print_blob=True)
 @given(cases_across_hosts())
 def test_so_they_do_across_hosts(case: Case) -> None:
-    gathers = run_case(case)
-    assert gathers == [sum(row[rank] for row in case.counts) * case.num_units for rank in range(case.world_size)]
+    assert run_case(case) == num_gathers(case)
 
 
 # Rank 1 is slow to publish (so that an impatient reader sees the version before) and slow to push (so that an
@@ -190,14 +189,14 @@ ADVERSARY = Case(
     num_units=2,
     seed=5,
     delay_s=0.0,
-    slow={("publish", 1): 0.02, ("fill", 1): 0.02, ("push", 1): 0.03, ("hold", 1): 0.05},
+    slow={("publish", 1): 0.02, ("fill", 1): 0.02, ("push", 1): 0.03},
 )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_adversary_alone_breaks_nothing(mode: tuple[str, bool]) -> None:
-    for hold in (False, True):
-        run_case(replace(ADVERSARY, mode=mode, hold=hold))
+    for blind in (False, True):
+        run_case(replace(ADVERSARY, mode=mode, blind=blind))
 
 
 def run_until_it_fails(case: Case) -> None:
@@ -206,17 +205,40 @@ def run_until_it_fails(case: Case) -> None:
         run_case(case)
 
 
-def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blind", [False, True])
+def test_without_the_published_signal_the_property_fails(blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers would read the shard of the minibatch before, and pushes meet the sum of it."""
     monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
-        run_until_it_fails(ADVERSARY)
+        run_until_it_fails(replace(ADVERSARY, blind=blind))
 
 
-def test_without_the_opened_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 takes its time over the gradients of a minibatch, whose sums a fast rank would then overwrite."""
-    monkeypatch.setattr(MinibatchProtocol, "_await_opened", lambda *args: None)
-    with pytest.raises((Violation, ProtocolError)):
-        run_until_it_fails(replace(ADVERSARY, hold=True))
+@pytest.mark.parametrize("mode", MODES)
+def test_pushes_that_nothing_holds_back_are_refused_or_seen(
+    mode: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the second line of defence, the word that says which minibatch a sum accepts, sums are wrong: that is
+    what the signal is for."""
+    monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
+    monkeypatch.setattr(StoreBase, "_check_open", lambda *args: None)
+    with pytest.raises(Violation):
+        run_until_it_fails(replace(ADVERSARY, blind=True, mode=mode))
+
+
+def test_ranks_that_end_a_minibatch_in_different_ways_fail_at_once() -> None:
+    def body(exchange: ThreadExchange) -> str:
+        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+            runtime.publish(0, lambda out: out.zero_())
+            runtime.begin()
+            with pytest.raises((ProtocolError, AbortedError)) as caught:
+                runtime.finish(End(EndKind.DISCARD if exchange.rank == 1 else EndKind.USE))
+            return str(caught.value)
+
+    for text in values(run_threads(3, body)):
+        assert "ended minibatch 1 in different ways" in text
+        assert "for a step" in text
+        assert "to throw it away (discard)" in text
 
 
 def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,26 +270,37 @@ def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
     def body(exchange: ThreadExchange) -> None:
         spec = UnitSpec("layers.0", 4, torch.float32, (ParamSlice("w", 4),))
         runtime = Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10))
-        protocol, out = runtime._protocol, torch.zeros(8)
-        with pytest.raises(ProtocolError, match="publish every unit first"):
-            protocol.begin()
-        protocol.publish(0, lambda shard: shard.zero_())
-        with pytest.raises(ProtocolError, match="a shard is published once"):
-            protocol.publish(0, lambda shard: shard.zero_())
-        with pytest.raises(ProtocolError, match="outside a minibatch"):
-            protocol.scatter_accumulate(0, out)
-        with pytest.raises(ProtocolError, match="not final"):
-            protocol.gradient(0)
-        protocol.gather(0, out)  # an evaluation before the minibatch
-        protocol.begin()
-        with pytest.raises(ProtocolError, match="minibatch 1 is open"):
-            protocol.begin()
-        protocol.finish()
-        with pytest.raises(ProtocolError, match=r"Evaluate inside the minibatch, or after optimizer.step\(\)"):
-            protocol.gather(0, out)
-        with pytest.raises(ProtocolError, match="without an open minibatch"):
-            protocol.finish()
+        out = torch.zeros(8)
+        with pytest.raises(MisuseError, match="publish every unit first"):
+            runtime.begin()
+        runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
+        with pytest.raises(MisuseError, match="a shard is published once"):
+            runtime.publish(0, lambda shard: shard.zero_())
+        with pytest.raises(MisuseError, match="outside a minibatch"):
+            runtime.scatter_accumulate(0, out)
+        with pytest.raises(MisuseError, match="not final"):
+            runtime.gradient(0)
+        runtime.gather(0, out)  # an evaluation before the minibatch
+        runtime.begin()
+        with pytest.raises(MisuseError, match="minibatch 1 is open"):
+            runtime.begin()
+        runtime.scatter_accumulate(0, out + 1)
+        runtime.finish()
+        with pytest.raises(MisuseError, match=r"Evaluate inside the minibatch, or after optimizer.step\(\)"):
+            runtime.gather(0, out)
+        with pytest.raises(MisuseError, match="without an open minibatch"):
+            runtime.finish()
         assert runtime.state is State.FINISHED
+        # Each refusal has changed nothing, here or there: the sum is right, and the next minibatch works.
+        result = runtime.gradient(0)
+        assert result is not None
+        assert result[0].tolist() == [2.0 + 2 * exchange.rank] * 4
+        runtime.publish(0, lambda shard: shard.zero_())
+        with pytest.raises(MisuseError, match="take gradients after finish"):
+            runtime.gradient(0)
+        runtime.begin()
+        runtime.finish()
+        assert not runtime.has_failed
         exchange.all_gather(b"")
         runtime.close()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from torch.distributed.fsdp import (
 from training import build, loss_of, optimizer_of, shard, tokens
 
 import odc
+import odc.fsdp_patch.fsdp2.unit
+import odc.fsdp_patch.session
 import odc.runtime
 
 
@@ -122,6 +127,65 @@ def test_what_one_rank_refuses_all_ranks_refuse() -> None:
     assert results[1].error_type == "UnsupportedError"
     assert results[0].error_type == "SetupError"
     assert "rank 1: UnsupportedError" in (results[0].error or "")
+
+
+def one_address_unusable(rank: int, world_size: int) -> None:
+    os.environ["ODC_ADDRESS"] = "0.0.0.0" if rank == 1 else "127.0.0.1"
+    odc.patch_fsdp(shard(build(), world_size))
+
+
+def test_an_environment_that_one_rank_cannot_use_is_refused_on_all() -> None:
+    results = start_ranks(2, one_address_unusable).join(120)
+    assert results[1].error_type == "ConfigError"
+    assert results[0].error_type == "SetupError"
+    assert all("ConfigError: ODC_ADDRESS='0.0.0.0' cannot be used" in (r.error or "") for r in results)
+
+
+FAILING_STEPS = [
+    (odc.fsdp_patch.session, "GradientWatch"),
+    (odc.fsdp_patch.session.Publisher, "publish_all"),
+    (odc.fsdp_patch.fsdp2.unit.Fsdp2Unit, "enter"),
+    (odc.fsdp_patch.session.ends, "listen"),
+]
+
+
+def patch_and_step(model: nn.Module, rank: int) -> None:
+    odc.patch_fsdp(model)
+    loss_of(model, tokens(0, rank, 0)).backward()
+    optimizer_of(model).step()
+
+
+def failing_while_a_session_is_made(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    """How each rank learns that rank 1 has failed, in the middle of ``patch_fsdp``, and how long after that."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise LookupError("nobody has thought of this")
+
+    found = []
+    for holder, name in FAILING_STEPS:
+        model = shard(build(), world_size)
+        dist.barrier()
+        started = time.monotonic()
+        original = getattr(holder, name)
+        if rank == 1:
+            setattr(holder, name, fail)
+        with pytest.raises((LookupError, odc.OdcError)) as caught:
+            patch_and_step(model, rank)
+        setattr(holder, name, original)
+        found.append((caught.typename, str(caught.value), time.monotonic() - started))
+        del caught
+        dist.barrier()
+    return found
+
+
+def test_a_failure_while_a_session_is_made_reaches_all_ranks() -> None:
+    told, own = run_ranks(2, failing_while_a_session_is_made)
+    assert [kind for kind, _, _ in own] == ["LookupError"] * len(FAILING_STEPS)
+    for kind, text, seconds in told:
+        assert kind in ("AbortedError", "SetupError"), text
+        assert "rank 1 (pid " in text
+        assert "LookupError: nobody has thought of this" in text
+        assert seconds < 30  # not after the limit on silence, ten minutes
 
 
 def differing_models(rank: int, world_size: int, difference: str) -> None:
@@ -337,7 +401,7 @@ def evaluation_too_early(rank: int, world_size: int) -> None:
 def test_evaluation_between_finish_and_step_is_refused() -> None:
     results = start_ranks(2, evaluation_too_early).join(120)
     assert any("Evaluate inside the minibatch, or after optimizer.step()" in (r.error or "") for r in results)
-    assert all(r.error_type in ("ProtocolError", "AbortedError") for r in results), results
+    assert all(r.error_type in ("MisuseError", "AbortedError") for r in results), results
 
 
 def unfrozen_later(rank: int, world_size: int) -> None:

@@ -224,10 +224,9 @@ def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     for link in transport._links.by_rank.values() if transport._links else ():
         link._requests = number
     transport._own._status[0] = number  # progress
-    runtime._store.close_minibatch(number)
-    protocol.minibatch = protocol._opened = number
+    runtime._store.close(number)
+    protocol.minibatch = number
     protocol._versions, protocol._ready = [number] * num_units, [number] * num_units
-    protocol._open_at = [number] * world_size
     exchange.all_gather(b"")  # nobody signals before everybody counts from there
 
 
@@ -337,7 +336,6 @@ OPERATIONS: dict[str, Callable[[Runtime], object]] = {
     "gather_ahead": lambda runtime: runtime.gather_ahead(0, torch.empty(32)),
     "scatter_accumulate": lambda runtime: runtime.scatter_accumulate(0, torch.ones(32)),
     "finish": lambda runtime: runtime.finish(),
-    "open_sums": lambda runtime: runtime.open_sums(),
     "gradient": lambda runtime: runtime.gradient(0),
     "published_shard": lambda runtime: runtime.published_shard(0),
 }

@@ -47,7 +47,8 @@ class Case:
     num_units: int
     seed: int
     mode: tuple[str, bool] = ("daemon", False)
-    hold: bool = False
+    blind: bool = False
+    """Pushes come without gathers before them."""
     hosts: int = 1
     """How many hosts the ranks pose as: several talk by the ``nvshmem`` transport on a fake heap."""
     slow: tuple[tuple[str, int, float], ...] = ()
@@ -70,7 +71,7 @@ class RankRun:
     """One rank's part, with everything that touches a tensor on a stream."""
 
     def __init__(self, case: Case, exchange: ThreadExchange) -> None:
-        self.case, self.rank = case, exchange.rank
+        self.case, self.rank, self.exchange = case, exchange.rank, exchange
         self.random = random.Random(case.seed * 31 + exchange.rank)
         units = [UnitSpec(f"u{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(case.num_units)]
         far = case.hosts > 1
@@ -82,8 +83,6 @@ class RankRun:
             host_id=f"host{exchange.rank * case.hosts // case.world_size}" if far else "",
         )
         self.runtime = Runtime.create(exchange, units, options)
-        if case.hold:
-            self.runtime.hold_gradients()
         engine = self.runtime._transport.engine
         assert isinstance(engine, FakeEngine)
         self.engine = engine
@@ -105,8 +104,6 @@ class RankRun:
             for minibatch, counts in enumerate(self.case.counts, start=1):
                 for unit in self.order():
                     self.runtime.publish(unit, self.filler(minibatch, unit))
-                if self.case.hold:
-                    self.runtime.open_sums()
                 self.runtime.begin()
                 for microbatch in range(counts[self.rank]):
                     self.microbatch(minibatch, microbatch)
@@ -114,6 +111,7 @@ class RankRun:
                 for unit in self.order():
                     self.check_gradient(minibatch, unit, counts)
             assert self.engine.synchronize(20)
+            self.exchange.all_gather(b"")  # where an order is taken away, streams may still read what others release
             self.violations += [repr(error) for error in self.engine.errors]
             if self.violations:
                 raise Violation(f"rank {self.rank}: {self.violations[0]} (and {len(self.violations) - 1} more)")
@@ -132,7 +130,7 @@ class RankRun:
     def microbatch(self, minibatch: int, microbatch: int) -> None:
         order = self.order()
         with self.engine.on("gather"):
-            for unit in order:
+            for unit in order if not self.case.blind else ():
                 self.check_gather(minibatch, unit)
         with self.engine.on("push"):
             for unit in reversed(order):
@@ -193,16 +191,20 @@ def cases(draw: st.DrawFn) -> Case:
         num_units=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 10**6)),
         mode=draw(st.sampled_from(MODES)),
-        hold=draw(st.booleans()),
+        blind=draw(st.booleans()),
     )
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)
 @given(cases())
 def test_streams_see_their_versions_and_every_push_counts_once(case: Case) -> None:
+    assert run_case(case) == num_checks(case)
+
+
+def num_checks(case: Case) -> list[int]:
     sums = sum(any(row) for row in case.counts)
-    gathers = [sum(row[rank] for row in case.counts) for rank in range(case.world_size)]
-    assert run_case(case) == [case.num_units * (sums + own) for own in gathers]
+    gathers = [0 if case.blind else sum(row[rank] for row in case.counts) for rank in range(case.world_size)]
+    return [case.num_units * (sums + own) for own in gathers]
 
 
 @st.composite
@@ -215,9 +217,7 @@ def cases_across_hosts(draw: st.DrawFn) -> Case:
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(cases_across_hosts())
 def test_so_they_do_across_hosts(case: Case) -> None:
-    sums = sum(any(row) for row in case.counts)
-    gathers = [sum(row[rank] for row in case.counts) for rank in range(case.world_size)]
-    assert run_case(case) == [case.num_units * (sums + own) for own in gathers]
+    assert run_case(case) == num_checks(case)
 
 
 # Rank 1's streams are slow at everything that others must not overtake.
@@ -229,10 +229,10 @@ ADVERSARY = Case(
 )
 
 
-@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("blind", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_slow_stream_alone_breaks_nothing(mode: tuple[str, bool], hold: bool) -> None:
-    run_case(replace(ADVERSARY, mode=mode, hold=hold))
+def test_a_slow_stream_alone_breaks_nothing(mode: tuple[str, bool], blind: bool) -> None:
+    run_case(replace(ADVERSARY, mode=mode, blind=blind))
 
 
 def without_order(monkeypatch: pytest.MonkeyPatch, transport: type[CudaIpcTransport], dropped: range) -> None:
@@ -246,21 +246,22 @@ def without_order(monkeypatch: pytest.MonkeyPatch, transport: type[CudaIpcTransp
     monkeypatch.setattr(transport, "order_after", order_after)
 
 
-@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("blind", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_slow_stream_breaks_nothing_across_hosts(deterministic: bool, hold: bool) -> None:
-    run_case(replace(ADVERSARY, mode=("daemon", deterministic), hold=hold, hosts=2))
+def test_a_slow_stream_breaks_nothing_across_hosts(deterministic: bool, blind: bool) -> None:
+    run_case(replace(ADVERSARY, mode=("daemon", deterministic), blind=blind, hosts=2))
 
 
-# Signals of 2 units and 2 ranks: published 0-3, done 4-5, opened 6-7, posted 8-9, acknowledged 10-11.
+# Signals of 2 units and 2 ranks: published 0-3, done 4-5, posted 6-7, acknowledged 8-9. "For pushes": without the
+# gathers, which come first and wait for the same signal.
 @pytest.mark.parametrize(
     ("name", "signals", "mode"),
     [
         ("published", range(4), ("daemon", False)),
+        ("published, for pushes", range(4), ("direct", False)),
         ("done", range(4, 6), ("daemon", False)),
-        ("opened", range(6, 8), ("direct", False)),
-        ("posted", range(8, 10), ("daemon", False)),
-        ("acknowledged", range(10, 12), ("daemon", False)),
+        ("posted", range(6, 8), ("daemon", False)),
+        ("acknowledged", range(8, 10), ("daemon", False)),
     ],
 )
 def test_without_one_order_wrong_numbers_are_seen(
@@ -268,12 +269,12 @@ def test_without_one_order_wrong_numbers_are_seen(
 ) -> None:
     without_order(monkeypatch, CudaIpcTransport, signals)
     with pytest.raises(Violation):
-        run_seeds(replace(ADVERSARY, mode=mode))
+        run_seeds(replace(ADVERSARY, mode=mode, blind="for pushes" in name))
 
 
 @pytest.mark.parametrize(
     ("name", "signals"),
-    [("published", range(4)), ("done", range(4, 6)), ("posted", range(8, 10)), ("acknowledged", range(10, 12))],
+    [("published", range(4)), ("done", range(4, 6)), ("posted", range(6, 8)), ("acknowledged", range(8, 10))],
 )
 def test_without_one_order_wrong_numbers_are_seen_across_hosts(
     name: str, signals: range, monkeypatch: pytest.MonkeyPatch

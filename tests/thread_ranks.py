@@ -7,6 +7,7 @@ memory. The rendezvous over a process group is replaced by :class:`ThreadExchang
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,15 +35,19 @@ class ThreadExchange:
         self._round = 0
         self.rank = rank
         self.world_size = board.world_size
+        self.global_ranks = range(board.world_size)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes, check: Callable[[], None] = lambda: None) -> list[bytes]:
         self._round += 1
         board = self._board
         with board.changed:
             row = board.rounds.setdefault(self._round, {})
             row[self.rank] = payload
             board.changed.notify_all()
-            board.changed.wait_for(lambda: len(row) == self.world_size or board.broken, board.timeout_s)
+            deadline = time.monotonic() + board.timeout_s
+            while len(row) < self.world_size and not board.broken and time.monotonic() < deadline:
+                check()
+                board.changed.wait(0.05)
             if len(row) < self.world_size:
                 raise threading.BrokenBarrierError
             return [row[rank] for rank in range(self.world_size)]

@@ -34,7 +34,7 @@ def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
     ):
         if hasattr(trainer, "_metrics"):
             of_trainer.set("_metrics", copy.deepcopy(trainer._metrics))
-            of_accelerator.set("gather_for_metrics", lambda value, *_, **__: value)
+            of_accelerator.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
         try:
             for module, _ in modes:
                 module.training = False  # not eval(): some modules do more in it (merge adapters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,20 +26,17 @@ class Bundle:
     num_first_labels: int = 0
     """First tokens of samples that had a label before they were packed."""
 
-    @staticmethod
-    def of(packed: Sequence[tuple[Microbatch, int]]) -> Bundle:
-        """What a loader collates: microbatches, each with its number of first labels."""
-        return Bundle([one for one, _ in packed], sum(num_first_labels for _, num_first_labels in packed))
+    planned: tuple[int, ...] = ()
+    """Microbatches that the step's plan has for each rank; in the first bundle of a step only."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Bundle:
         """As of a tensor: loaders move what they yield."""
         moved = [{k: v.to(device, non_blocking=non_blocking) for k, v in one.items()} for one in self.microbatches]
-        return Bundle(moved, self.num_first_labels)
+        return replace(self, microbatches=moved)
 
     def pin_memory(self) -> Bundle:
         """As of a tensor."""
-        pinned = [{k: v.pin_memory() for k, v in one.items()} for one in self.microbatches]
-        return Bundle(pinned, self.num_first_labels)
+        return replace(self, microbatches=[{k: v.pin_memory() for k, v in one.items()} for one in self.microbatches])
 
 
 def cut(microbatches: Sequence[T], num_bundles: int) -> list[list[T]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,61 @@ def check_sharded(model: nn.Module, policy: str) -> None:
             f"{type(model).__name__} without FSDP, whose collectives need equal numbers: turn FSDP on, or use a "
             "policy with equal numbers (lb-micro)"
         )
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configurations of a model and its parts, the model's own first, whatever it is wrapped in: DDP, FSDP, peft,
+    ``torch.compile``, a module of one's own."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def check_rows(configs: Sequence[Any], longest: int, max_tokens: int) -> int | None:
+    """Refuse what makes a token's logits depend on the length of its row, at lengths that a probe does not reach.
+
+    Args:
+        configs: see :func:`configs_of`.
+        longest: tokens of the longest sample.
+        max_tokens: most tokens in a row.
+
+    Returns:
+        Most tokens that a sample may turn out to have; None: any number.
+
+    Raises:
+        UnsupportedError: names the option and both numbers.
+    """
+    contexts = [found for config in configs for found in _rotary_contexts(config)]
+    for kind, context in contexts:
+        if longest > context:
+            raise UnsupportedError(
+                f"rope_type {kind!r}: beyond {context} tokens its frequencies depend on the longest sample of a row or "
+                f"batch, and the longest sample has {longest}; balanced minibatches need samples of at most {context} "
+                "tokens, or another rope_type (yarn, linear, llama3)"
+            )
+    for config in configs:
+        chunk = getattr(config, "attention_chunk_size", None)
+        if isinstance(chunk, int) and max_tokens > chunk:
+            raise UnsupportedError(
+                f"attention_chunk_size={chunk}: attention is cut into chunks by the place in a row, so samples packed "
+                f"into rows of up to {max_tokens} tokens would be cut elsewhere; give max_tokens of at most {chunk}"
+            )
+    return min((context for _, context in contexts), default=None)
+
+
+def _rotary_contexts(config: Any) -> Iterator[tuple[str, int]]:
+    """Kinds of rotary embeddings that depend on the longest sample, each with the length up to which they do not."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        if not isinstance(given, Mapping):
+            continue
+        for parameters in (given, *(one for one in given.values() if isinstance(one, Mapping))):
+            kind = str(parameters.get("rope_type", parameters.get("type")))
+            whole = getattr(config, "max_position_embeddings", None)
+            if kind in ("longrope", "su"):
+                original = parameters.get("original_max_position_embeddings")
+                yield kind, int(original or getattr(config, "original_max_position_embeddings", None) or whole or 0)
+            elif "dynamic" in kind:
+                yield kind, int(whole or 0)
 
 
 def _problem(trainer: Any) -> str | None:

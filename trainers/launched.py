@@ -36,7 +36,7 @@ class Launched:
         original = Trainer.train
 
         @functools.wraps(original)
-        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def train(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
             self.used = True
             return train_balanced(
                 trainer, self.options, self.tally, functools.partial(original, trainer, *args, **kwargs)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from odc.balance.checks import IntArray
 from odc.errors import UnsupportedError
 
+logger = logging.getLogger("odc")
+_NUM_COMPARED = 8
 
-def sample_lengths(dataset: Any, length_column: str = "length") -> list[int]:
-    """Tokens of every sample.
 
-    A column of that name is believed, as transformers' samplers do. Else a ``datasets`` table is asked for the sizes of
-    its ``input_ids`` without reading them, and any other dataset is read once.
+def sample_lengths(
+    dataset: Any, length_column: str = "length", num_tokens_of: Callable[[int], int] | None = None
+) -> IntArray:
+    """Tokens of every sample, (num_samples,). Plans are as good as these are right; limits are kept whatever they say.
+
+    A column of that name is believed, as transformers' samplers do, unless a few samples show that it counts something
+    else (words). Else a ``datasets`` table is asked for the sizes of its ``input_ids`` without reading them; any other
+    dataset, and one with a transform of its own, is read once.
+
+    Args:
+        num_tokens_of: tokens of a sample as it is trained on, to compare with a column; None: it is not compared.
 
     Raises:
-        UnsupportedError: it has no length, or its samples have no ``input_ids``.
+        UnsupportedError: it has no length, its samples have no ``input_ids``, or a length is no count.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UnsupportedError(
@@ -25,11 +36,38 @@ def sample_lengths(dataset: Any, length_column: str = "length") -> list[int]:
             "known before they are read; use a map-style dataset"
         )
     columns = getattr(dataset, "column_names", None) or []
+    is_table = hasattr(dataset, "with_format")
     if length_column in columns:
-        return [int(length) for length in dataset[length_column]]
-    if "input_ids" in columns and hasattr(dataset, "with_format"):
-        return _table_lengths(dataset)
-    return [_num_tokens(dataset[index]) for index in range(len(dataset))]
+        stored = dataset.with_format(None) if is_table else dataset
+        lengths = _as_counts(stored[length_column], f"column {length_column!r}")
+        if num_tokens_of is None or not _counts_something_else(lengths, length_column, num_tokens_of):
+            return lengths
+    if "input_ids" in columns and is_table and dict(getattr(dataset, "format", {})).get("type") != "custom":
+        return _as_counts(_table_lengths(dataset), "the size of input_ids")
+    return _as_counts([_num_tokens(dataset[index]) for index in range(len(dataset))], "the size of input_ids")
+
+
+def _counts_something_else(lengths: IntArray, name: str, num_tokens_of: Callable[[int], int]) -> bool:
+    for index in np.unique(np.linspace(0, lengths.size - 1, _NUM_COMPARED, dtype=np.int64)).tolist():
+        found = num_tokens_of(index)
+        if abs(int(lengths[index]) - found) > 0.1 * found + 8:
+            logger.warning(
+                "odc: column %r says %d for sample %d, which has %d tokens: it is not used for balancing",
+                name,
+                lengths[index],
+                index,
+                found,
+            )
+            return True
+    return False
+
+
+def _as_counts(values: Iterable[Any], what: str) -> IntArray:
+    found = list(values)
+    for index, value in enumerate(found):
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise UnsupportedError(f"{what} is {value!r} for sample {index} of the dataset: expected a count of tokens")
+    return np.array(found, dtype=np.int64)
 
 
 def _table_lengths(dataset: Any) -> list[int]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from odc.balance.checks import IntArray
 from odc.errors import UnsupportedError
 from odc.trainers.batches import BalancedBatches
-from odc.trainers.bundles import Bundle
+from odc.trainers.bundles import Bundle, Microbatch
+from odc.trainers.checks import check_rows
 from odc.trainers.lengths import sample_lengths
-from odc.trainers.options import BalanceOptions, Tally
+from odc.trainers.options import BalanceOptions
 from odc.trainers.order import same_on_all_ranks
-from odc.trainers.packing import PackedDataset, collate_alone
+from odc.trainers.packing import PackedDataset, check_batches, collate_sample, random_states_kept
 
 _SAME = (
     "num_workers",
@@ -33,15 +38,17 @@ def balanced_loader(
     rank: int,
     world_size: int,
     accumulation_steps: int,
-    config: object,
+    configs: Sequence[object] = (),
     length_column: str = "length",
-    tally: Tally | None = None,
 ) -> Any:
     """``loader`` with the same dataset, samples per optimizer step, length, workers and device, but a
     :class:`~odc.trainers.bundles.Bundle` in place of each batch.
 
     It is a loader of accelerate's own class, so skipping batches (to resume), epochs, random states and the end of the
-    loader work as they do for any other.
+    loader work as they do for any other. Collective: ranks go by the lengths that the first one finds.
+
+    Args:
+        configs: see :func:`~odc.trainers.checks.configs_of`.
 
     Raises:
         UnsupportedError: the loader cannot be balanced; names the reason.
@@ -69,13 +76,28 @@ def balanced_loader(
     def shard_of(batches: Any, of_rank: int) -> Any:
         return BatchSamplerShard(batches, world_size, of_rank, split_batches=split, even_batches=even)
 
-    # Refused here rather than in a worker.
-    example = collate_alone(loader.collate_fn, loader.dataset[0]) if len(loader.dataset) else {}
-    planner = options.planner(sample_lengths(loader.dataset, length_column), world_size, config, tally)
+    with random_states_kept():
+        lengths, example = _tried_out(loader, length_column, batch_size=getattr(inner, "batch_size", None))
+    lengths = same_on_all_ranks(lengths)
+    planner = options.planner(lengths, world_size, next(iter(configs), None))
+    dataset = PackedDataset(
+        loader.dataset,
+        loader.collate_fn,
+        planner,
+        lengths,
+        rank,
+        example,
+        keeps_limit=options.max_tokens is not None,
+        may_split=world_size == 1 or not options.equal_counts,
+        context=check_rows(configs, int(lengths.max(initial=1)), planner.job.max_tokens),
+    )
+    batches = BalancedBatches(
+        inner, shard_of, world_size, accumulation_steps, split_batches=split, agree=same_on_all_ranks
+    )
     return DataLoaderShard(
-        PackedDataset(loader.dataset, loader.collate_fn, example),
-        batch_sampler=BalancedBatches(inner, shard_of, planner, rank, accumulation_steps, same_on_all_ranks),
-        collate_fn=Bundle.of,
+        dataset,
+        batch_sampler=batches,
+        collate_fn=_as_it_is,
         device=loader.device,
         rng_types=loader.rng_types,
         synchronized_generator=loader.synchronized_generator,
@@ -84,6 +106,29 @@ def balanced_loader(
         _non_blocking=loader._non_blocking,
         **{name: getattr(loader, name) for name in _SAME},
     )
+
+
+def _as_it_is(bundle: Bundle) -> Bundle:
+    return bundle
+
+
+def _tried_out(loader: Any, length_column: str, batch_size: int | None) -> tuple[IntArray, Microbatch]:
+    """Lengths of the samples, and the longest one as it is packed: what is refused is refused here, not in a worker."""
+    dataset, collate = loader.dataset, loader.collate_fn
+
+    def num_tokens_of(index: int) -> int:
+        return int(collate_sample(collate, dataset, index)["input_ids"].shape[1])
+
+    lengths = sample_lengths(dataset, length_column, num_tokens_of)
+    if not lengths.size:
+        return lengths, {}
+    longest, shortest = int(lengths.argmax()), int(np.where(lengths > 0, lengths, lengths.max()).argmin())
+    if longest == shortest:
+        shortest = lengths.size - 1 - longest
+    example = collate_sample(collate, dataset, longest)
+    if batch_size != 1 and shortest != longest:
+        check_batches(collate, {shortest: dataset[shortest], longest: dataset[longest]})
+    return lengths, example
 
 
 def _check(loader: Any) -> None:

@@ -18,7 +18,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.launch.main import under_odc_run
 from odc.fsdp_patch.session import Session
 from odc.trainers.bundles import Microbatch, microbatches_of
-from odc.trainers.checks import check_sharded
+from odc.trainers.checks import check_sharded, configs_of
 from odc.trainers.launched import current
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
@@ -27,9 +27,10 @@ from odc.trainers.options import BalanceOptions, Tally
 class Minibatches:
     """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`."""
 
-    def __init__(self, loader: Any, accumulation_steps: int) -> None:
+    def __init__(self, loader: Any, accumulation_steps: int, tally: Tally) -> None:
         self._loader = loader
         self._accumulation_steps = accumulation_steps
+        self._tally = tally
 
     def __len__(self) -> int:
         """Optimizer steps per epoch."""
@@ -42,6 +43,7 @@ class Minibatches:
     def __iter__(self) -> Iterator[list[Microbatch]]:
         items: list[Any] = []
         for item in self._loader:
+            self._tally.add_planned(item)
             items.append(item)
             if len(items) == self._accumulation_steps:
                 yield microbatches_of(items)
@@ -78,8 +80,9 @@ def minibatches(
             optimizer.step()
             optimizer.zero_grad()
 
-    with ``Accelerator(gradient_accumulation_steps=1)``, since ``backward`` divides by that. ``model.config.use_cache``
-    becomes False, as in transformers' ``Trainer``: with a cache, packed samples would attend to one another.
+    with ``Accelerator(gradient_accumulation_steps=1)``, since ``backward`` divides by that. ``use_cache``
+    becomes False in the configurations of the model and its parts, whatever wraps it, as in transformers' ``Trainer``:
+    with a cache, packed samples would attend to one another.
 
     The loop computes the loss, so whether packing changes it is not measured here, as it is in a trainer
     (:mod:`odc.trainers.probe`). ``position_ids`` start at 0 in each sample of a row, and there is no mask: the model
@@ -90,7 +93,7 @@ def minibatches(
 
     Args:
         accelerator: that has prepared the other two.
-        model: sharded by FSDP; its ``config`` tells the costs.
+        model: sharded by FSDP, or wrapped in DDP for policies with equal numbers; its ``config`` tells the costs.
         loader: a prepared ``DataLoader``, whose collator gives ``input_ids`` and ``labels``.
         accumulation_steps: batches per rank and optimizer step.
         policy, max_tokens, cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`; default: those of
@@ -98,8 +101,8 @@ def minibatches(
         session: of ``odc.patch_fsdp(model)``; not needed under ``odc run``.
 
     Raises:
-        UnsupportedError: the loader cannot be balanced, or nothing provides on-demand communication to a policy that
-            gives ranks different numbers of microbatches.
+        UnsupportedError: the loader or the model's rotary embeddings cannot be balanced, or nothing provides on-demand
+            communication to a policy that gives ranks different numbers of microbatches.
         ConfigError: a sample is longer than ``max_tokens``.
     """
     if accelerator.gradient_accumulation_steps != 1:
@@ -114,7 +117,7 @@ def minibatches(
         launched.used = True
         options, tally = launched.options, launched.tally
     else:
-        return Minibatches(loader, accumulation_steps)
+        return Minibatches(loader, accumulation_steps, tally)
     world_size = accelerator.num_processes
     if not options.equal_counts and world_size > 1:
         check_sharded(model, options.policy)
@@ -123,16 +126,16 @@ def minibatches(
                 f"policy {options.policy!r} gives ranks different numbers of microbatches, which FSDP's collectives "
                 "cannot follow: start the script with `odc run`, or give session=odc.patch_fsdp(model)"
             )
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False  # transformers looks for packed samples only where nothing is cached
+    configs = configs_of(model)
+    for config in configs:
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # transformers looks for packed samples only where nothing is cached
     balanced = balanced_loader(
         loader,
         options,
         rank=accelerator.process_index,
         world_size=world_size,
         accumulation_steps=accumulation_steps,
-        config=config,
-        tally=tally,
+        configs=configs,
     )
-    return Minibatches(balanced, accumulation_steps)
+    return Minibatches(balanced, accumulation_steps, tally)

@@ -6,8 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from odc.balance import CostModel, LinearCost, Plan, Policy, TransformerCost, get_policy
+from odc.balance.checks import IntArray
+from odc.balance.policies.base import Job
 from odc.errors import ConfigError
+from odc.trainers.bundles import Bundle
 
 logger = logging.getLogger("odc")
 
@@ -20,7 +26,8 @@ class BalanceOptions:
     """Name of a policy of :mod:`odc.balance`."""
 
     max_tokens: int | None = None
-    """Most tokens in one microbatch; default: the longest sample, so no microbatch needs more memory than that one."""
+    """Most tokens in one microbatch, as counted when it is packed, whatever the dataset's lengths say; default: those
+    of the longest sample, so no microbatch needs more memory than that one."""
 
     cost: CostModel | None = None
     """What a sample costs; default: FLOPs of the model's configuration, or tokens where that is not understood."""
@@ -38,27 +45,33 @@ class BalanceOptions:
         """Whether all ranks get the same number of microbatches, so that collectives would do."""
         return get_policy(self.policy).equal_counts
 
-    def planner(self, lengths: Sequence[int], world_size: int, config: object, tally: Tally | None = None) -> Planner:
-        """For a dataset with these lengths and a model of this configuration; ``tally`` is told what it plans.
+    def planner(self, lengths: npt.ArrayLike, world_size: int, config: object) -> Planner:
+        """For a dataset with these lengths and a model of this configuration.
 
         Raises:
             ConfigError: a sample is longer than ``max_tokens``.
         """
-        longest = max(lengths, default=1)
+        tokens = np.maximum(np.asarray(lengths, dtype=np.int64), 1)  # a sample without tokens is packed as nothing
+        longest = int(tokens.max(initial=1))
         max_tokens = longest if self.max_tokens is None else self.max_tokens
         if longest > max_tokens:
             raise ConfigError(
-                f"max_tokens={max_tokens}: the longest sample has {longest} tokens, and a sample is never cut; give at "
-                f"least {longest}, or filter the dataset"
+                f"max_tokens={max_tokens}: the longest sample has {longest} tokens (sample {int(tokens.argmax())}), "
+                f"and a sample is never cut; give at least {longest}, or filter the dataset"
             )
-        cost = self.cost or default_cost(config)
-        policy = get_policy(self.policy)
-        return Planner(policy, lengths, world_size, max_tokens, cost, self.microbatch_cost, tally or Tally())
+        job = Job.create(
+            tokens,
+            world_size=world_size,
+            max_tokens=max_tokens,
+            cost=self.cost or default_cost(config),
+            microbatch_cost=self.microbatch_cost,
+        )
+        return Planner(get_policy(self.policy), job)
 
 
 @dataclass
 class Tally:
-    """What was planned, for people."""
+    """What was planned and trained, for people."""
 
     minibatches: int = 0
     unequal: int = 0
@@ -74,6 +87,11 @@ class Tally:
         before = self.microbatches or [0] * len(counts)
         self.microbatches = [a + b for a, b in zip(before, counts, strict=True)]
 
+    def add_planned(self, item: object) -> None:
+        """Of an item of a loader, if it is the first bundle of a step."""
+        if isinstance(item, Bundle) and item.planned:
+            self.add(item.planned)
+
     def __str__(self) -> str:
         per_rank = " ".join(map(str, self.microbatches))
         return (
@@ -82,38 +100,24 @@ class Tally:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planner:
     """Plans minibatches of one dataset; every rank gets the same plans without communication."""
 
     policy: Policy
-    lengths: Sequence[int]
-    """Tokens of each sample of the dataset."""
+    job: Job
+    """All samples of the dataset."""
 
-    world_size: int
-    max_tokens: int
-    cost: CostModel
-    microbatch_cost: float = 0.0
-    tally: Tally = field(default_factory=Tally)
-
-    def plan(self, samples: Sequence[int]) -> Plan:
+    def plan(self, samples: Sequence[int] | IntArray) -> Plan:
         """Of one minibatch; its indices are positions in ``samples``, which may hold a sample twice."""
-        return self.policy.plan(
-            [self.lengths[sample] for sample in samples],
-            world_size=self.world_size,
-            max_tokens=self.max_tokens,
-            cost=self.cost,
-            microbatch_cost=self.microbatch_cost,
-        )
+        return self.policy.plan_job(self.job.of(samples))
 
-    def microbatches(self, samples: Sequence[int]) -> list[list[list[int]]]:
+    def microbatches(self, samples: Sequence[int] | IntArray) -> list[list[list[int]]]:
         """``[rank][microbatch]``: lists of samples. At least one microbatch per rank, an empty one if need be."""
-        ranks = [
-            [[samples[position] for position in microbatch] for microbatch in mine] or [[]]
-            for mine in self.plan(samples).microbatches
+        indices = np.asarray(samples, dtype=np.int64)
+        return [
+            [indices[microbatch].tolist() for microbatch in mine] or [[]] for mine in self.plan(indices).microbatches
         ]
-        self.tally.add([len(mine) for mine in ranks])
-        return ranks
 
 
 def default_cost(config: object) -> CostModel:

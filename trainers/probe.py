@@ -4,8 +4,8 @@ That ``position_ids`` is an argument says little: models use it for rotary embed
 before, carry a convolution or a recurrent state over, or ignore it. So two tiny samples go through the model that will
 be trained, packed as training packs them and each alone as the user's collator would have given it.
 
-What it does not see: what begins beyond nine tokens (a rotary scaling by the longest sample of a row), or only in
-training mode.
+What it does not see: what begins beyond nine tokens, or only in training mode. (Rotary scaling by the longest sample of
+a row and attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
 """
 
 from __future__ import annotations

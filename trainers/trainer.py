@@ -21,7 +21,7 @@ import torch
 from odc.balance import CostModel
 from odc.errors import UnsupportedError
 from odc.trainers.bundles import Bundle, Microbatch, counted_batches_of, microbatches_of
-from odc.trainers.checks import check_sharded, check_trainer
+from odc.trainers.checks import check_sharded, check_trainer, configs_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides
@@ -126,9 +126,8 @@ class _Balanced:
             rank=trainer.accelerator.process_index,
             world_size=trainer.accelerator.num_processes,
             accumulation_steps=trainer.args.gradient_accumulation_steps,
-            config=trainer.model.config,
+            configs=configs_of(trainer.model),
             length_column=trainer.args.length_column_name,
-            tally=self._tally,
         )
         self._example = loader.dataset.example
         return loader
@@ -138,6 +137,7 @@ class _Balanced:
         if not self._checked:  # here, as only now the model is what it will be, and nothing has changed it yet
             self._check(model)
             self._checked = True
+        self._tally.add_planned(inputs)
         total = torch.zeros((), device=self._trainer.args.device)
         for microbatch in microbatches_of([inputs]):
             total = total + self._training_step(model, microbatch, *args, **kwargs)

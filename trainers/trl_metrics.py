@@ -49,7 +49,7 @@ class RankMetrics:
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         with Overrides(self._trainer.accelerator) as accelerator:
-            accelerator.set("gather_for_metrics", lambda value, *_, **__: value)
+            accelerator.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
             result = self._compute_loss(model, inputs, *args, **kwargs)
         for name, values in metrics.items():
             if name != _NUM_TOKENS and len(values) > before.get(name, 0):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from odc.balance.costs.presets import preset, preset_names
+from odc.errors import shown
 
 # Fields that announce layers whose cost follows other laws. Not listed by model: new models reuse the names.
 _REFUSED = {
@@ -83,7 +84,7 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} in the config: expected true or false")
+            raise ValueError(f"{name}={shown(value)} in the config: expected true or false")
         return value
 
     def per_layer(self, name: str, num_layers: int) -> list[object] | None:
@@ -96,7 +97,8 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or len(value) != num_layers:
-            raise ValueError(f"{name}={value!r} in the config: expected a list with one entry per layer, {num_layers}")
+            per_layer = f"a list with one entry per layer, {num_layers}"
+            raise ValueError(f"{name}={shown(value)} in the config: expected {per_layer}")
         return list(value)
 
     @property
@@ -125,7 +127,7 @@ def open_config(config: object) -> Config:
     for name, reason in _REFUSED.items():
         if opened.get(name):
             raise ValueError(
-                f"the config of {opened.model_type or 'this model'} has {name}={opened.get(name)!r}: {reason}, "
+                f"the config of {opened.model_type or 'this model'} has {name}={shown(opened.get(name))}: {reason}, "
                 "whose cost is not known here; measure some lengths and use fit_cost instead"
             )
     return opened
@@ -135,12 +137,16 @@ def _load(config: str | Path) -> object:
     path = Path(config)
     if isinstance(config, str) and config.lower() in preset_names():
         return preset(config)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.exists():
+    try:
+        if path.is_dir():
+            path /= "config.json"
+        exists = path.exists()
+    except OSError as error:  # a name that no file can have
+        raise ValueError(f"{shown(str(config))} is no path of a model's config.json: {error.strerror}") from None
+    if not exists:
         if isinstance(config, str) and path.suffix != ".json":
             return preset(config)
-        raise ValueError(f"there is no file {str(config)!r}: expected the path of a model's config.json")
+        raise ValueError(f"there is no file {shown(str(config))}: expected the path of a model's config.json")
     try:
         loaded = json.loads(path.read_text())
     except ValueError as error:
@@ -161,5 +167,5 @@ def _read(source: object, name: str) -> object:
 
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name}={value!r} in the config: expected a positive integer")
+        raise ValueError(f"{name}={shown(value)} in the config: expected a positive integer")
     return int(value)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_costs, as_lengths
 from odc.balance.costs.models import LinearCost, QuadraticCost
+from odc.errors import shown
 
 Form = Literal["quadratic", "linear"]
 Lengths = npt.ArrayLike | Sequence[npt.ArrayLike]
@@ -102,7 +103,7 @@ def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadrati
             grow with the lengths.
     """
     if form not in ("quadratic", "linear"):
-        raise ValueError(f"form={form!r}: expected 'quadratic' or 'linear'")
+        raise ValueError(f"form={shown(form)}: expected 'quadratic' or 'linear'")
     microbatches = _as_microbatches(lengths)
     times = _as_seconds(seconds, len(microbatches))
     terms = [*("a" if form == "quadratic" else ""), "b", *("c" if fixed else "")]

@@ -8,6 +8,7 @@ from typing import Literal
 from odc.balance.checks import as_count
 from odc.balance.costs.mlps import DenseMlp, Mlp
 from odc.balance.costs.shapes import TransformerShape
+from odc.errors import shown
 
 # Norms, router probabilities, softmaxes and losses are computed in float32 whatever the model's type.
 _FP32 = 4
@@ -83,7 +84,7 @@ class ActivationMemory:
         as_count(dtype_bytes, "dtype_bytes")
         as_count(chunk_tokens, "chunk_tokens")
         if logits not in ("full", "chunked"):
-            raise ValueError(f"logits={logits!r}: expected 'full' or 'chunked'")
+            raise ValueError(f"logits={shown(logits)}: expected 'full' or 'chunked'")
         shape = TransformerShape.from_config(config)
         sizes = [_layer_bytes(shape, layer.mlp, dtype_bytes) for layer in shape.layers]
         gradients = [_gradient_bytes(shape, layer.mlp, dtype_bytes) for layer in shape.layers]

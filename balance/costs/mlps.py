@@ -8,6 +8,7 @@ from typing import TypeAlias
 from odc.balance.checks import as_count
 from odc.balance.costs.configs import Config
 from odc.balance.costs.families import Family
+from odc.errors import shown
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _sparse_layers(config: Config, num_layers: int) -> list[bool]:
         return [kind == "sparse" for kind in kinds]
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)):
-        raise ValueError(f"mlp_only_layers={dense!r} in the config: expected a list of layer numbers")
+        raise ValueError(f"mlp_only_layers={shown(dense)} in the config: expected a list of layer numbers")
     step = config.size("decoder_sparse_step", default=1)
     first = config.count("first_k_dense_replace", "num_dense_layers")
     at_frequency = _at_frequency(config, num_layers)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_costs
+from odc.errors import shown
 
 
 class CostModel(Protocol):
@@ -61,18 +62,21 @@ def evaluate(cost: CostModel, lengths: IntArray) -> FloatArray:
     """``cost(lengths)``, checked.
 
     Raises:
-        ValueError: the model returned another shape, or costs that are negative, infinite or NaN.
+        ValueError: ``cost`` is no model, or it returned another shape, or costs that are negative, infinite or NaN.
     """
-    costs = as_costs(cost(lengths), name=f"{cost!r}(lengths)")
+    if not callable(cost):
+        raise ValueError(f"cost={shown(cost)}: expected a cost model, a function of lengths")
+    costs = as_costs(cost(lengths), name=f"{shown(cost)}(lengths)")
     if costs.shape != lengths.shape:
-        raise ValueError(f"{cost!r} returned {costs.size} costs for {lengths.size} lengths: expected one per sample")
+        got = f"{costs.size} costs for {lengths.size} lengths"
+        raise ValueError(f"{shown(cost)} returned {got}: expected one per sample")
     return costs
 
 
 def check_coefficients(**coefficients: float) -> None:
     for name, value in coefficients.items():
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value!r}: expected a finite number of at least 0")
+            raise ValueError(f"{name}={shown(value)}: expected a finite number of at least 0")
     if not any(coefficients.values()):
         names = " and ".join(coefficients)
         raise ValueError(f"{names} must not be 0: every sample would cost nothing, so nothing could be balanced")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 
+from odc.errors import shown
+
 Fields = dict[str, object]
 
 _SIZES = (
@@ -61,11 +63,13 @@ def preset(name: str) -> Fields:
     Raises:
         ValueError: there is none of this name.
     """
-    found = _PRESETS.get(name.lower())
+    found = _PRESETS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
-        close = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5) or preset_names()
+        close = (
+            difflib.get_close_matches(shown(name)[:100].lower().strip("'"), _PRESETS, n=3, cutoff=0.5) or preset_names()
+        )
         raise ValueError(
-            f"no model is called {name!r}; close: {', '.join(close)}. "
+            f"no model is called {shown(name)}; close: {', '.join(close)}. "
             "preset_names() lists all; any other model: give its config, or the path of its config.json"
         )
     return dict(found)

@@ -16,10 +16,11 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     """Concatenate samples into one packed microbatch.
 
     A sample has ``input_ids`` (one-dimensional, at least one token) and, of the same length, ``labels``
-    (default: ``input_ids``); other entries are ignored. Labels are not shifted: a ``transformers`` model
-    predicts ``labels[t + 1]`` from token t by itself. So that the last token of a sample does not have to
-    predict the first one of the next, the first label of every sample becomes -100. It would have no loss in
-    a sample of its own either.
+    (default: ``input_ids``). It may have an ``attention_mask``, whose zeros at the end are padding, taken off
+    here, and ``position_ids``, which must count from 0; other entries are ignored. Labels are not shifted: a
+    ``transformers`` model predicts ``labels[t + 1]`` from token t by itself. So that the last token of a
+    sample does not have to predict the first one of the next, the first label of every sample becomes -100.
+    It would have no loss in a sample of its own either.
 
     An empty list, the mark of an empty microbatch, gives a dummy of two tokens without loss. A model run on
     it must *sum* the losses of its tokens: their mean would be 0 / 0.
@@ -33,12 +34,74 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
         ``cu_seqlens``: (num_samples + 1,) int32, where each sample starts, and the number of tokens.
 
     Raises:
-        ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, or its labels differ in
-            shape.
+        ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, its labels differ in
+            shape, or a packed row could not say what its mask or positions say (:func:`without_padding`).
     """
     if not samples:
-        return _concatenate([(torch.zeros(2, dtype=torch.int64), torch.full((2,), IGNORED))])
-    return _concatenate([_read(sample, i) for i, sample in enumerate(samples)])
+        return concatenate([{"input_ids": torch.zeros(2, dtype=torch.int64), "labels": torch.full((2,), IGNORED)}])
+    return concatenate([_read(sample, i) for i, sample in enumerate(samples)])
+
+
+def concatenate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples one behind the other in one row: the packing of loaders and trainers alike.
+
+    There is no attention mask. Samples are told apart by positions that start anew, and the first label of each
+    becomes -100, since nothing of the same sample predicts it.
+
+    Args:
+        samples: at least one, of at least one token each; ``input_ids``, ``labels`` and any other columns,
+            (num_tokens,), the same ones in all samples.
+
+    Returns:
+        The columns and ``position_ids``, (1, num_tokens); ``cu_seqlens``, see :func:`pack_collate`.
+    """
+    lengths = [sample["input_ids"].numel() for sample in samples]
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
+    row["labels"][:, starts[:-1].long()] = IGNORED
+    row["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    row["cu_seqlens"] = starts
+    return row
+
+
+def without_padding(
+    columns: Mapping[str, torch.Tensor], mask: torch.Tensor | None, positions: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The columns of one sample, ``labels`` among them, without the padding behind its tokens; all are (n,).
+
+    Raises:
+        ValueError: a packed row, which has no mask and counts positions from 0 in each sample, would have another
+            loss than the sample by itself. The message says why, without the sample's name.
+    """
+    labels = columns["labels"]
+    attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    num_tokens = int(attended.sum())
+    if not attended[:num_tokens].all():
+        first = int(attended.int().argmax())
+        if attended[first:].all():
+            raise ValueError(
+                f"its attention_mask begins with {first} zeros: with padding on the left the first token of a sample "
+                "is predicted from padding, or not, depending on the batch; pad on the right "
+                "(tokenizer.padding_side='right')"
+            )
+        raise ValueError(
+            f"its attention_mask has zeros between tokens that are attended to (the first at token "
+            f"{int((~attended[first:]).int().argmax()) + first}): packed rows have no mask; leave such tokens out"
+        )
+    if (counted := int((labels[num_tokens:] != IGNORED).sum())) > 0:
+        raise ValueError(
+            f"{counted} tokens of its padding (attention_mask 0) have labels, and so a loss; set them to {IGNORED}"
+        )
+    if positions is not None:
+        found = positions[:num_tokens]
+        expected = torch.arange(num_tokens, device=found.device)
+        if not torch.equal(found.long(), expected):
+            at = int((found != expected).int().argmax())
+            raise ValueError(
+                f"its position_ids are not 0, 1, 2, ...: at token {at} it is {found[at].item()}. Packed samples are "
+                "told apart by positions, so they cannot jump or begin elsewhere"
+            )
+    return {name: values[:num_tokens] for name, values in columns.items()}
 
 
 def count_loss_tokens(labels: object) -> int:
@@ -51,20 +114,7 @@ def count_loss_tokens(labels: object) -> int:
     return int((tensor[..., 1:] != IGNORED).sum())
 
 
-def _concatenate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    lengths = [ids.numel() for ids, _ in samples]
-    labels = torch.cat([labels for _, labels in samples])
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    labels[starts[:-1].long()] = IGNORED
-    return {
-        "input_ids": torch.cat([ids for ids, _ in samples])[None],
-        "labels": labels[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seqlens": starts,
-    }
-
-
-def _read(sample: Mapping[str, Any], i: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(sample: Mapping[str, Any], i: int) -> dict[str, torch.Tensor]:
     if "input_ids" not in sample:
         raise ValueError(f"sample {i} of the microbatch has no input_ids, only {sorted(sample)}")
     ids = _as_tensor(sample["input_ids"])
@@ -72,14 +122,22 @@ def _read(sample: Mapping[str, Any], i: int) -> tuple[torch.Tensor, torch.Tensor
         raise ValueError(
             f"input_ids of sample {i} of the microbatch have shape {tuple(ids.shape)}: expected (n,), n > 0"
         )
-    given = sample.get("labels")
-    labels = ids if given is None else _as_tensor(given)
-    if labels.shape != ids.shape:
-        raise ValueError(
-            f"labels of sample {i} of the microbatch have shape {tuple(labels.shape)}: "
-            f"expected that of input_ids, {tuple(ids.shape)}"
-        )
-    return ids, labels
+    given = {name: sample.get(name) for name in ("labels", "attention_mask", "position_ids")}
+    found = {name: _as_tensor(values) for name, values in given.items() if values is not None}
+    for name, values in found.items():
+        if values.shape != ids.shape:
+            raise ValueError(
+                f"{name} of sample {i} of the microbatch have shape {tuple(values.shape)}: "
+                f"expected that of input_ids, {tuple(ids.shape)}"
+            )
+    columns = {"input_ids": ids, "labels": found.get("labels", ids)}
+    try:
+        packed = without_padding(columns, found.get("attention_mask"), found.get("position_ids"))
+    except ValueError as error:
+        raise ValueError(f"sample {i} of the microbatch cannot be packed: {error}") from None
+    if packed["input_ids"].numel() == 0:
+        raise ValueError(f"sample {i} of the microbatch is all padding: its attention_mask is 0 everywhere")
+    return packed
 
 
 def _as_tensor(values: object) -> torch.Tensor:

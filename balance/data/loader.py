@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
-from typing import Generic
+from typing import Any, Generic, Literal
 
 import numpy.typing as npt
+import torch.distributed as dist
 
 from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
@@ -82,6 +84,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             This and the arguments below are those of ``torch.utils.data.DataLoader``, with a microbatch in
             place of a batch.
         prefetch_factor: microbatches that each worker makes in advance; default 2.
+        comm: how the ranks that train communicate, which matters where a policy ("lb-mini") gives them different
+            numbers of microbatches. "odc": they may. "collective": those with fewer get empty microbatches, as many
+            as the others have more. "auto", the default: they may, except where ``torch.distributed`` runs several
+            ranks and ODC is not at work in this process, neither by ``odc.patch_fsdp(model)`` nor by ``odc run``:
+            then collectives would wait forever, and the first such minibatch is refused.
         pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
         persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
         multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last
@@ -92,9 +99,12 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     Raises:
         ValueError: an argument is out of range, or is about workers where there are none. While iterating:
-            labels and ``num_loss_tokens`` disagree.
-        RuntimeError: while iterating: a worker died or was silent for too long, or the iteration was ended
-            by another. Errors of ``dataset`` and ``collate`` keep their type, and name the samples.
+            labels and ``num_loss_tokens`` disagree, or a packed batch has more tokens than ``max_tokens`` (where that
+            was given).
+        TypeError: ``policy`` or ``cost`` is something else.
+        RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC
+            at work; a worker died or was silent for too long, or the iteration was ended by another. Errors of
+            ``dataset`` and ``collate`` keep their type, and name the samples.
     """
 
     def __init__(
@@ -117,6 +127,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         drop_last: bool = True,
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
+        comm: Literal["auto", "odc", "collective"] = "auto",
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -142,9 +153,18 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self.rank = as_count(rank, "rank", minimum=0)
         if self.rank >= self.sampler.world_size:
             raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
+        if comm not in ("auto", "odc", "collective"):
+            raise ValueError(f"comm={comm!r}: expected 'auto', 'odc' or 'collective'")
+        self.comm = comm
         self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
         self._reader = MicrobatchReader(
-            MicrobatchDataset(dataset, collate, self.num_loss_tokens if check_loss_tokens else None),
+            MicrobatchDataset(
+                dataset,
+                collate,
+                self.num_loss_tokens if check_loss_tokens else None,
+                self.sampler.lengths,
+                None if max_tokens is None else self.sampler.max_tokens,
+            ),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
@@ -162,13 +182,19 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Minibatch[BatchT]]:
+        self._num_yielded = self._start  # not when the first is asked for: a state taken before it has none done
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Minibatch[BatchT]]:
         start, self._start = self._start, 0
+        self._num_yielded = start
         self._iteration += 1
         iteration = self._iteration
         # The plans are read twice: by the reader, ahead, for what to make, and here for what that belongs to.
-        plans, ahead = itertools.tee(self.sampler.starting_at(start))
+        plans, ahead = itertools.tee(self._planned(start))
         batches = self._reader.read(_microbatches(ahead, self.rank), self._worker_seed(start))
         for number, planned in enumerate(plans, start):
+            self._check_counts(planned.plan, number)
             minibatch = self._take(planned, batches)
             self._num_yielded = number + 1
             yield minibatch
@@ -189,38 +215,53 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             self._iteration += 1
         self.sampler.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """Where the loader is: a minibatch counts as done once it was handed out."""
-        return {**self._identity(), "epoch": self.sampler.epoch, "num_minibatches_done": self._num_yielded}
+        return {**self.sampler.identity(), "epoch": self.sampler.epoch, "num_minibatches_done": self._num_yielded}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken.
 
         Raises:
-            ValueError: the state is of a loader that cuts its minibatches otherwise, or is out of range.
+            TypeError: the state is not a mapping.
+            ValueError: the state is of a loader that cuts its minibatches otherwise, lacks something, or is out of
+                range.
         """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state is a {type(state).__name__}: expected what state_dict() returned, a mapping")
+        place = ("epoch", "num_minibatches_done")
+        identity = self.sampler.identity()
+        if missing := [name for name in place if name not in state]:
+            raise ValueError(f"the state has no {' and no '.join(missing)}: expected what state_dict() returned")
+        for name in [*identity, *(name for name in state if name not in (*identity, *place))]:
+            mine, its = identity.get(name), state.get(name)
+            if not (isinstance(its, int | str) and its == mine):
                 raise ValueError(
-                    f"the state has {name}={state.get(name)}, this loader {name}={value}: "
+                    f"the state has {name}={its!r}, this loader {name}={mine!r}: "
                     "their minibatches are not the same ones"
                 )
+        epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
         num_done = as_count(state["num_minibatches_done"], "num_minibatches_done", minimum=0)
         if num_done > len(self):
             raise ValueError(f"num_minibatches_done={num_done}: expected at most {len(self)}")
-        self.sampler.set_epoch(state["epoch"])
+        self.sampler.set_epoch(epoch)
         self._start = self._num_yielded = num_done
         self._iteration += 1
 
-    def _identity(self) -> dict[str, int]:
-        sampler = self.sampler
-        return {
-            "num_samples": int(sampler.lengths.size),
-            "global_size": sampler.global_size,
-            "global_batch_size": sampler.batch_size * sampler.world_size,
-            "seed": sampler.seed,
-            "shuffle": int(sampler.shuffle),
-        }
+    def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
+        planned = self.sampler.starting_at(start)
+        return map(_filled_up, planned) if self.comm == "collective" else planned
+
+    def _check_counts(self, plan: Plan, number: int) -> None:
+        """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
+        if self.comm == "auto" and len(set(plan.num_microbatches)) > 1 and _ranks_go_in_step():
+            raise RuntimeError(
+                f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in minibatch "
+                f"{number}, and ODC is not at work in this process: the collectives of FSDP or DDP would wait forever. "
+                "Call odc.patch_fsdp(model) before the first minibatch, or start the script with `odc run`. Otherwise "
+                "pass comm='collective' (ranks with fewer get empty microbatches), use a policy with equal numbers "
+                "(lb-micro), or pass comm='odc' if your ranks communicate once per minibatch in another way"
+            )
 
     def _take(self, planned: PlannedMinibatch, batches: Iterator[BatchT]) -> Minibatch[BatchT]:
         mine = [next(batches) for _ in planned.plan.microbatches[self.rank]]
@@ -234,3 +275,21 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 def _microbatches(planned: Iterable[PlannedMinibatch], rank: int) -> Iterator[list[int]]:
     for minibatch in planned:
         yield from minibatch.of_rank(rank)
+
+
+def _filled_up(planned: PlannedMinibatch) -> PlannedMinibatch:
+    """With empty microbatches for the ranks that have fewer than others."""
+    plan = planned.plan
+    most = max(plan.num_microbatches)
+    microbatches = [[*mine, *([] for _ in range(most - len(mine)))] for mine in plan.microbatches]
+    return PlannedMinibatch(planned.samples, replace(plan, microbatches=microbatches))
+
+
+def _ranks_go_in_step() -> bool:
+    """Whether this process is one of several ranks, and ODC is not there to let them run different numbers."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work. Both a
+    # session and `odc run`, which makes sessions later, listen for the ends of minibatches.
+    ends = sys.modules.get("odc.fsdp_patch.ends")
+    return ends is None or not ends.listening()

@@ -1,4 +1,4 @@
-"""How many tokens have a loss: as given for each sample, and as found in a batch."""
+"""How many tokens there are, and how many have a loss: as given for each sample, and as found in a batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from odc.balance.checks import IntArray, as_lengths
 from odc.balance.data.collate import count_loss_tokens
@@ -47,3 +48,42 @@ def check_labels(batch: object, samples: Sequence[int], expected: int) -> None:
             f"{expected}: the loss scale would be wrong. Pass num_loss_tokens=[count_loss_tokens(labels) for "
             "each sample], or check_loss_tokens=False if these labels are counted in another way"
         )
+
+
+def check_tokens(
+    batch: object, samples: Sequence[int], read: Sequence[object], lengths: IntArray, max_tokens: int
+) -> None:
+    """Compare the tokens of a batch, if it has ``input_ids``, with the limit that its samples were planned for.
+
+    Args:
+        batch: of ``samples``, which were ``read`` from the dataset.
+        lengths: tokens of each sample of the dataset, as given, (num_samples,).
+
+    Raises:
+        ValueError: they are more.
+    """
+    found = _num_tokens(batch)
+    if found is None or found <= max_tokens or not samples:
+        return
+    longer = [
+        f"sample {sample} has {number} tokens, its length says {lengths[sample]}"
+        for sample, one in zip(samples, read, strict=True)
+        if (number := _num_tokens(one)) is not None and number != lengths[sample]
+    ]
+    raise ValueError(
+        f"the microbatch of samples {list(samples)} has {found} tokens, more than max_tokens={max_tokens}; lengths say "
+        f"{int(lengths[list(samples)].sum())}. "
+        + ("; ".join(longer[:5]) if longer else "The samples are as long as they should be, so collate adds tokens")
+        + ". Pass as lengths the number of tokens that each sample has in a batch"
+    )
+
+
+def _num_tokens(batch: object) -> int | None:
+    """Tokens of a sample or packed batch that are not padding; None: they cannot be told."""
+    if not (isinstance(batch, Mapping) and "input_ids" in batch):
+        return None
+    shape = np.shape(batch["input_ids"])
+    mask = batch.get("attention_mask")
+    if mask is not None and np.shape(mask) == shape:
+        return int(torch.as_tensor(mask).bool().sum())
+    return int(np.prod(shape)) if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1) else None

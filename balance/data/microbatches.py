@@ -14,7 +14,8 @@ import torch
 from torch.utils import data as torch_data
 
 from odc.balance.checks import IntArray, as_cost, as_count
-from odc.balance.data.loss_tokens import check_labels
+from odc.balance.data.loss_tokens import check_labels, check_tokens
+from odc.errors import shown
 
 SampleT = TypeVar("SampleT")
 SampleT_co = TypeVar("SampleT_co", covariant=True)
@@ -40,13 +41,21 @@ class MicrobatchDataset(torch_data.Dataset[BatchT], Generic[SampleT, BatchT]):
     num_loss_tokens: IntArray | None
     """Tokens of each sample that have a loss, to compare labels with; None: labels are not looked at."""
 
+    lengths: IntArray
+    """Tokens of each sample, as they were planned with."""
+
+    max_tokens: int | None
+    """Most tokens in one microbatch; None: the user gave no limit."""
+
     def __getitem__(self, samples: list[int]) -> BatchT:
         read = [self._read(sample) for sample in samples]
         try:
             batch = self.collate(read)
         except Exception as error:
-            _name_samples(error, f"when samples {samples} were collated")
+            name_samples(error, f"when samples {samples} were collated")
             raise
+        if self.max_tokens is not None:
+            check_tokens(batch, samples, read, self.lengths, self.max_tokens)
         if self.num_loss_tokens is not None:
             check_labels(batch, samples, int(self.num_loss_tokens[samples].sum()))
         return batch
@@ -55,7 +64,7 @@ class MicrobatchDataset(torch_data.Dataset[BatchT], Generic[SampleT, BatchT]):
         try:
             return self.dataset[sample]
         except Exception as error:
-            _name_samples(error, f"when sample {sample} was read")
+            name_samples(error, f"when sample {sample} was read")
             raise
 
 
@@ -146,10 +155,15 @@ def _as_it_is(batch: BatchT) -> BatchT:
 def _refuse(about_workers: Mapping[str, object]) -> None:
     for name, value in about_workers.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} without workers: leave it out, or pass num_workers of at least 1")
+            raise ValueError(f"{name}={shown(value)} without workers: leave it out, or pass num_workers of at least 1")
 
 
-def _name_samples(error: Exception, when: str) -> None:
+def name_samples(error: Exception, when: str) -> None:
+    """Add ``when`` to an error that is about to be raised again.
+
+    Raises:
+        RuntimeError: with ``error`` as its cause, where it cannot be raised again as it is.
+    """
     # Not re-raised as it is: a StopIteration, which would pass for the end of the data, and any error in
     # Python 3.10, which has no notes. torch sends the notes of a worker's error along in the message.
     if isinstance(error, StopIteration) or sys.version_info < (3, 11):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,6 +42,7 @@ class MinibatchSampler:
     Raises:
         ValueError: an argument is out of range, a sample is longer than ``max_tokens``, or there would be no
             minibatch.
+        TypeError: ``policy`` or ``cost`` is something else.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class MinibatchSampler:
         self.lengths = as_lengths(lengths)
         self.world_size = as_count(world_size, "world_size")
         self.minibatch_size = as_count(minibatch_size, "minibatch_size")
-        self.policy = get_policy(policy) if isinstance(policy, str) else policy
+        self.policy = policy if isinstance(policy, Policy) else get_policy(policy)
+        if not callable(cost):
+            raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
         self.cost = cost
         longest = int(self.lengths.max(initial=1))
         self.max_tokens = longest if max_tokens is None else as_count(max_tokens, "max_tokens")
@@ -90,6 +94,28 @@ class MinibatchSampler:
     def global_size(self) -> int:
         """Number of samples of a full minibatch, all ranks together."""
         return self.minibatch_size * self.world_size
+
+    def identity(self) -> dict[str, int | str]:
+        """What another sampler must have in common with this one for the same samples in each minibatch.
+
+        A policy that looks at one minibatch only has no say in that, nor has the number of ranks. A two-level policy
+        deals out whole batches first, by costs and speeds, so that there all of these count.
+        """
+        found: dict[str, int | str] = {
+            "num_samples": int(self.lengths.size),
+            "global_size": self.global_size,
+            "global_batch_size": self.batch_size * self.world_size,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+        if self.policy.two_level:
+            weights = [self._job.costs, *([] if self._job.speeds is None else [self._job.speeds])]
+            digest = hashlib.sha256(b"".join(array.tobytes() for array in weights)).digest()
+            found["policy"] = self.policy.name
+            found["world_size"] = self.world_size
+            found["drop_last"] = int(self.drop_last)
+            found["costs_fingerprint"] = int.from_bytes(digest[:6], "little")
+        return found
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""

@@ -17,6 +17,7 @@ from odc.balance.partition.differencing import Parts
 from odc.balance.partition.instance import ROUNDING, TOLERANCE, Instance
 from odc.balance.partition.kway import balance, canonical, fill_empty
 from odc.balance.partition.mip import solve_mip
+from odc.errors import shown
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _checked_start(start: Sequence[Sequence[int]], k: int, num_items: int, part_
     try:
         parts = [[as_count(item, "an index in start", 0) for item in part] for part in start]
     except TypeError as error:
-        raise ValueError(f"start={start!r}: expected k={k} lists of indices") from error
+        raise ValueError(f"start={shown(start)}: expected k={k} lists of indices") from error
     if len(parts) != k or sorted(item for part in parts for item in part) != list(range(num_items)):
         raise ValueError(
             f"start has {sum(len(part) for part in parts)} indices in {len(parts)} lists: expected k={k} lists "

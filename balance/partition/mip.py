@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from odc._version import install_command
 from odc.balance.checks import FloatArray
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.instance import ROUNDING, TOLERANCE, Instance
@@ -126,7 +127,7 @@ def _find_solver() -> tuple[Any, str]:
     try:
         pulp = importlib.import_module("pulp")
     except ImportError as error:
-        raise ImportError("this instance needs CBC, which comes with pulp: pip install 'odc[exact]'") from error
+        raise ImportError(f"this instance needs CBC, which comes with pulp: {install_command('exact')}") from error
     bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
     cbc = next((path for path in (bundled, "cbc") if path and shutil.which(path)), None)
     if cbc is None:

@@ -7,6 +7,7 @@ from odc.balance.policies.micro import LBMicro, LBMicroGlobal
 from odc.balance.policies.mini import LBMini, LBMiniEqual
 from odc.balance.policies.unpacked import LocalSort, NoBalance
 from odc.balance.policies.verl import VerlNative, VerlOptimized
+from odc.errors import shown
 
 __all__ = [
     "LBMicro",
@@ -37,8 +38,8 @@ def get_policy(name: str) -> Policy:
     """The policy called ``name``.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it is no name.
     """
-    if name not in _POLICIES:
-        raise ValueError(f"policy {name!r} is not known: expected one of {', '.join(policy_names())}")
+    if not isinstance(name, str) or name not in _POLICIES:
+        raise ValueError(f"policy {shown(name)} is not known: expected one of {', '.join(policy_names())}")
     return _POLICIES[name]()

@@ -113,7 +113,7 @@ class Policy(ABC):
             microbatch_cost=microbatch_cost,
             speeds=speeds,
         )
-        return self._plan(job)
+        return self.plan_job(job)
 
     def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
         """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each when it is due.
@@ -124,13 +124,14 @@ class Policy(ABC):
         global_size = minibatch_size * job.world_size
         for start in range(first * global_size, job.lengths.size, global_size):
             samples = np.arange(start, min(start + global_size, job.lengths.size))
-            yield PlannedMinibatch(samples, self._plan(job.of(samples)))
+            yield PlannedMinibatch(samples, self.plan_job(job.of(samples)))
 
     @abstractmethod
     def assign(self, job: Job) -> list[Parts]:
         """``microbatches[rank][m]`` as lists of sample indices."""
 
-    def _plan(self, job: Job) -> Plan:
+    def plan_job(self, job: Job) -> Plan:
+        """Plan one minibatch whose arguments are checked and whose costs are worked out."""
         return self.to_plan(job, self.assign(job))
 
     def to_plan(self, job: Job, microbatches: list[Parts]) -> Plan:

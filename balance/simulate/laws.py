@@ -15,6 +15,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count
 from odc.balance.streams import normal_quantiles, random_stream, uniform
+from odc.errors import shown
 
 
 class Law(Protocol):
@@ -109,13 +110,15 @@ def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
 
 
 def _get(law: str | Law) -> Law:
-    if not isinstance(law, str):
-        return law
-    if law not in LAWS:
-        near = difflib.get_close_matches(law, LAWS, n=1)
+    if isinstance(law, str) and law in LAWS:
+        return LAWS[law]
+    if isinstance(law, str):
+        near = difflib.get_close_matches(law[:100], LAWS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"length law {law!r} is not known: expected one of {', '.join(LAWS)}{hint}")
-    return LAWS[law]
+        raise ValueError(f"length law {shown(law)} is not known: expected one of {', '.join(LAWS)}{hint}")
+    if isinstance(law, type) or not callable(getattr(law, "quantiles", None)):
+        raise ValueError(f"length law {shown(law)}: expected one of {', '.join(LAWS)}, or a Law with quantiles(u, v)")
+    return law
 
 
 def _rounded(law: Law, u: FloatArray, v: FloatArray) -> IntArray:

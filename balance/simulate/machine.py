@@ -12,6 +12,7 @@ from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_speed
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.plan import Comm, Plan, sum_by_microbatch
 from odc.balance.streams import normal_quantiles, random_stream, uniform
+from odc.errors import shown
 
 
 @runtime_checkable
@@ -123,7 +124,7 @@ class Stopwatch:
             ValueError: ``comm`` is neither "odc" nor "collective".
         """
         if comm not in ("odc", "collective"):
-            raise ValueError(f"comm={comm!r}: expected 'odc' or 'collective'")
+            raise ValueError(f"comm={shown(comm)}: expected 'odc' or 'collective'")
         exists = np.arange(max(plan.num_microbatches))[None] < np.array(plan.num_microbatches)[:, None]
         rates = self._machine.rates(plan)[:, None]
         busy, makespan = np.zeros(exists.shape), 0.0

@@ -11,6 +11,7 @@ import numpy as np
 from odc.balance.checks import MAX_COUNT, IntArray, as_cost, as_count, as_lengths
 from odc.balance.simulate.machine import Machine
 from odc.balance.simulate.simulator import Scenario, Simulation
+from odc.errors import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +134,7 @@ def study(
 
 def _check_factor(factor: str) -> None:
     if factor not in FACTORS:
-        raise ValueError(f"factor {factor!r} is not known: expected one of {', '.join(FACTORS)}")
+        raise ValueError(f"factor {shown(factor)} is not known: expected one of {', '.join(FACTORS)}")
 
 
 def _at_least_one(ratio: float) -> float:

@@ -30,7 +30,8 @@ class Case:
     mode: str = "daemon"
     num_units: int = 2
     numel: int = 40
-    hold: bool = False
+    blind: bool = False
+    """Pushes come without gathers before them."""
     seed: int = 0
     longest_delay_s: float = 1e-3
     slow_rank: int = -1
@@ -45,7 +46,7 @@ class Case:
             mode=mode,
             num_units=generator.randint(1, 3),
             numel=generator.choice(numels),
-            hold=generator.random() < 0.5,
+            blind=generator.random() < 0.5,
             seed=generator.randrange(10**6),
         )
 
@@ -77,8 +78,6 @@ class RandomRun:
         self.random = random.Random(case.seed * 31 + rank.rank)
         units = [UnitSpec(f"u{u}", case.numel, torch.float32, (ParamSlice("w", case.numel),)) for u in _units(case)]
         self.runtime = create_runtime(rank, units, case.mode)
-        if case.hold:
-            self.runtime.hold_gradients()
         self.streams = streams_of(engine_of(self.runtime), rank.device)
         self.verdicts = Verdicts(self.streams)
         owners = torch.arange(rank.world_size, dtype=torch.float32, device=rank.device)
@@ -117,13 +116,11 @@ class RandomRun:
             self._delay()
             value = version(minibatch, unit) + self.rank.rank
             self.runtime.publish(unit, lambda shard, value=value: shard.fill_(value))  # type: ignore[misc]
-        if self.case.hold:
-            self.runtime.open_sums()
 
     def _microbatch(self, minibatch: int, microbatch: int) -> None:
         order = self._order()
         with self.streams.on("gather"):
-            for unit in order:
+            for unit in order if not self.case.blind else ():
                 self._delay()
                 out = torch.full_like(self.owners, -1.0)
                 self.runtime.gather(unit, out)

@@ -12,6 +12,7 @@ zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -24,8 +25,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, lies_in, spread, waiting_gradients
+from odc.fsdp_patch.doors import untraced
+from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, spread, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
+
+_COMMUNICATES = "on-demand communication moves memory of other ranks here"
 
 
 class Fsdp1Unit(Unit):
@@ -120,6 +124,7 @@ class Fsdp1Unit(Unit):
 
     def fill_shard(self, out: torch.Tensor) -> None:
         if self._idle and self.handle._use_orig_params:
+            self._take_over_gradients()  # else FSDP1 writes zeros over cleared ones, which the script may have kept
             self.handle._writeback_orig_params()  # FSDP1 itself takes over a `param.data = ...` in its next unshard
         out.copy_(self.flat_param._local_shard)
 
@@ -153,6 +158,11 @@ class Fsdp1Unit(Unit):
         if was_interrupted:
             self._restore_gradient()
 
+    def end_evaluation(self) -> None:
+        # A rank without a backward would have them until the minibatch ends, which may be while the script goes over
+        # the parameters: FSDP1 takes full ones out of the modules and puts sharded ones in.
+        self.discard_gathered()
+
     def _leave_interrupted_pass(self) -> bool:
         """What FSDP1 still believes to be within, when neither forward nor backward is running, an exception has
         ended."""
@@ -176,14 +186,14 @@ class Fsdp1Unit(Unit):
             if self.handle._use_orig_params:
                 self.handle._use_sharded_grad_views()
 
-    def install(self, mean: torch.Tensor, touched: Sequence[bool], lend: bool) -> None:
+    def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if not any(touched):
             return
         flat = self.flat_param
         shard = flat._local_shard
         self._take_over_gradients()
         if flat.grad is None:
-            flat.grad = mean.to(device=shard.device, dtype=shard.dtype, copy=not lend)
+            flat.grad = mean.to(device=shard.device, dtype=shard.dtype)
         elif flat.grad.shape == shard.shape:
             flat.grad.add_(mean.to(shard.device))
         else:
@@ -192,26 +202,8 @@ class Fsdp1Unit(Unit):
             flat._is_grad_none_mask[:] = [not p.requires_grad for p in flat._params]
             self.handle._use_sharded_grad_views()
 
-    def gradients(self) -> list[torch.Tensor]:
-        held = [self.flat_param, *(self.flat_param._params or []), *(self.flat_param._shared_params or [])]
-        return [parameter.grad for parameter in held if parameter.grad is not None]
-
-    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None, bool]]:
-        flat = self.flat_param
-        return [(flat._local_shard, flat.grad, flat.requires_grad)]
-
-    def borrows(self, memory: torch.Tensor) -> bool:
-        self._take_over_gradients()
-        return lies_in(self.flat_param.grad, memory)
-
-    def keep_gradients(self, memory: torch.Tensor) -> None:
-        if not self.borrows(memory):
-            return
-        flat = self.flat_param
-        flat.grad = flat.grad.clone()
-        for _, parameter, part in self._in_shard():
-            if lies_in(parameter.grad, memory):
-                parameter.grad = flat.grad[part].view_as(parameter)
+    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [(self.flat_param._local_shard, self.flat_param.grad)]
 
     def _take_over_gradients(self) -> None:
         """Make the flat gradient what the original parameters' ``.grad`` say.
@@ -231,7 +223,7 @@ class Fsdp1Unit(Unit):
             if parameter.grad is None:
                 flat.grad[part].zero_()
                 flat._is_grad_none_mask[index] = True
-            elif not lies_in(parameter.grad, flat.grad):
+            elif parameter.grad.untyped_storage().data_ptr() != flat.grad.untyped_storage().data_ptr():
                 flat.grad[part].copy_(parameter.grad)
 
     @property
@@ -252,12 +244,13 @@ class Fsdp1Unit(Unit):
     def enter(self, index: int, communication: Communication) -> Undo:
         all_gather, prepare = self.handle._all_gather_flat_param, self.handle.prepare_gradient_for_optim
 
-        def all_gather_flat_param(padded_unsharded: torch.Tensor) -> torch.Tensor:
-            if self._is_collective(padded_unsharded):
-                gathered: torch.Tensor = all_gather(padded_unsharded)
+        @functools.wraps(all_gather)
+        def all_gather_flat_param(padded_unsharded_flat_param: torch.Tensor) -> torch.Tensor:
+            if self._is_collective(padded_unsharded_flat_param):
+                gathered: torch.Tensor = all_gather(padded_unsharded_flat_param)
                 return gathered
-            communication.gather(index, padded_unsharded, own_in_place=False)
-            return padded_unsharded
+            communication.gather(index, padded_unsharded_flat_param, own_in_place=False)
+            return padded_unsharded_flat_param
 
         def push(state: object, grads: torch.Tensor, out: torch.Tensor) -> None:
             self._check_push(grads)
@@ -270,6 +263,7 @@ class Fsdp1Unit(Unit):
                 # in place to these zeros, which are one element.
                 del self.flat_param._saved_grad_shard
 
+        @functools.wraps(prepare)
         def prepare_gradient_for_optim() -> None:
             self._completed(torch._C._current_graph_task_id())
             prepare()
@@ -280,7 +274,8 @@ class Fsdp1Unit(Unit):
                     parameter.grad = None
 
         undo_methods = self._shadow(
-            _all_gather_flat_param=all_gather_flat_param, prepare_gradient_for_optim=prepare_gradient_for_optim
+            _all_gather_flat_param=untraced(all_gather_flat_param, _COMMUNICATES),
+            prepare_gradient_for_optim=untraced(prepare_gradient_for_optim, _COMMUNICATES),
         )
         undo_order = self._stop_checking_order()
         self.module._comm_hook = push

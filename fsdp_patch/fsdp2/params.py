@@ -65,6 +65,19 @@ class FsdpParam:
     def was_unsharded(self) -> bool:
         return hasattr(self._inner, "_unsharded_param")
 
+    @property
+    def full(self) -> torch.Tensor | None:
+        """The parameter that stands in the module while the unit is unsharded; the same one each time."""
+        parameter: torch.Tensor | None = getattr(self._inner, "_unsharded_param", None)
+        return parameter
+
+    @property
+    def shared_by_fewer(self) -> torch.Tensor | None:
+        """The parameter that stands in the module behind a forward with ``reshard_after_forward=<int>``; another one
+        each time."""
+        parameter: torch.Tensor | None = getattr(self._inner, "_sharded_post_forward_param", None)
+        return parameter
+
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient that :attr:`has_gradient` tells of."""
         if self.was_unsharded:
@@ -86,8 +99,8 @@ class FsdpParam:
         dim = int(self._inner.fsdp_placement.dim)
         return f"{list(self.sharded.size())} {self.dtype} sharded on dim {dim}{frozen}"
 
-    def add_to_grad(self, flat: torch.Tensor, lend: bool) -> None:
-        """Add this rank's part of the gradient, flat and without padding, to ``.grad``; ``lend``: it may become it."""
+    def add_to_grad(self, flat: torch.Tensor) -> None:
+        """Add this rank's part of the gradient, flat and without padding, to ``.grad``, or let it become that."""
         # FSDP lays a shard out contiguously in its own shape, whichever dimension is sharded.
         local = flat.view(self.local.shape)
         sharded = self.sharded
@@ -95,7 +108,7 @@ class FsdpParam:
         if isinstance(sharded.grad, DTensor):
             sharded.grad.to_local().add_(local.to(self.local.device))
             return
-        local = local.to(device=self.local.device, dtype=self.dtype, copy=not lend)
+        local = local.to(device=self.local.device, dtype=self.dtype)
         sharded.grad = DTensor.from_local(
             local,
             sharded.device_mesh,
@@ -110,9 +123,3 @@ class FsdpParam:
         """This rank's part of ``.grad``."""
         grad = self.sharded.grad
         return grad._local_tensor if isinstance(grad, DTensor) else None
-
-    def keep_grad(self) -> None:
-        """Give ``.grad`` memory of its own."""
-        grad = self.sharded.grad
-        if isinstance(grad, DTensor):
-            grad._local_tensor = grad._local_tensor.clone()

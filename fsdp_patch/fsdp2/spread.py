@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from odc.fsdp_patch.fsdp2.unit import Fsdp2Unit
@@ -66,6 +67,12 @@ class SpreadUnit(Fsdp2Unit):
             params=tuple(ParamSlice(p.name, p.numel * self._groups) for p in row.params),
             grad_dtype=row.grad_dtype,
         )
+
+    keeps_full_parameters = False
+
+    def full_parameters(self) -> list[tuple[torch.Tensor, nn.Parameter]] | None:
+        fewer = [(p.shared_by_fewer, p.sharded) for p in self.trainable if p.shared_by_fewer is not None]
+        return (super().full_parameters() or []) + fewer
 
     # Publishing: the rows of all replicas
 

@@ -8,6 +8,7 @@ custom reduce-scatter only their concatenation), and it keeps FSDP from all-redu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
 from odc.fsdp_patch.fsdp2.comms import OdcAllGather, OdcReduceScatter
 from odc.fsdp_patch.fsdp2.params import FsdpParam
-from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, lies_in, spread, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, spread, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -117,6 +118,9 @@ class Fsdp2Unit(Unit):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p.sharded for p in self.trainable]
 
+    def full_parameters(self) -> list[tuple[torch.Tensor, nn.Parameter]] | None:
+        return [(p.full, p.sharded) for p in self.trainable if p.full is not None]
+
     def fill_shard(self, out: torch.Tensor) -> None:
         for part, data in self._parts(out):
             part.copy_(data)
@@ -159,13 +163,13 @@ class Fsdp2Unit(Unit):
             yield flat[offset : offset + data.numel()], data
             offset += data.numel()
 
-    def install(self, mean: torch.Tensor, touched: Sequence[bool], lend: bool) -> None:
+    def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if any(touched) and any(param.has_gradient for param in self.trainable):
             raise waiting_gradients(self.name)
         offset = 0
         for param, here in zip(self.trainable, touched, strict=True):
             if here:
-                param.add_to_grad(mean[offset : offset + param.local.numel()], lend)
+                param.add_to_grad(mean[offset : offset + param.local.numel()])
             offset += param.padded.numel()
 
     def check_hooks(self) -> None:
@@ -180,7 +184,7 @@ class Fsdp2Unit(Unit):
 
     def discard_gathered(self) -> None:
         self._forget_interrupted_pass()
-        if self.group.is_unsharded:
+        if not self.group.is_sharded:
             self.module.reshard()
 
     def _forget_interrupted_pass(self) -> None:
@@ -203,20 +207,8 @@ class Fsdp2Unit(Unit):
         """What FSDP2 shares among all units of a root, once it has run."""
         return self.module._get_fsdp_state()._state_ctx
 
-    def gradients(self) -> list[torch.Tensor]:
-        whole = [p.sharded.grad for p in self.trainable if p.sharded.grad is not None]
-        return whole + [p.local_grad for p in self.trainable if p.local_grad is not None]
-
-    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None, bool]]:
-        return [(p.padded, p.local_grad, p in self.trainable) for p in self.params]
-
-    def borrows(self, memory: torch.Tensor) -> bool:
-        return any(lies_in(param.local_grad, memory) for param in self.trainable)
-
-    def keep_gradients(self, memory: torch.Tensor) -> None:
-        for param in self.trainable:
-            if lies_in(param.local_grad, memory):
-                param.keep_grad()
+    def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [(p.padded, p.local_grad) for p in self.params]
 
     # Entering it
 
@@ -269,6 +261,7 @@ class Fsdp2Unit(Unit):
         """
         original = self.group.post_backward
 
+        @functools.wraps(original)
         def post_backward(*args: Any) -> None:
             self._check_late_gradients()
             self._present = self._coming_gradients()

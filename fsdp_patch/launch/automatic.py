@@ -18,7 +18,7 @@ from odc.fsdp_patch import ends
 from odc.fsdp_patch.launch.meter import MicrobatchMeter
 from odc.fsdp_patch.launch.report import Account
 from odc.fsdp_patch.launch.roots import RootWatch
-from odc.fsdp_patch.listeners import Listener
+from odc.fsdp_patch.listeners import Listener, Reader
 from odc.fsdp_patch.models import default_group
 from odc.fsdp_patch.session import Session
 from odc.stats import Stats
@@ -64,12 +64,21 @@ class AutomaticPatching(Listener):
         self._agree = agree
         self._patched: list[_Patched] = []
         self._watch = RootWatch(self._on_root)
+        self._looked_at: dict[tuple[int, int], str] = {}  # where gradients of models not patched yet were read
         # From the start: the first closure of optimizer.step(closure) contains the first forward.
         self._undo = ends.listen(self)
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """A rank without a microbatch patches where it comes for the other ranks' gradients."""
         self._watch.gradients_read(tensors)
+
+    @property
+    def notes_readers(self) -> bool:
+        return bool(self._watch.pending())
+
+    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
+        """There is nothing to read yet; the session will want to know."""
+        self._looked_at[reader.place, reader.path] = str(reader)
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._watch.pending(tensors))
@@ -86,9 +95,8 @@ class AutomaticPatching(Listener):
             roots = [m for m in roots if _ranks(m) == _ranks(module)]
             if not roots:
                 raise UnsupportedError(
-                    f"odc run cannot honour this script: this rank uses {model_name(module)} while another rank first "
-                    "uses a model that this rank does not have or has used before. Wrap models in the same order on "
-                    "all ranks."
+                    f"this rank uses {model_name(module)} while another rank first uses a model that this rank does "
+                    "not have or has used before. Wrap models in the same order on all ranks."
                 )
             for root in sorted(roots, key=self._watch.number):
                 self._watch.mark(root)
@@ -101,7 +109,8 @@ class AutomaticPatching(Listener):
         try:
             session = self._patch(module)
         except UnsupportedError as error:
-            raise UnsupportedError(f"odc run cannot honour this script: {name}: {error}") from error
+            raise UnsupportedError(f"{name}: {error}") from error
+        session.looked_before(self._looked_at)
         meter = MicrobatchMeter(module, session)
         self._patched.append(
             _Patched(
@@ -120,7 +129,16 @@ class AutomaticPatching(Listener):
     def accounts(self) -> list[Account]:
         """What this rank has measured, model by model."""
         now_s = time.monotonic()
-        return [Account(p.name, now_s - p.started_s, p.counters.wait_s, p.times) for p in self._patched]
+        return [
+            Account(
+                p.name,
+                now_s - p.started_s,
+                p.counters.wait_s,
+                p.times,
+                max(0.0, p.counters.communication_s - p.counters.wait_s),
+            )
+            for p in self._patched
+        ]
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""

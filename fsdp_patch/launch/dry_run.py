@@ -21,7 +21,9 @@ class DryRun(Listener):
 
     def __init__(self, say: Say) -> None:
         self._say = say
-        self.refused = False
+        self.refused: UnsupportedError | None = None
+        """The first refusal."""
+
         self.is_complete = False
         """Whether it has ended the script."""
         self._trainable: set[int] = set()
@@ -35,7 +37,7 @@ class DryRun(Listener):
         try:
             units = supported_units(module)
         except UnsupportedError as error:
-            self.refused = True
+            self.refused = self.refused or UnsupportedError(f"{name}: {error}")
             self._say(f"odc: would refuse {name}: {error}")
             return
         self._say(f"odc: would patch {name}: {describe_units(units)}")
@@ -55,7 +57,7 @@ class DryRun(Listener):
         if any(id(t) in self._trainable for t in tensors):
             self._say("odc: dry run: stopped after the first optimizer step; nothing was patched")
             self.is_complete = True
-            raise SystemExit(1 if self.refused else 0)
+            raise SystemExit(0 if self.refused is None else 1)
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._watch.pending(tensors)) or any(id(t) in self._trainable for t in tensors)

@@ -9,14 +9,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, UnsupportedError
-from odc.fsdp_patch.launch import report
+from odc.faults import FaultInjector
+from odc.fsdp_patch.launch import last_words, report
 from odc.fsdp_patch.launch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.launch.dry_run import DryRun
 from odc.fsdp_patch.launch.script import run_module, run_script
 from odc.fsdp_patch.patching import patch_fsdp
+from odc.transports import registry
 
 _under_odc_run = False
 
@@ -51,7 +54,31 @@ def odc_options() -> argparse.ArgumentParser:
         help="with --balance: tokens of a microbatch (default: the longest sample)",
     )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
+    group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says refusals last
     return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what no rank could use, the ``ODC_*`` variables included; before any rank is started, and on each.
+
+    Raises:
+        ConfigError, ValueError: an option or a variable has a value that cannot be used.
+    """
+    config = RuntimeConfig.from_environment(
+        transport=options.transport, accumulate=options.accumulate, timeout_s=options.timeout
+    )
+    registry.check_name(config.transport)
+    FaultInjector(config.fault, rank=0)
+    if options.balance is None:
+        if options.max_tokens is not None:
+            raise ConfigError("--max-tokens is of --balance: give both")
+        return
+    from odc.trainers import BalanceOptions  # the only use of that room here and below, and it is heavy
+
+    try:
+        BalanceOptions(options.balance, options.max_tokens)
+    except ValueError as error:
+        raise ConfigError(f"--balance: {error}") from None
 
 
 def option_arguments(options: argparse.Namespace) -> list[str]:
@@ -61,7 +88,7 @@ def option_arguments(options: argparse.Namespace) -> list[str]:
     arguments += ["--balance", options.balance] * bool(options.balance)
     arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
     arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
-    return arguments
+    return arguments + ["--launcher-tells"] * options.launcher_tells
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,14 +105,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         launch = LaunchEnvironment.from_environment()
-        RuntimeConfig.from_environment(accumulate=options.accumulate, timeout_s=options.timeout)
-    except ConfigError as error:
+        check_options(options)
+    except ValueError as error:
         raise SystemExit(f"odc run: {error}") from None
     if not options.module and not Path(options.script).exists():
         raise SystemExit(f"odc run: no such script: {options.script}")
     say = _on_rank_0(launch)
     if options.dry_run:
-        _dry_run(options, say)
+        _dry_run(options, launch, say)
     else:
         _run(options, launch, say)
 
@@ -127,11 +154,20 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
     if failed:
         assert ending is not None
-        raise ending
+        _end_with(ending, options, launch)
     if not accounts:
         say("odc: nothing was patched: no FSDP model computed anything in this script")
         return
     _report(launch, accounts)
+
+
+def _end_with(error: BaseException, options: argparse.Namespace, launch: LaunchEnvironment) -> NoReturn:
+    """As Python would end, but for what ODC refuses: one line, said by the launcher where it is ``odc run``."""
+    line = last_words.refusal(error)
+    last_words.leave(launch, error, line)
+    if line is None:
+        raise error
+    raise SystemExit(1 if options.launcher_tells and launch.error_file else line)
 
 
 def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> None:
@@ -149,15 +185,10 @@ def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> No
 def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
     """Let the script's trainers run balanced minibatches, if that was asked for. Returns the undo."""
     if options.balance is None:
-        if options.max_tokens is not None:
-            raise SystemExit("odc run: --max-tokens is of --balance: give both")
         return lambda: None
-    from odc.trainers import install  # the only use of that room here, and it is heavy
+    from odc.trainers import install
 
-    try:
-        launched = install(options.balance, options.max_tokens)
-    except ValueError as error:
-        raise SystemExit(f"odc run: --balance: {error}") from None
+    launched = install(options.balance, options.max_tokens)
 
     def undo() -> None:
         launched.close()
@@ -172,14 +203,17 @@ def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
     return undo
 
 
-def _dry_run(options: argparse.Namespace, say: Say) -> None:
+def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> None:
     dry_run = DryRun(say)
     try:
         _run_script(options)
     except UnsupportedError as error:
         say(f"odc: would refuse this script: {error}")
+        last_words.leave(launch, error, last_words.refusal(error))
         raise SystemExit(1) from None
     except SystemExit as error:
+        if dry_run.is_complete and dry_run.refused is not None:
+            last_words.leave(launch, dry_run.refused, last_words.refusal(dry_run.refused))
         if dry_run.is_complete or error.code not in (None, 0):
             raise
     finally:

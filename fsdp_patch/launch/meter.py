@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from odc.fsdp_patch.doors import untraced
 from odc.stats import Stats
 
 MAX_MICROBATCHES = 100_000
@@ -43,7 +44,8 @@ class MicrobatchMeter:
         self._kept = 0
         self.minibatches: list[list[float]] = []
         """Seconds per microbatch, minibatch by minibatch."""
-        self._hook = model.register_forward_pre_hook(lambda module, args: self.start(), prepend=True)
+        start = untraced(lambda module, args: self.start(), "the time of a microbatch is taken here")
+        self._hook = model.register_forward_pre_hook(start, prepend=True)
         session.on_finish = self._end_minibatch
 
     def start(self) -> None:

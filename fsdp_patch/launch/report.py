@@ -38,6 +38,8 @@ class Account:
     wall_s: float
     waited_s: float
     times: Times
+    transfers_s: float = 0.0
+    """In ODC's operations, besides waiting."""
 
 
 def open_store(launch: LaunchEnvironment) -> Store | None:
@@ -74,6 +76,7 @@ def summarise(ranks: Sequence[Sequence[dict[str, object]]]) -> list[str]:
             savings([account.times for account in same_model]),
             [account.waited_s for account in same_model],
             max(account.wall_s for account in same_model),
+            [account.transfers_s for account in same_model],
             same_model[0].model if len(together) > 1 else "",
         )
         for same_model in together

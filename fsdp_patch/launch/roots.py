@@ -20,7 +20,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
+from odc.fsdp_patch.doors import untraced
 from odc.fsdp_patch.fsdp2.find import find_fsdp2_units
+
+_SETS_UP = "a model may be patched here, for which ranks wait for each other"
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -44,6 +47,7 @@ class RootWatch:
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         sharded = (FSDPModule, FullyShardedDataParallel)
+        gc.collect()  # a model that was dropped, and not collected yet on one rank only, would have a number there
         for module in [m for m in gc.get_objects() if issubclass(type(m), sharded)]:  # isinstance would ask proxies
             self._register(module)
         self._watch_fsdp2()
@@ -100,44 +104,62 @@ class RootWatch:
         original_init, original_lazy_init = FSDPState.init, FSDPState._lazy_init
 
         @functools.wraps(original_init)
-        def init(state: Any, modules: Any, *args: Any, **kwargs: Any) -> None:
-            original_init(state, modules, *args, **kwargs)
-            self._register(modules[0])
+        def init(state: Any, /, *args: Any, **kwargs: Any) -> None:
+            original_init(state, *args, **kwargs)
+            self._register(state._modules[0])
 
         @functools.wraps(original_lazy_init)
-        def lazy_init(state: Any) -> None:
+        def lazy_init(state: Any, /) -> None:
             original_lazy_init(state)
-            module = state._modules[0]
-            if module not in self._met and state._is_root:
-                self._met.update(m for m in module.modules() if m in self._numbers)
-                if is_sharded(module):
-                    self._on_root(module, True)
+            self._meet_fsdp2(state)
 
         self._shadow(FSDPState, "init", original_init, init)
-        self._shadow(FSDPState, "_lazy_init", original_lazy_init, lazy_init)
+        self._shadow(FSDPState, "_lazy_init", original_lazy_init, untraced(lazy_init, _SETS_UP))
 
     def _watch_fsdp1(self) -> None:
         original_init, original_forward = FullyShardedDataParallel.__init__, FullyShardedDataParallel.forward
+        meet = untraced(self._meet_fsdp1, _SETS_UP)
 
         @functools.wraps(original_init)
-        def init(module: Any, *args: Any, **kwargs: Any) -> None:
-            original_init(module, *args, **kwargs)
-            self._register(module)
+        def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
+            original_init(wrapper, *args, **kwargs)
+            self._register(wrapper)
 
         @functools.wraps(original_forward)
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module not in self._met:
-                _lazy_init(module, module)
-                if module._is_root and self.mark(module):
-                    self._on_root(module, True)
-            return original_forward(module, *args, **kwargs)
+        def forward(wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
+            meet(wrapper)
+            return original_forward(wrapper, *args, **kwargs)
 
         self._shadow(FullyShardedDataParallel, "__init__", original_init, init)
         self._shadow(FullyShardedDataParallel, "forward", original_forward, forward)
 
+    def _meet_fsdp2(self, state: Any) -> None:
+        module = state._modules[0]
+        if state._is_root and self._is_new(module):
+            self._met.update(m for m in module.modules() if m in self._numbers)
+            if is_sharded(module):
+                self._on_root(module, True)
+
+    def _meet_fsdp1(self, module: Any) -> None:
+        if self._is_new(module):
+            _lazy_init(module, module)
+            if module._is_root and self.mark(module):
+                self._on_root(module, True)
+
+    def _is_new(self, module: nn.Module) -> bool:
+        """Whether it has not been met. To a watch that is closed, and that another wrapper still calls, none is."""
+        return module not in self._met and bool(self._undo)
+
     def _shadow(self, owner: type, name: str, original: Any, shadow: Any) -> None:
+        """Put ``shadow`` before a method. Whoever is given its own parameters by name may call one of them ``self`` or
+        ``module``, so shadows take theirs by position only."""
         setattr(owner, name, shadow)
-        self._undo.append(lambda: setattr(owner, name, original))
+
+        def undo() -> None:
+            if owner.__dict__.get(name) is shadow:  # else somebody has wrapped it meanwhile, and it stays
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
 
     def close(self) -> None:
         """Leave the classes of torch as they were. Idempotent."""

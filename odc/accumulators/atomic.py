@@ -22,13 +22,11 @@ class AtomicStore(StoreBase):
     used again; so that part gets into no step.
     """
 
-    sums_stay = True
-
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
         super().__init__(end, units, dtype, is_direct)
         self._offsets = list(itertools.accumulate((self._aligned(u.grad_numel) for u in units), initial=0))
         self._buffer = self._allocate(self._offsets[-1])
-        self._state = end.transport.allocate_host(8 * (1 + len(units) + self._param_at[-1]), "accumulator state")
+        self._state = self._allocate_words(2 * len(units) + self._param_at[-1])
 
     @staticmethod
     def num_locks(units: Sequence[UnitSpec]) -> int:
@@ -39,10 +37,10 @@ class AtomicStore(StoreBase):
         return self._buffer.num_bytes + self._state.num_bytes
 
     def _words(self, owner: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(minibatch accepted, last minibatch in which anybody pushed each unit, and each parameter)."""
+        """(minibatch that each unit accepts, last minibatch in which anybody pushed each unit, and each parameter)."""
         words = self._state.peer(owner).view(torch.int64).numpy()
-        units_end = 1 + len(self._units)
-        return words[:1], words[1:units_end], words[units_end:]
+        num_units = len(self._units)
+        return words[:num_units], words[num_units : 2 * num_units], words[2 * num_units :]
 
     def _sum(self, owner: int, unit: int) -> torch.Tensor:
         start = self._offsets[unit]
@@ -58,8 +56,8 @@ class AtomicStore(StoreBase):
         minibatch: int,
         daemon: bool = False,
     ) -> None:
-        accepts, units, params = self._words(owner)
-        self._check_open(owner, int(accepts[0]), minibatch, unit, client)
+        self._check_open(owner, minibatch, unit, client)
+        _, units, params = self._words(owner)
         total = self._sum(owner, unit)
         for segment in segments(self._units[unit], present):
             if segment.source is not None:
@@ -80,9 +78,9 @@ class AtomicStore(StoreBase):
         touched = params[self._param_at[unit] : self._param_at[unit + 1]] == minibatch
         return self._sum(self._rank, unit), [bool(flag) for flag in touched]
 
-    def open_minibatch(self, minibatch: int) -> None:
-        self._end.engine.zero(self._buffer.local.view(self._dtype))
-        super().open_minibatch(minibatch)
+    def open(self, unit: int, minibatch: int) -> None:
+        self._end.engine.zero(self._sum(self._rank, unit))
+        super().open(unit, minibatch)
 
     def _accepts(self, owner: int) -> npt.NDArray[np.int64]:
         return self._words(owner)[0]

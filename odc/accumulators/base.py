@@ -24,9 +24,6 @@ class AccumulatorStore(ABC):
     def num_locks(units: Sequence[UnitSpec]) -> int:
         """How many transport locks of each rank the store uses (numbers 0 and up)."""
 
-    sums_stay: bool
-    """Whether what :meth:`collect` returns stays valid until the next push, or only until the next call."""
-
     @property
     @abstractmethod
     def num_bytes(self) -> int:
@@ -58,17 +55,17 @@ class AccumulatorStore(ABC):
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         """This rank's final sum of ``unit`` (flat, accumulator dtype) and which parameters received a gradient.
 
-        None if nobody pushed the unit. The caller may change it. Only after every client is done; see
-        :attr:`sums_stay`.
+        None if nobody pushed the unit. Only after every client is done. Valid until the next call and until the unit
+        is opened again; the caller may change it.
         """
 
     @abstractmethod
-    def open_minibatch(self, minibatch: int) -> None:
-        """From now on pushes of ``minibatch`` are welcome. Called before the other ranks are told so."""
+    def open(self, unit: int, minibatch: int) -> None:
+        """From now on pushes of ``minibatch`` to ``unit`` are welcome. Called before the other ranks are told so."""
 
     @abstractmethod
-    def close_minibatch(self, minibatch: int) -> None:
-        """From now on pushes of ``minibatch`` are late; those of the next one are early."""
+    def close(self, minibatch: int) -> None:
+        """From now on pushes of ``minibatch`` are late, to any unit; those of the next one are early."""
 
 
 class StoreBase(AccumulatorStore):
@@ -85,6 +82,10 @@ class StoreBase(AccumulatorStore):
         transport = self._end.transport
         allocate = transport.allocate if self._is_direct else transport.allocate_private
         return allocate(numel * self._dtype.itemsize, "accumulators")
+
+    def _allocate_words(self, count: int) -> SymmetricBuffer:
+        """int64 words beside the sums, which every rank of a host can read."""
+        return self._end.transport.allocate_host(8 * max(count, 1), "accumulator state")
 
     def _aligned(self, numel: int) -> int:
         return aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
@@ -116,26 +117,26 @@ class StoreBase(AccumulatorStore):
 
     @abstractmethod
     def _accepts(self, owner: int) -> npt.NDArray[np.int64]:
-        """The word of ``owner`` that says which minibatch it accepts pushes of; of the last one, negative, when that is
-        final and may still be read."""
+        """The words of ``owner`` that say which minibatch each of its units accepts pushes of; that of the last one,
+        negative, while its sum is final and may still be read."""
 
-    def open_minibatch(self, minibatch: int) -> None:
-        self._accepts(self._rank)[0] = minibatch
+    def open(self, unit: int, minibatch: int) -> None:
+        self._accepts(self._rank)[unit] = minibatch
 
-    def close_minibatch(self, minibatch: int) -> None:
-        self._accepts(self._rank)[0] = -minibatch
+    def close(self, minibatch: int) -> None:
+        self._accepts(self._rank)[:] = -minibatch
 
-    def _check_open(self, owner: int, accepted: int, minibatch: int, unit: int, client: int) -> None:
-        """``accepted``: the word :meth:`_accepts` of ``owner``."""
+    def _check_open(self, owner: int, minibatch: int, unit: int, client: int) -> None:
+        accepted = int(self._accepts(owner)[unit])
         if accepted == minibatch and accepted > 0:
             return
         if accepted > 0:
             state = f"it accepts minibatch {accepted} now"
         elif accepted < 0:
-            state = f"its minibatch {-accepted} is final and it has not opened its sums for the next one yet"
+            state = f"its sum of minibatch {-accepted} is final, and it has not published the unit for the next one yet"
         else:
-            state = "it has not opened its sums yet"
+            state = "it has not published the unit yet"
         raise ProtocolError(
-            f"push of rank {client} for minibatch {minibatch}, unit {self._units[unit].name!r}, refused by rank "
-            f"{owner}: {state}"
+            f"push of rank {self._end.name(client)} for minibatch {minibatch}, unit {self._units[unit].name!r}, "
+            f"refused by rank {self._end.name(owner)}: {state}"
         )

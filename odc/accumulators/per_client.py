@@ -22,14 +22,12 @@ class PerClientStore(StoreBase):
     of memory per rank. The sum over clients goes through one chunk at a time.
     """
 
-    sums_stay = False
-
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
         super().__init__(end, units, dtype, is_direct)
         self._offsets = list(itertools.accumulate((self._aligned(u.grad_numel) for u in units), initial=0))
         self._buffer = self._allocate(end.world_size * self._offsets[-1])
-        self._num_words = 1 + self._end.world_size * (len(units) + self._param_at[-1])
-        self._state = end.transport.allocate_host(8 * self._num_words, "accumulator state")
+        self._num_words = len(units) + self._end.world_size * (len(units) + self._param_at[-1])
+        self._state = self._allocate_words(self._num_words)
         largest = max((u.grad_numel for u in units), default=0)
         self._sum = torch.empty(largest, dtype=dtype, device=self._buffer.local.device)
 
@@ -46,12 +44,12 @@ class PerClientStore(StoreBase):
         return self.num_bytes - self._offsets[-1] * self._dtype.itemsize
 
     def _accepts(self, owner: int) -> npt.NDArray[np.int64]:
-        return self._state.peer(owner).view(torch.int64).numpy()[:1]
+        return self._state.peer(owner).view(torch.int64).numpy()[: len(self._units)]
 
     def _touched(self, owner: int, client: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(units, parameters): the last minibatch in which the client pushed each."""
         per_client = len(self._units) + self._param_at[-1]
-        start = 1 + client * per_client
+        start = len(self._units) + client * per_client
         words = self._state.peer(owner).view(torch.int64).numpy()[start : start + per_client]
         return words[: len(self._units)], words[len(self._units) :]
 
@@ -69,7 +67,7 @@ class PerClientStore(StoreBase):
         minibatch: int,
         daemon: bool = False,
     ) -> None:
-        self._check_open(owner, int(self._accepts(owner)[0]), minibatch, unit, client)
+        self._check_open(owner, minibatch, unit, client)
         units, params = self._touched(owner, client)
         out, first = self._region(owner, client, unit), int(units[unit]) != minibatch
         self._fill(out, out, unit, grads, present, first)

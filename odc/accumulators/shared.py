@@ -31,8 +31,6 @@ class SharedStore(StoreBase):
     Where only the owner adds (not ``is_direct``), its daemon being the hand of all clients, no slot is spare.
     """
 
-    sums_stay = True
-
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
         super().__init__(end, units, dtype, is_direct)
         self._num_spares = num_spares = 1 if is_direct else 0
@@ -49,7 +47,7 @@ class SharedStore(StoreBase):
                 offset += self._aligned(numel)
             self._class_slots.append(range(start, len(self._slots)))
         self._buffer = self._allocate(offset)
-        self._state = end.transport.allocate_host(8 * self._num_words(), "accumulator state")
+        self._state = self._allocate_words(self._num_words())
         words = self._words(self._rank)
         for c, members in first_slots.items():
             for i, unit in enumerate(members):
@@ -69,7 +67,7 @@ class SharedStore(StoreBase):
         return self._num_spares * per_class
 
     def _num_words(self) -> int:
-        return 1 + 2 * len(self._units) + self._param_at[-1] + len(_size_classes(self._units))
+        return 3 * len(self._units) + self._param_at[-1] + len(_size_classes(self._units))
 
     def _words(self, owner: int) -> _Words:
         return _Words(self._state.peer(owner).view(torch.int64).numpy(), len(self._units), self._param_at[-1])
@@ -98,12 +96,12 @@ class SharedStore(StoreBase):
         try:
             self._end.waiter.wait(
                 attempt.pending,
-                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {owner}",
+                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {self._end.name(owner)}",
                 block=attempt.block,
                 daemon=daemon,
             )
             words.holder[size_class] = client + 1
-            self._check_open(owner, int(words.accepts[0]), minibatch, unit, client)
+            self._check_open(owner, minibatch, unit, client)
             self._push(owner, unit, words, grads, present, minibatch)
         finally:
             if attempt.held:
@@ -152,11 +150,9 @@ class _Words:
     """The named int64 words of a :class:`SharedStore` at one owner."""
 
     def __init__(self, words: npt.NDArray[np.int64], num_units: int, num_params: int) -> None:
-        self.accepts = words[:1]
-        self.slot_of = words[1 : 1 + num_units]
-        self.unit_touched = words[1 + num_units : 1 + 2 * num_units]
-        self.param_touched = words[1 + 2 * num_units : 1 + 2 * num_units + num_params]
-        self.holder = words[1 + 2 * num_units + num_params :]
+        self.accepts, self.slot_of, self.unit_touched = words[: 3 * num_units].reshape(3, num_units)
+        self.param_touched = words[3 * num_units : 3 * num_units + num_params]
+        self.holder = words[3 * num_units + num_params :]
 
 
 class _LockAttempt:

@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from odc._version import DISTRIBUTION
 from odc.cuda import driver
 
 
@@ -26,9 +27,9 @@ def missing_module(name: str, purpose: str, package: str) -> str | None:
 
 
 def extra() -> str:
-    """The extra of this project that fits the CUDA which torch was built for."""
+    """This project with the extra that fits the CUDA which torch was built for, quoted for ``pip install``."""
     version = torch.version.cuda
-    return "'odc[cuda12]'" if version and version.startswith("12") else "'odc[cuda13]'"
+    return f"'{DISTRIBUTION}[{'cuda12' if version and version.startswith('12') else 'cuda13'}]'"
 
 
 def _cupy_problem() -> str | None:

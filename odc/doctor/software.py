@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from odc._version import install_command
 from odc.doctor.facts import TorchBuild
 from odc.doctor.finding import Finding, error, missing, not_needed, ok, warning
 
@@ -25,7 +26,7 @@ def release(version: str, length: int = 2) -> tuple[int, ...]:
 
 def fix(cuda_major: int) -> str:
     """The command that installs the CUDA libraries."""
-    return f"pip install 'odc[cuda{cuda_major}]'"
+    return install_command(f"cuda{cuda_major}")
 
 
 def python(version: tuple[int, ...], executable: str) -> Finding:
@@ -105,16 +106,16 @@ def _cuda_library(
     if has_gpu and re.search(r"cu(?:da)?1\d", here[0]) and f"{cuda_major}" not in here[0]:
         return warning(f"{found}, for another CUDA than {cuda_major}", f"pip uninstall -y {here[0]}; {install}")
     if release(versions[here[0]]) < oldest:
-        return warning(f"{found}: too old", f"{install} --upgrade")
+        return warning(f"{found}: too old", install)
     return ok(found)
 
 
 def trainer(name: str, versions: Mapping[str, str]) -> Finding:
     """A library to train with; ODC works with plain FSDP2 alone."""
     if name not in versions:
-        how = "pip install 'odc[examples]'" if name == "transformers" else f"pip install {name}"
+        how = install_command("examples") if name == "transformers" else f"pip install {name}"
         return not_needed("not installed", f"To train with it: {how}")
     found = versions[name]
     if name == "transformers" and release(found) < _OLDEST_TRANSFORMERS:
-        return warning(found, "The examples need version 5 or newer: pip install 'odc[examples]'")
+        return warning(found, f"The examples need version 5 or newer: {install_command('examples')}")
     return ok(found)

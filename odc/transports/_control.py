@@ -13,11 +13,11 @@ import torch
 
 from odc.transports._robust_mutex import MUTEX_BYTES, RobustMutex
 from odc.transports._semaphore import SEMAPHORE_BYTES, SignalCounter
-from odc.transports.base import LockOutcome
+from odc.transports.base import LockOutcome, Signs
 
 _STATUS_BYTES = 64
 _TEXT_BYTES = 8192
-_PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH = range(4)
+_PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH, _LOOKS, _BEATS = range(6)
 _ABORT_LOCK = 0  # lock 0 guards the abort text
 _NOTICE_S = 1.0  # for which a rank that fails waits for another one that is writing its notice
 _ABORT_SIGNAL = 0
@@ -100,12 +100,23 @@ class ControlBlock:
 
     @property
     def waiting_on(self) -> int | None:
+        """The number in the job of the rank that this one waits for."""
         value = int(self._status[_WAITING_ON])
         return value - 1 if value else None
 
     @waiting_on.setter
     def waiting_on(self, rank: int | None) -> None:
+        if rank is not None:
+            self._status[_LOOKS] += 1
         self._status[_WAITING_ON] = 0 if rank is None else rank + 1
+
+    def beat(self) -> None:
+        """The watchdog runs, whatever the training loop does."""
+        self._status[_BEATS] += 1
+
+    @property
+    def signs(self) -> Signs:
+        return Signs(self.progress, int(self._status[_LOOKS]), int(self._status[_BEATS]))
 
     @property
     def closed(self) -> Closing:

@@ -8,8 +8,8 @@ import resource
 from odc.errors import SetupError
 
 PER_PEER = 5  # pidfd, two doorbells, a socket and a passed descriptor during set-up
-PER_LINK = 2
-SPARE = 32
+PER_LINK = 3
+SPARE = 32  # more than strangers at the door can hold
 _FOLDER = "/proc/self/fd"
 _GUESS = 64  # where there is no such folder
 

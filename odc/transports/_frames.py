@@ -14,19 +14,22 @@ from typing import NamedTuple
 HEADER = struct.Struct("=BxxxIQQQ")
 KEY_BYTES = 16
 MAX_TEXT_BYTES = 8192
+MAX_RANKS = 1 << 24
 
 
 class Kind(enum.IntEnum):
     """Kinds of frames, with the meaning of their numbers."""
 
-    HELLO = 1  # number: rank; a: what the connection is for; followed by the key of the job
+    HELLO = 1  # number: rank; a: what the connection is for; b: the rank that is called; c: version; see _links
     POST = 2  # number: signal; a: 1 for the daemon's doorbell
     WRITE = 3  # number: buffer; a: offset; b: bytes, which follow
     READ = 4  # number: buffer; a: offset; b: bytes; c: request
     DATA = 5  # a: offset in what was asked for; b: bytes, which follow; c: request
-    STATUS = 6  # a: progress; b: the rank waited for, plus 1
+    STATUS = 6  # a: progress; b: the rank of the job that is waited for, plus 1; c: looks
     ABORT = 7  # b: bytes of text, which follow
     CLOSED = 8  # a: how
+    WELCOME = 9  # the answer to HELLO
+    REFUSED = 10  # or this one; b: bytes of text, which follow
 
 
 class Frame(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 
 from odc.errors import AbortedError
 from odc.threads import in_helper
+from odc.topology import Topology
 from odc.transports._control import ControlBlock
 from odc.transports._neighbours import ring
 
@@ -15,9 +16,10 @@ from odc.transports._neighbours import ring
 class Home:
     """Where links deliver; see :class:`odc.transports._link.LinkOwner`."""
 
-    def __init__(self, rank: int, world_size: int, on_loss: Callable[[], None]) -> None:
-        self._rank = rank
-        self.world_size = world_size
+    def __init__(self, topology: Topology, on_loss: Callable[[], None]) -> None:
+        self._topology = topology
+        self.shown: list[ControlBlock] = []
+        """Where this rank shows its progress and its waits."""
         self.own_check: Callable[[], None] | None = None
         """Raises what else has failed at this rank."""
         self._on_loss = on_loss
@@ -29,6 +31,7 @@ class Home:
     def open(self, block: ControlBlock, bells: tuple[int, ...]) -> None:
         """From now on signals can be delivered."""
         self._block, self._bells = block, bells
+        self.shown = [block]
 
     def add(self, memory: torch.Tensor | None) -> None:
         """The next buffer; None: not for links. All ranks allocate in the same order, so it has one number on all."""
@@ -65,15 +68,16 @@ class Home:
             self.own_check()
         notice = self._block.abort_notice() if self._block is not None else None
         if notice is not None:
-            raise AbortedError(f"rank {self._rank} aborted because {notice}")
+            raise AbortedError(f"rank {self._topology.me} aborted because {notice}")
 
     def waits_for(self, rank: int | None) -> None:
-        if self._block is None or in_helper():
+        if in_helper():
             return
-        if rank is None:
-            self._block.tick()  # before the next line: nobody may see "not waiting, long silent"
-        self._block.waiting_on = rank
+        for block in self.shown:
+            if rank is None:
+                block.tick()  # before the next line: nobody may see "not waiting, long silent"
+            block.waiting_on = None if rank is None else self._topology.global_rank(rank)
 
     def close(self) -> None:
         """Let go of the memory; links have ended."""
-        self._block, self._bells, self._memory = None, (), []
+        self._block, self._bells, self._memory, self.shown = None, (), [], []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from odc.errors import SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
+from odc.leaving import Closable, run_all
 from odc.topology import Topology
 from odc.transports import _memfd
 from odc.transports._control import Closing, ControlBlock, control_bytes
@@ -22,7 +24,7 @@ from odc.transports._neighbours import LocalNeighbour, Neighbour, ring
 from odc.transports._process import WatchedProcess
 from odc.transports._rendezvous import Mesh
 from odc.transports._watched_exchange import WatchedExchange
-from odc.transports.base import HOST, LockOutcome, PeerState, SymmetricBuffer, Transport
+from odc.transports.base import HOST, LockOutcome, PeerState, Signs, SymmetricBuffer, Transport
 
 _PATTERN = 0x0DC
 
@@ -41,7 +43,7 @@ class HostsTransport(Transport):
 
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
         super().__init__(exchange, topology, timeout_s, device)
-        self.exchange = WatchedExchange(exchange, self._gone)
+        self.exchange = WatchedExchange(exchange, self._gone, self.abort_notice)
         self._timeout_s = timeout_s
         self._rank = topology.rank
         self._world = range(topology.world_size)
@@ -52,7 +54,7 @@ class HostsTransport(Transport):
         self._neighbours: dict[int, Neighbour] = {}
         self._bells: tuple[int, ...] = ()  # this rank's own: of the training loop, of the daemon
         self._processes: dict[int, WatchedProcess] = {}
-        self._home = Home(topology.rank, topology.world_size, self._note_loss)
+        self._home = Home(topology, self._note_loss)
         self._links: Links | None = None
         self._closed = False
         self._failing = False  # this rank or another one has reported an error
@@ -69,11 +71,13 @@ class HostsTransport(Transport):
         """Collective; between the swaps each step is this rank's own, and fails on all ranks if it does on one."""
         rows = gather_json(self.exchange, self._together(self._mesh.listen))
         self._together(lambda: self._mesh.connect(rows, self._timeout_s))
+        self._together(self._mesh.complete)
         self._together(self._watch_peers)
         if self.topology.num_hosts > 1:
             links = self._links = Links(self.topology, self._home, self._timeout_s)
             doors = gather_json(self.exchange, self._together(links.listen))
             self._together(lambda: links.connect(doors))
+            self._together(links.complete)
 
     def _note_loss(self) -> None:
         if self._links is not None:
@@ -138,14 +142,14 @@ class HostsTransport(Transport):
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
         self._bells = (os.eventfd(0, flags), os.eventfd(0, flags))
         # The swap comes after initialise(): a peer that has our doorbells may post.
-        for rank, (_, fds) in self._mesh.swap(0, self._bells).items():
+        for rank, (_, fds) in self._swap(0, self._bells).items():
             self._neighbours[rank] = LocalNeighbour(self._processes.pop(rank), self._blocks[rank], (fds[0], fds[1]))
+        self._home.open(self._own, self._bells)
         if self._links is not None:
-            self._home.open(self._own, self._bells)
             self._neighbours.update(self._links.by_rank)
             links, own = self._links, self._own
             # Together: nobody posts before everybody can be posted to.
-            self._together(lambda: links.start(lambda: (own.progress, own.waiting_on)))
+            self._together(lambda: links.start(lambda: (own.signs, own.waiting_on)))
 
     @property
     def _own(self) -> ControlBlock:
@@ -158,7 +162,7 @@ class HostsTransport(Transport):
         try:
             self._together(lambda: fds.update({self._rank: _memfd.create(num_bytes, label)}))
             self._require_one_size(num_bytes, label)
-            for rank, (_, received) in self._mesh.swap(num_bytes, [fds[self._rank]]).items():
+            for rank, (_, received) in self._swap(num_bytes, [fds[self._rank]]).items():
                 fds[rank] = received[0]
             views: dict[int, torch.Tensor] = {}
             self._together(lambda: self._map_all(fds, num_bytes, views))
@@ -170,6 +174,15 @@ class HostsTransport(Transport):
         self._buffers.append(buffer)
         return buffer
 
+    def _swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
+        """See :meth:`~odc.transports._rendezvous.Mesh.swap`."""
+        try:
+            return self._mesh.swap(value, fds)
+        except SetupError:
+            if (notice := self.abort_notice()) is not None:  # a better account of what happened
+                raise SetupError(f"set-up failed on {notice}") from None
+            raise
+
     def _map_all(self, fds: Mapping[int, int], num_bytes: int, views: dict[int, torch.Tensor]) -> None:
         """Map every rank's memory into ``views``, and let links use this rank's."""
         views.update({rank: self._map(fd, num_bytes) for rank, fd in fds.items()})
@@ -179,7 +192,7 @@ class HostsTransport(Transport):
         for rank, size in enumerate(gather_json(self.exchange, num_bytes)):
             if size != num_bytes:
                 raise SetupError(
-                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
+                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
                 )
 
     def _together(self, action: Callable[[], T]) -> T:
@@ -209,8 +222,8 @@ class HostsTransport(Transport):
             probe.peer(rank).view(torch.int64)[self._rank] = (_PATTERN << 32) + self._rank
         self._together(lambda: self._require_idle(what))
         found = probe.local.view(torch.int64).tolist()
-        wrong = [r for r in near if found[r] != (_PATTERN << 32) + r]
-        problem = SetupError(f"the test of {what} failed between rank {self._rank} and ranks {wrong}")
+        wrong = [self.topology.global_rank(r) for r in near if found[r] != (_PATTERN << 32) + r]
+        problem = SetupError(f"the test of {what} failed between rank {self.topology.me} and ranks {wrong}")
         raise_together(self.exchange, problem if wrong else None)
         self._release(probe)
 
@@ -290,13 +303,27 @@ class HostsTransport(Transport):
     # News of peers
 
     def tick(self) -> None:
-        self._own.tick()
+        for block in self._home.shown:
+            block.tick()
+
+    def beat(self) -> None:
+        for block in self._home.shown:
+            block.beat()
 
     def progress(self, rank: int) -> int:
-        return self._own.progress if rank == self._rank else self._neighbours[rank].progress
+        return self.signs(rank).progress
+
+    def signs(self, rank: int) -> Signs:
+        return self._own.signs if rank == self._rank else self._neighbours[rank].signs
 
     def set_waiting_on(self, rank: int | None) -> None:
-        self._own.waiting_on = rank
+        for block in self._home.shown:
+            block.waiting_on = rank
+
+    def mirror(self, other: Transport) -> None:
+        if not isinstance(other, HostsTransport):
+            raise UnsupportedError(f"{other.name} keeps what ranks show elsewhere")
+        self._home.shown.append(other._own)
 
     def waiting_on(self, rank: int) -> int | None:
         return self._own.waiting_on if rank == self._rank else self._neighbours[rank].waiting_on
@@ -345,31 +372,35 @@ class HostsTransport(Transport):
         self._failing |= notice is not None
         return notice
 
+    def end_transfers(self) -> None:
+        if self._links is not None:
+            self._links.end_transfers()
+
     def close(self) -> None:
         if self._closed or os.getpid() != self._owner_pid:
             return  # a forked child must not speak for its parent
         self._closed = True
-        self._mesh.close()
-        how = Closing.COMPLETE if self._let_go() else Closing.FAILED
-        if self._blocks:
-            self._own.closed = how
-        for neighbour in self._neighbours.values():
-            neighbour.tell_closed(how)
-        self._take_back()
-        if self._links is not None:
-            self._links.close()
-        for neighbour in self._neighbours.values():
-            if not isinstance(neighbour, Link):
-                neighbour.close()
-        for process in self._processes.values():  # that set-up has not got round to
-            process.close()
-        self._home.close()
-        for bell in self._bells:
-            os.close(bell)
-        for buffer in self._buffers:
-            buffer.release()
+        run_all([self._mesh.close, self._say_farewell, self._take_back, self._release_all])
+
+    def _say_farewell(self) -> None:
+        how = Closing.FAILED
+        try:
+            how = Closing.COMPLETE if self._let_go() else Closing.FAILED
+        finally:
+            if self._blocks:
+                self._own.closed = how
+            run_all(partial(neighbour.tell_closed, how) for neighbour in self._neighbours.values())
+
+    def _release_all(self) -> None:
+        # Links first: their threads use the memory. Processes: those that set-up has not got round to.
+        here = [neighbour for neighbour in self._neighbours.values() if not isinstance(neighbour, Link)]
+        links = [] if self._links is None else [self._links]
+        closables: list[Closable] = [*links, *here, *self._processes.values(), self._home]
+        steps = [part.close for part in closables] + [buffer.release for buffer in self._buffers]
+        bells = [partial(os.close, bell) for bell in self._bells]
         self._blocks, self._buffers, self._neighbours, self._processes = {}, [], {}, {}
         self._bells, self._links = (), None
+        run_all([*steps, *bells])
 
     def _let_go(self) -> bool:
         """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""

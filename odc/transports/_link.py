@@ -1,4 +1,5 @@
-"""Two TCP connections to a rank of another host: one for what it reads, writes and signals, one for news of it.
+"""Three TCP connections to a rank of another host: for what it reads, writes and signals; for news of it; and one that
+shows whether its host is there.
 
 A receiving thread does what the other rank asks for: it posts here on its behalf, writes what it pushes, and queues
 what it wants to read. A sending thread sends what is queued, so that two ranks that read from each other at the same
@@ -25,12 +26,14 @@ from typing import Protocol
 
 from odc.engine import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError
+from odc.leaving import run_all
 from odc.threads import HelperThread
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, MAX_TEXT_BYTES, Frame, Kind, receive, receive_into
 from odc.transports._neighbours import Neighbour
-from odc.transports._news import News
+from odc.transports._news import News, Pulse
 from odc.transports._silence import SLICE_S, Silence, Waiting
+from odc.transports.base import Signs
 
 CHUNK_BYTES = 4 << 20
 _TAKES_NOTHING, _GIVES_NOTHING = "received nothing", "answered nothing"
@@ -39,9 +42,6 @@ _MOMENT_S = 5.0  # for which the end of the data waits for news that explain it
 
 class LinkOwner(Waiting, Protocol):
     """What a link does at its own rank."""
-
-    @property
-    def world_size(self) -> int: ...
 
     def deliver(self, index: int, daemon: bool) -> None:
         """Post signal ``index`` here."""
@@ -62,23 +62,34 @@ class LinkOwner(Waiting, Protocol):
 
 @dataclass
 class _Reading:
-    """An answer that is on its way."""
+    """An answer that is on its way. The target is not ours: it may be freed as soon as nobody waits for the answer."""
 
     target: memoryview
     left: int
     done: threading.Event = field(default_factory=threading.Event)
+    filling: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
 
 
 class Link(Neighbour):
-    """The other rank, over connected sockets. Threads start with :meth:`start`; :attr:`news` are read by who has it."""
+    """The other rank, over connected sockets. Threads start with :meth:`start`; :attr:`news` and :attr:`pulse` are
+    read by who has it."""
 
     def __init__(
-        self, rank: int, who: str, data: socket.socket, news: socket.socket, owner: LinkOwner, timeout_s: float
+        self,
+        rank: int,
+        who: str,
+        data: socket.socket,
+        news: socket.socket,
+        pulse: socket.socket,
+        owner: LinkOwner,
+        timeout_s: float,
     ) -> None:
         self._rank = rank
         self._who = who
         self._data = data
-        self.news = News(news, self, owner.world_size)
+        self.news = News(news, self)
+        self.pulse = Pulse(pulse, self)
         self._owner = owner
         self._timeout_s = timeout_s
         self._sending = threading.Lock()
@@ -86,10 +97,10 @@ class Link(Neighbour):
         self._readings: dict[int, _Reading] = {}
         self._requests = 0
         self._asking = threading.Lock()
-        self._progress = self._waits_for = 0
+        self._signs, self._waits_for = Signs(0, 0, 0), 0
         self._closing = Closing.OPEN
         self._ended: str | None = None
-        self._is_closing = False
+        self._is_leaving = self._is_closing = False
         self._explained = threading.Event()  # an abort, a farewell or the end of the news has come
         self._threads = [
             HelperThread(target, f"odc-link-{name}")
@@ -114,7 +125,7 @@ class Link(Neighbour):
         with self._silence(self._timeout_s) as silence:
             while not self._sending.acquire(timeout=SLICE_S):
                 self._require_alive()
-                silence.look(_TAKES_NOTHING)
+                self._look(silence, _TAKES_NOTHING)
             try:
                 self._require_alive()
                 self._send_whole(frame, payload, silence, after_chunk)
@@ -152,7 +163,17 @@ class Link(Neighbour):
                     continue
                 silence.end()
                 return count
-            silence.look(_TAKES_NOTHING)
+            self._look(silence, _TAKES_NOTHING)
+
+    def _look(self, silence: Silence, what: str) -> None:
+        """The other rank still has, for example, "received nothing": whether to go on waiting.
+
+        Raises:
+            OdcError: this rank is closing, or as :meth:`Silence.look`.
+        """
+        if self._is_leaving:
+            raise OdcError(f"given up, because this rank has closed its session: {self._who} has {what} so far")
+        silence.look(what)
 
     def _require_alive(self) -> None:
         if self._ended is not None:
@@ -208,10 +229,13 @@ class Link(Neighbour):
         reading = self._readings.get(frame.c)
         if reading is None or frame.a + frame.b > len(reading.target):
             raise ValueError(f"it sent {frame.b} bytes that nobody had asked for")
-        receive_into(self._data, reading.target[frame.a : frame.a + frame.b])
-        reading.left -= frame.b
-        if reading.left <= 0:
-            reading.done.set()
+        with reading.filling:
+            if reading.is_over:
+                raise ConnectionError("a transfer from it was given up in the middle")
+            receive_into(self._data, reading.target[frame.a : frame.a + frame.b])
+            reading.left -= frame.b
+            if reading.left <= 0:
+                reading.done.set()
 
     def _end_explained(self, reason: str) -> None:
         """The data have ended; why, the news may tell in a moment."""
@@ -248,8 +272,20 @@ class Link(Neighbour):
             self._await(reading, after_chunk)
         finally:
             del self._readings[request]
+            with reading.filling:  # the receiving thread writes there no more: an ended connection wakes it
+                reading.is_over = True
 
     def _await(self, reading: _Reading, after_chunk: AfterChunk) -> None:
+        try:
+            self._watch(reading, after_chunk)
+        except BaseException:
+            self._end("a transfer from it was given up in the middle")  # its answer may still come
+            raise
+        if reading.left > 0:
+            self._require_alive()
+        after_chunk()
+
+    def _watch(self, reading: _Reading, after_chunk: AfterChunk) -> None:
         left = reading.left
         with self._silence(self._timeout_s) as silence:
             while not reading.done.wait(SLICE_S):
@@ -257,14 +293,7 @@ class Link(Neighbour):
                     left = reading.left
                     silence.end()
                     after_chunk()
-                try:
-                    silence.look(_GIVES_NOTHING)
-                except BaseException:
-                    self._end("a transfer from it was given up in the middle")  # its answer may still come
-                    raise
-        if reading.left > 0:
-            self._require_alive()
-        after_chunk()
+                self._look(silence, _GIVES_NOTHING)
 
     def write(self, buffer: int, offset: int, source: memoryview, after_chunk: AfterChunk = no_op) -> None:
         """Put ``source`` into the other rank's copy of a buffer, before the next :meth:`post`."""
@@ -280,7 +309,9 @@ class Link(Neighbour):
     def hear(self, frame: Frame, text: bytes) -> None:
         """A piece of news has come; see :class:`odc.transports._news.News`."""
         if frame.kind is Kind.STATUS:
-            self._progress, self._waits_for = frame.a, min(frame.b, self._owner.world_size)
+            # Each of these is a beat: it comes from a thread of its own.
+            self._signs = Signs(frame.a, frame.c, self._signs.beats + 1)
+            self._waits_for = frame.b
             return
         if frame.kind is Kind.ABORT:
             self._owner.notice(text.decode(errors="replace"))
@@ -295,9 +326,10 @@ class Link(Neighbour):
         if is_lost or self._closing is Closing.OPEN:
             self._end(reason)
 
-    def send_status(self, progress: int, waiting_on: int | None) -> None:
+    def send_status(self, signs: Signs, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""
-        self.news.tell(Frame(Kind.STATUS, a=progress, b=0 if waiting_on is None else waiting_on + 1))
+        waits_for = 0 if waiting_on is None else waiting_on + 1
+        self.news.tell(Frame(Kind.STATUS, a=signs.progress, b=waits_for, c=signs.looks))
 
     def abort(self, text: str) -> None:
         data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
@@ -307,8 +339,8 @@ class Link(Neighbour):
         self.news.tell(Frame(Kind.CLOSED, a=how.value))
 
     @property
-    def progress(self) -> int:
-        return self._progress
+    def signs(self) -> Signs:
+        return self._signs
 
     @property
     def waiting_on(self) -> int | None:
@@ -331,22 +363,23 @@ class Link(Neighbour):
 
     # The end
 
+    def end_transfers(self) -> None:
+        """Threads of this rank that wait for the other one give up within a slice; what can be sent still goes out."""
+        self._is_leaving = True
+
     def close(self) -> None:
-        self._is_closing = True
+        self._is_leaving = self._is_closing = True
         self._explained.set()
         self._queue.put(None)
         with contextlib.suppress(OSError):  # it has ended already
             self._data.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
-        self._data.close()
-        self.news.close()
+        run_all([*(thread.end for thread in self._threads), self._data.close, self.news.close, self.pulse.close])
 
     def close_in_child(self) -> None:
         """A forked child must not hold the connections: its parent's death would not end them."""
         self._data.close()
         self.news.close()
+        self.pulse.close()
 
 
 # Python knows no way to take a fork handler back, so there is one for all links.

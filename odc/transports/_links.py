@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from odc.errors import SetupError
+from odc.exchange import OutOfReachError
+from odc.leaving import Closable, run_all
 from odc.threads import HelperThread
 from odc.topology import Topology
+from odc.transports._door import Door
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
 from odc.transports._link import Link, LinkOwner
 from odc.transports._neighbours import ring
+from odc.transports.base import Signs
 
+WIRE_VERSION = 2  # of what travels between hosts, these greetings included
 _STATUS_S = 1.0
-_HELLO_S = 2.0
 _CALL_S = 30.0  # for a connection to come about: beyond that something swallows the packets
+_ATTEMPTS = 100
 _MIN_BACKLOG = 128
-_DATA, _NEWS = 0, 1
+_MAX_REFUSAL_BYTES = 500
+_DATA, _NEWS, _PULSE = _PURPOSES = 0, 1, 2
+_ADVICE = (
+    "If the hosts have several networks, set ODC_ADDRESS on each host to its own address in the one they share; open "
+    "TCP between them"
+)
 
 
 class Links:
     """One :class:`Link` per rank of another host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
-    :meth:`start`."""
+    wait for all, :meth:`complete`, :meth:`start`."""
 
     def __init__(self, topology: Topology, owner: LinkOwner, timeout_s: float) -> None:
         self._topology = topology
@@ -36,13 +47,14 @@ class Links:
         self._timeout_s = timeout_s
         self._remote = topology.ranks_elsewhere()
         self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._sockets: dict[tuple[int, int], socket.socket] = {}  # (rank, data or news)
+        self._sockets: dict[tuple[int, int], socket.socket] = {}  # (rank, purpose)
         self.by_rank: dict[int, Link] = {}
         self.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once a link has ended."""
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
 
     # Set-up: each step is this rank's own
 
@@ -65,95 +77,174 @@ class Links:
         return [*self._listener.getsockname()[:2], self._key.hex()]
 
     def connect(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Connect to every rank of another host. ``rows``: what :meth:`listen` returned, of all ranks.
+        """Connect to every rank of another host with a lower number; from now on let in those with a higher one.
+
+        Args:
+            rows: what :meth:`listen` returned, of all ranks.
 
         Raises:
-            SetupError: a rank cannot be reached within the time limit.
+            SetupError: a rank cannot be reached, refuses this one, or does not answer within the time limit.
         """
+        assert self._listener is not None
         self._key = bytes.fromhex(rows[0][2])  # rank 0's: one key per job, known to its members only
+        if self._remote[-1] > self._topology.rank:
+            self._door, self._listener = Door(self._listener, HEADER.size + KEY_BYTES, self._admit), None
+            self._door.open()
         deadline = time.monotonic() + self._timeout_s
         for rank in self._remote:
             if rank < self._topology.rank:
-                for purpose in (_DATA, _NEWS):
-                    self._call(rank, (str(rows[rank][0]), int(rows[rank][1])), purpose)
-        while len(self._sockets) < 2 * len(self._remote):
-            self._answer(deadline)
-        self._close_listener()
-        for rank in self._remote:
-            data, news = self._sockets.pop((rank, _DATA)), self._sockets.pop((rank, _NEWS))
-            who = self._topology.describe(rank)
-            self.by_rank[rank] = Link(rank, who, data, news, self._owner, self._timeout_s)
+                for purpose in _PURPOSES:
+                    self._call(rank, (str(rows[rank][0]), int(rows[rank][1])), purpose, deadline)
+        if self._door is not None and self._door.problem is not None:
+            raise SetupError(f"{self._whoami} cannot let in the other ranks: {self._door.problem}")
 
-    def _call(self, rank: int, address: tuple[str, int], purpose: int) -> None:
-        try:
-            connection = socket.create_connection(address, timeout=min(self._timeout_s, _CALL_S))
+    # [Note: Nobody waits for a rank to come in] Each rank calls those below it, waits for their answers, and then for
+    # all others to have had theirs, in the exchange between connect() and this. So whoever is refused says why on all
+    # ranks at once, and a rank that comes late costs nobody a limit of its own.
+
+    def complete(self) -> None:
+        """Everybody has connected everywhere: make the links.
+
+        Raises:
+            SetupError: somebody is missing all the same.
+        """
+        self._close_door()
+        for rank in self._remote:
+            sockets = [self._sockets.get((rank, purpose)) for purpose in _PURPOSES]
+            who = self._topology.describe(rank)
+            if None in sockets:
+                raise SetupError(f"{who} says that it is connected to {self._whoami}, which knows nothing of it")
+        for rank in self._remote:
+            data, news, pulse = (self._sockets.pop((rank, purpose)) for purpose in _PURPOSES)
+            who = self._topology.describe(rank)
+            self.by_rank[rank] = Link(rank, who, data, news, pulse, self._owner, self._timeout_s)
+
+    @property
+    def _whoami(self) -> str:
+        return self._topology.describe(self._topology.rank)
+
+    def _call(self, rank: int, address: tuple[str, int], purpose: int, deadline: float) -> None:
+        where = f"{self._topology.describe(rank)} at {address[0]} port {address[1]}"
+        hello = Frame(Kind.HELLO, self._topology.rank, purpose, rank, WIRE_VERSION)
+        for _ in range(_ATTEMPTS):
+            connection = self._connect(where, address, deadline)
             self._keep(rank, purpose, connection)
-            connection.sendall(Frame(Kind.HELLO, self._topology.rank, purpose).pack() + self._key)
+            try:
+                connection.sendall(hello.pack() + self._proof(hello))
+                refusal = self._answer_to(hello, connection, deadline)
+            except TimeoutError:
+                raise SetupError(f"{where} did not answer within {self._timeout_s:g} s") from None
+            except ValueError as problem:
+                raise SetupError(f"what listens where {where} should be is no rank of this job: {problem}") from None
+            except OSError:  # strangers have pushed this rank out at the door
+                connection.close()
+                continue
+            if refusal is not None:
+                raise SetupError(f"{where} has refused {self._whoami}: {refusal}. {_ADVICE}")
+            connection.settimeout(None)
+            return
+        raise OutOfReachError(f"{where} has ended {_ATTEMPTS} connections without an answer. {_ADVICE}")
+
+    def _connect(self, where: str, address: tuple[str, int], deadline: float) -> socket.socket:
+        limit_s = min(max(deadline - time.monotonic(), 1e-3), _CALL_S)
+        try:
+            return socket.create_connection(address, timeout=limit_s)
         except OSError as problem:
-            raise SetupError(
-                f"cannot reach {self._topology.describe(rank)} at {address[0]} port {address[1]}: {problem}. If the "
-                "hosts have several networks, set ODC_ADDRESS on each host to its address in the one they share; open "
-                "TCP between them."
-            ) from None
+            raise OutOfReachError(f"cannot reach {where}: {problem}. {_ADVICE}") from None
+
+    def _answer_to(self, hello: Frame, connection: socket.socket, deadline: float) -> str | None:
+        """None: welcome. Otherwise why this rank was refused.
+
+        Raises:
+            ValueError: it is not the answer of a rank of this job.
+            OSError: there was none, or, if it is a TimeoutError, not in time.
+        """
+        answer = Frame.unpack(receive_until(connection, HEADER.size, deadline))
+        if answer.kind is Kind.REFUSED and answer.b <= _MAX_REFUSAL_BYTES:
+            return receive_until(connection, answer.b, deadline).decode(errors="replace")
+        if answer.kind is not Kind.WELCOME:
+            raise ValueError(f"it has answered with a frame of kind {answer.kind.name}")
+        if not hmac.compare_digest(receive_until(connection, KEY_BYTES, deadline), self._proof(answer, hello)):
+            raise ValueError("it does not hold this job's key")
+        return None
+
+    def _proof(self, *frames: Frame) -> bytes:
+        """Whoever sends it with these frames holds this job's key."""
+        return hmac.digest(self._key, b"".join(frame.pack() for frame in frames), "sha256")[:KEY_BYTES]
 
     def _keep(self, rank: int, purpose: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets[rank, purpose] = connection
 
-    def _answer(self, deadline: float) -> None:
-        """Let in the next rank that knocks; send others away."""
-        assert self._listener is not None
-        self._listener.settimeout(max(deadline - time.monotonic(), 0.01))
+    def _admit(self, connection: socket.socket, greeting: bytes) -> bool:
+        """Let in a rank that is expected; tell any other why it is not let in. See :class:`Door`."""
         try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            missing = sorted({rank for rank in self._remote if (rank, _NEWS) not in self._sockets})
-            raise SetupError(f"ranks {missing} did not connect within {self._timeout_s:g} s") from None
+            hello = Frame.unpack(greeting[: HEADER.size])
+        except ValueError:
+            return False
+        if hello.kind is not Kind.HELLO:
+            return False
+        refusal = self._refusal(hello, greeting[HEADER.size :])
+        answer = Frame(Kind.WELCOME)
+        behind = self._proof(answer, hello)
+        if refusal is not None:
+            behind = refusal.encode()
+            answer = Frame(Kind.REFUSED, b=len(behind))
         try:
-            hello_ends = min(time.monotonic() + _HELLO_S, deadline)
-            hello = Frame.unpack(receive_until(connection, HEADER.size, hello_ends))
-            shown = receive_until(connection, KEY_BYTES, hello_ends)
-        except (OSError, ValueError):
-            connection.close()  # not one of us
-            return
-        rank, purpose = hello.number, hello.a
-        wanted = rank in self._remote and rank > self._topology.rank and purpose in (_DATA, _NEWS)
-        is_known = hello.kind is Kind.HELLO and secrets.compare_digest(shown, self._key)
-        if is_known and wanted and (rank, purpose) not in self._sockets:
-            self._keep(rank, purpose, connection)
-        else:
-            connection.close()
+            connection.send(answer.pack() + behind)  # the first that is sent on it: there is room
+        except OSError:
+            return False
+        if refusal is not None:
+            return False
+        connection.settimeout(None)
+        self._keep(hello.number, hello.a, connection)
+        return True
 
-    def _close_listener(self) -> None:
+    def _refusal(self, hello: Frame, proof: bytes) -> str | None:
+        if hello.c != WIRE_VERSION:
+            return f"it speaks version {hello.c} between hosts, this one {WIRE_VERSION}: run one version of odc on all"
+        if not hmac.compare_digest(proof, self._proof(hello)):
+            return "it does not hold this job's key, so it belongs to another job"
+        if hello.b != self._topology.rank:
+            return f"it calls rank {hello.b}, but this is rank {self._topology.rank}"
+        if hello.number not in self._remote or hello.number < self._topology.rank or hello.a not in _PURPOSES:
+            return f"rank {hello.number} is not expected here (purpose {hello.a})"
+        if (hello.number, hello.a) in self._sockets:
+            return f"rank {hello.number} is connected already (purpose {hello.a})"
+        return None
+
+    def _close_door(self) -> None:
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
+        if self._door is not None:
+            self._door.close()
+        self._listener = self._door = None
 
     # Service
 
-    def start(self, status: Callable[[], tuple[int, int | None]]) -> None:
+    def start(self, status: Callable[[], tuple[Signs, int | None]]) -> None:
         """Serve the others from now on, and tell them every second how this rank is doing."""
         for link in self.by_rank.values():
             link.start()
         self._thread = HelperThread(self._swap_news, "odc-news", (status,))
         self._thread.start()
 
-    def _swap_news(self, status: Callable[[], tuple[int, int | None]]) -> None:
+    def _swap_news(self, status: Callable[[], tuple[Signs, int | None]]) -> None:
         """Read what the others tell, as it comes, and tell them of this rank once a second."""
-        poll, links = select.poll(), {link.news.fileno(): link for link in self.by_rank.values()}
-        for fd in (self._stop_fd, *links):
+        links = list(self.by_rank.values())
+        poll, sources = select.poll(), {source.fileno(): source for link in links for source in (link.news, link.pulse)}
+        for fd in (self._stop_fd, *sources):
             poll.register(fd, select.POLLIN)
         next_status = time.monotonic()
         while True:
             for fd, _ in poll.poll(max(next_status - time.monotonic(), 0) * 1000):
                 if fd == self._stop_fd:
                     return
-                if not links[fd].news.read():
+                if not sources[fd].read():
                     poll.unregister(fd)
             if time.monotonic() >= next_status:
                 next_status = time.monotonic() + _STATUS_S
-                for link in links.values():
+                for link in links:
                     link.send_status(*status())
 
     def lost(self) -> None:
@@ -165,16 +256,20 @@ class Links:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.loss_fd)
 
+    def end_transfers(self) -> None:
+        """See :meth:`odc.transports.base.Transport.end_transfers`."""
+        for link in self.by_rank.values():
+            link.end_transfers()
+
     def close(self) -> None:
         """Close every link, and what set-up left unfinished."""
         ring(self._stop_fd)
-        if self._thread is not None:
-            self._thread.join()
-        self._close_listener()
-        for link in self.by_rank.values():
-            link.close()
-        for connection in self._sockets.values():
-            connection.close()
+        closables: list[Closable] = [*self.by_rank.values(), *self._sockets.values()]
+        fds = (self.loss_fd, self._stop_fd)
+        steps = [self._join, self._close_door, *(part.close for part in closables)]
         self.by_rank, self._sockets = {}, {}
-        os.close(self.loss_fd)
-        os.close(self._stop_fd)
+        run_all([*steps, *(partial(os.close, fd) for fd in fds)])
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.end()

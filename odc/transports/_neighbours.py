@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 
 from odc.transports._control import Closing, ControlBlock
 from odc.transports._process import WatchedProcess
+from odc.transports.base import Signs
 
 
 class Neighbour(ABC):
@@ -23,13 +24,13 @@ class Neighbour(ABC):
 
     @property
     @abstractmethod
-    def progress(self) -> int:
-        """How often it has ticked, as far as is known here."""
+    def signs(self) -> Signs:
+        """Of its life, as far as is known here."""
 
     @property
     @abstractmethod
     def waiting_on(self) -> int | None:
-        """Which rank it waits for, as far as is known here."""
+        """Which rank of the job it waits for, as far as is known here."""
 
     @property
     @abstractmethod
@@ -88,8 +89,8 @@ class LocalNeighbour(Neighbour):
         ring(*self._bells)
 
     @property
-    def progress(self) -> int:
-        return self._block.progress
+    def signs(self) -> Signs:
+        return self._block.signs
 
     @property
     def waiting_on(self) -> int | None:

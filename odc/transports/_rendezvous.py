@@ -15,16 +15,20 @@ import time
 from collections.abc import Sequence
 
 from odc.errors import SetupError
+from odc.exchange import OutOfReachError
 from odc.topology import Topology
+from odc.transports._door import Door
 
 _FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
 _MAGIC = b"odc-shm1"
 _PEERCRED = struct.Struct("3i")
 _MIN_BACKLOG = 128
+_ATTEMPTS = 100
 
 
 class Mesh:
-    """One connected socket per pair of ranks of a host, once :meth:`connect` has returned."""
+    """One connected socket per pair of ranks of a host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
+    wait for all, :meth:`complete`."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -34,6 +38,7 @@ class Mesh:
         self._key = secrets.token_bytes(16)
         self._peers: dict[int, socket.socket] = {}
         self._listener: socket.socket | None = None
+        self._door: Door | None = None
 
     def listen(self) -> list[str]:
         """Open this rank's door; what the others need to find it."""
@@ -44,63 +49,85 @@ class Mesh:
         return [address, self._key.hex()]
 
     def connect(self, rows: Sequence[Sequence[str]], timeout_s: float) -> None:
-        """Connect to every rank of this host. ``rows``: what :meth:`listen` returned, of all ranks.
+        """Connect to the ranks of this host with a lower number, and let in those with a higher one from now on.
+
+        Args:
+            rows: what :meth:`listen` returned, of all ranks.
 
         Raises:
-            SetupError, OSError: a rank did not come within ``timeout_s``.
+            SetupError: a rank cannot be reached, or does not answer within ``timeout_s``.
         """
         assert self._listener is not None
         self._timeout_s = timeout_s
         # All use the key of the host's first rank: one key per job and host, known to its members only.
         self._key = bytes.fromhex(rows[self._ranks[0]][1])
+        if self._ranks[-1] > self._topology.rank:
+            self._door, self._listener = Door(self._listener, _FRAME.size, self._admit), None
+            self._door.open()
         deadline = time.monotonic() + timeout_s
         for peer in self._ranks:
             if peer < self._topology.rank:
                 self._call(peer, str(rows[peer][0]), deadline)
-        while len(self._peers) < len(self._ranks) - 1:
-            self._answer(self._listener, deadline)
-        self._listener.close()
+
+    def complete(self) -> None:
+        """Everybody has connected everywhere.
+
+        Raises:
+            SetupError: somebody is missing all the same.
+        """
+        if self._door is not None:
+            self._door.close()
+        missing = [rank for rank in self._ranks if rank != self._topology.rank and rank not in self._peers]
+        if missing:
+            raise SetupError(f"ranks {missing} say that they are connected to rank {self._topology.rank}, and are not")
 
     def _call(self, peer: int, address: str, deadline: float) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(self._timeout_s)
-        self._peers[peer] = connection
+        """Connect, and wait for the answer; again where strangers have pushed this rank out at the door."""
+        for _ in range(_ATTEMPTS):
+            connection = self._peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._connect(peer, connection, address, deadline)
+            try:
+                self._send(peer, 0, [])
+                self._receive(peer, 0)
+            except SetupError:
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            connection.settimeout(self._timeout_s)
+            return
+        raise OutOfReachError(f"{self._topology.describe(peer)} has ended {_ATTEMPTS} connections without an answer")
+
+    def _connect(self, peer: int, connection: socket.socket, address: str, deadline: float) -> None:
+        who = self._topology.describe(peer)
         while True:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
                 connection.connect(f"\0odc-{address}")
-                break
+                return
             except BlockingIOError:  # its queue is full: somebody knocks at it in vain
                 if time.monotonic() > deadline:
-                    raise SetupError(f"{self._topology.describe(peer)} did not answer during set-up") from None
+                    raise SetupError(f"{who} did not answer during set-up") from None
                 time.sleep(0.01)
-        self._send(peer, 0, [])
+            except OSError as problem:
+                raise OutOfReachError(f"cannot reach {who} during set-up: {problem}") from None
 
-    def _answer(self, listener: socket.socket, deadline: float) -> None:
-        listener.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = [r for r in self._ranks if r > self._topology.rank and r not in self._peers]
-            raise SetupError(f"ranks {missing} did not connect within {self._timeout_s:g} s") from None
+    def _admit(self, connection: socket.socket, greeting: bytes) -> bool:
+        """Keep and answer a connection that proves to be a rank of this job. See :class:`Door`."""
         if _credentials(connection)[1] != os.getuid():
-            connection.close()  # another user: not even listened to
-            return
-        self._admit(connection)
-
-    def _admit(self, connection: socket.socket) -> None:
-        """Keep a connection that proves to be a rank of this job; drop any other silently."""
-        connection.settimeout(2.0)
-        try:
-            magic, key, peer, _, _ = _FRAME.unpack(_receive_exactly(connection, _FRAME.size))
-        except (OSError, SetupError):
-            connection.close()
-            return
+            return False
+        magic, key, peer, _, _ = _FRAME.unpack(greeting)
         wanted = peer in self._ranks and peer > self._topology.rank and peer not in self._peers
         if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
-            connection.close()
-            return
+            return False
         connection.settimeout(self._timeout_s)
         self._peers[peer] = connection
+        try:
+            self._send(peer, 0, [])
+        except SetupError:  # it has ended, and may come again
+            del self._peers[peer]
+            return False
+        return True
 
     def pid_of(self, rank: int) -> int:
         """The process at the other end as the kernel sees it from this pid namespace (0: not visible)."""
@@ -157,6 +184,8 @@ class Mesh:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        if self._door is not None:
+            self._door.close()
         for connection in self._peers.values():
             connection.close()
         self._peers = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -77,6 +77,17 @@ class PeerState(enum.Enum):
     ALIVE = "alive"
     CLOSED = "closed"
     DEAD = "dead"
+
+
+class Signs(NamedTuple):
+    """Of a rank's life: counters, each of which grows while the rank is well."""
+
+    progress: int
+    """Steps of work."""
+    looks: int
+    """While it waits for another rank: looks at whether that has come."""
+    beats: int
+    """Of a thread that does nothing else: they end where the process is stopped."""
 
 
 class LockOutcome(enum.Enum):
@@ -278,12 +289,27 @@ class Transport(ABC):
         """How often ``rank`` has ticked."""
 
     @abstractmethod
+    def signs(self, rank: int) -> Signs:
+        """The signs of life that ``rank`` has given."""
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Count one look of this rank's watchdog, visible to the others."""
+
+    @abstractmethod
     def set_waiting_on(self, rank: int | None) -> None:
-        """Tell the others which rank this one waits for (None: it is working)."""
+        """Tell the others which rank of the job, by its number there, this one waits for (None: it is working).
+
+        To be repeated at each look: a rank that says for whom it waits, and does not look, is stopped itself.
+        """
 
     @abstractmethod
     def waiting_on(self, rank: int) -> int | None:
-        """Which rank ``rank`` is waiting for, if it is waiting."""
+        """Which rank of the job, by its number there, ``rank`` is waiting for, if it is waiting."""
+
+    def mirror(self, other: Transport) -> None:
+        """Show the ranks of ``other``, too, what this rank shows of its progress and its waits."""
+        raise UnsupportedError(f"{self.name} shows its own ranks only")
 
     @abstractmethod
     def peer_state(self, rank: int) -> PeerState:
@@ -312,6 +338,11 @@ class Transport(ABC):
     @abstractmethod
     def abort_notice(self) -> str | None:
         """The first abort notice that a peer left here."""
+
+    def end_transfers(self) -> None:
+        """This rank is about to close: whatever thread of its own waits for another rank in a transfer gives it up, and
+        raises. Local."""
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -93,9 +93,9 @@ class CudaIpcTransport(HostsTransport):
             reason = self._cuda.cannot_reach(identity)
             if reason is not None:
                 raise SetupError(
-                    f"{reason} (rank {self._rank} to rank {rank}). Choose devices that reach each other "
-                    "(`nvidia-smi topo -p2p rw`, CUDA_VISIBLE_DEVICES); on bare metal IOMMU or PCIe ACS may be in the "
-                    "way; or keep FSDP's own collectives."
+                    f"{reason} (rank {self.topology.me} to rank {self.topology.global_rank(rank)}). Choose devices "
+                    "that reach each other (`nvidia-smi topo -p2p rw`, CUDA_VISIBLE_DEVICES); on bare metal IOMMU or "
+                    "PCIe ACS may be in the way; or keep FSDP's own collectives."
                 )
 
     # Memory
@@ -138,7 +138,7 @@ class CudaIpcTransport(HostsTransport):
         handle, offset, size, pid, address = _EXPORT.unpack(row)
         if size != num_bytes:
             raise SetupError(
-                f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self._rank} {num_bytes}"
+                f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
             )
         if pid == os.getpid():  # a handle cannot be opened where it was made
             return self._cuda.tensor(address, num_bytes)

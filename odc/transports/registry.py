@@ -40,6 +40,16 @@ def load(name: str) -> type[Transport]:
     return cls
 
 
+def check_name(name: str) -> None:
+    """Whether a transport has this name, or it is "auto".
+
+    Raises:
+        ConfigError: neither.
+    """
+    if name != "auto" and name not in _LOCATIONS:
+        raise ConfigError(f"transport={name!r} is unknown: expected auto or one of {', '.join(_LOCATIONS)}")
+
+
 def choose(name: str, topology: Topology, device: torch.device, exchange: Exchange | None = None) -> type[Transport]:
     """The transport called ``name``, or the first available one for "auto".
 
@@ -50,8 +60,7 @@ def choose(name: str, topology: Topology, device: torch.device, exchange: Exchan
         ConfigError: no transport has this name.
         SetupError: the named transport (or, for "auto", every transport) cannot serve this group; with reasons.
     """
-    if name != "auto" and name not in _LOCATIONS:
-        raise ConfigError(f"transport={name!r} is unknown: expected auto or one of {', '.join(_LOCATIONS)}")
+    check_name(name)
     refused = []
     for candidate in _LOCATIONS if name == "auto" else [name]:
         cls = load(candidate)
@@ -69,4 +78,6 @@ def _first_reason(reason: str | None, exchange: Exchange | None) -> str | None:
     if not found:
         return None
     rank, text = next(iter(found.items()))
-    return text if len(found) == len(by_rank) else f"on rank {rank}: {text}"
+    if exchange is None or len(found) == len(by_rank):
+        return text
+    return f"on rank {exchange.global_ranks[rank]}: {text}"

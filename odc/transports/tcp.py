@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from odc.engine import AfterChunk
@@ -41,5 +42,24 @@ class TcpTransport(HostsTransport):
         self._link(rank).write(buffer.number, offset_bytes, _bytes_of(source), after_chunk)
 
 
+class _Memory:
+    """The bytes of a tensor, as numpy takes them over from a stranger.
+
+    [Note: Storage of others] ``tensor.numpy()`` pins the tensor's storage: it can never be resized again, also when
+    nobody holds the array any more. FSDP1 frees and allocates the storage that it gathers into (``storage.resize_``) at
+    every use. So what belongs to others is only addressed here, for the time of a call.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # alive as long as the array that is made of this
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.nbytes,),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().view(torch.uint8).numpy().data
+    """Of a contiguous tensor in host memory. See [Note: Storage of others]."""
+    return np.asarray(_Memory(tensor)).data

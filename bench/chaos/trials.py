@@ -1,0 +1,179 @@
+"""What happens to which rank, where: a seeded choice. And what must follow."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SILENCE_LIMIT_S = 5.0  # ODC_TIMEOUT
+COLLECTIVE_LIMIT_S = 8.0  # of a collective of torch, which is what ends one with a rank that has stopped for ever
+NOTICE_S = 10.0  # for a death or an error to end all ranks, as in the tests of docs/reliability.md: machines are busy
+STEPS = 24
+RAISED = "chaos: raised on purpose"
+EXIT_CODE = 3
+
+TRANSPORTS = {
+    "shm": "one host",
+    "tcp": "every rank poses as a host; four ranks as two hosts",
+    "replicas": "two replicas of a shard group of two, each on a host",
+}
+ACTIONS = {
+    "kill": "SIGKILL",
+    "pause": "SIGSTOP, and SIGCONT after a while: training goes on, to the right numbers",
+    "stop": "SIGSTOP for ever",
+    "raise": "an exception of the script",
+    "exit": "sys.exit(3)",
+    "_exit": "os._exit(0)",
+    "terminate": "SIGTERM",
+    "interrupt": "SIGINT",
+    "segfault": "a segmentation fault",
+}
+PHASES = {
+    "any": "at a random time, wherever the rank is (signals only)",
+    "set-up": "before it patches its model, or in it",
+    "gather": "in the middle of a forward, before or between reads of shards",
+    "push": "in the middle of a backward, before or between additions to sums",
+    "finish": "before it ends its minibatch, or before it says that it has",
+    "clip": "between the end of the minibatch and the all-reduce of clipping",
+    "step": "before its optimizer's step",
+    "publish": "between the publications of two units",
+    "collective": "before a collective of the script's own",
+    "evaluation": "in the middle of an evaluation",
+    "save": "before the collectives that gather a checkpoint",
+}
+POINTS = {
+    "set-up": ("setup",),
+    "gather": ("gather.before", "gather.after_chunk"),
+    "push": ("scatter.before", "scatter.after_chunk", "scatter.before_commit"),
+    "finish": ("finish.before", "finish.before_done"),
+    "publish": ("publish.before", "publish.after"),
+}
+"""Where in ODC's own code a fault of a phase may be injected, instead of in the script."""
+INJECTED = {"kill": "kill", "pause": "stop", "stop": "stop", "_exit": "exit", "segfault": "segv"}
+"""What ODC can be told to do at a point (``ODC_FAULT``), by action."""
+SIGNALLED = ("kill", "pause", "stop", "terminate", "interrupt")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job, and what happens to one of its ranks."""
+
+    number: int
+    fsdp: str
+    transport: str
+    world_size: int
+    victim: int
+    action: str
+    phase: str
+    point: str
+    """A point of ``ODC_FAULT``, or "" for a place in the script or a random time."""
+    at: int
+    """Which step, or which pass of the point (from 1)."""
+    delay_s: float
+    """Since training has begun, in phase "any"."""
+    pause_s: float
+    copies: str
+    idle: bool
+    """Whether in each step another rank has no microbatch."""
+
+    def host_of(self, rank: int) -> str:
+        if self.transport == "shm":
+            return "host-0"
+        return f"host-{rank // 2 if self.world_size == 4 else rank}"
+
+    def num_microbatches(self, step: int, rank: int) -> int:
+        return 0 if self.idle and step % self.world_size == rank else 1 + (step + rank) % 2
+
+    @property
+    def limit_s(self) -> float:
+        """From what happens to the end of the last rank."""
+        if self.action != "stop":
+            return NOTICE_S
+        return NOTICE_S + max(
+            SILENCE_LIMIT_S, COLLECTIVE_LIMIT_S if self.phase in ("collective", "save", "any") else 0.0
+        )
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        """How the victim may end; negative: by that signal."""
+        codes = {
+            "pause": (0,),
+            "raise": (1,),
+            "exit": (EXIT_CODE,),
+            "_exit": (0,),
+            "terminate": (-15,),
+            "interrupt": (-2, 1),
+            "segfault": (-11,),
+        }
+        return codes.get(self.action, (-9,))
+
+    def says_why(self, text: str, rank: int) -> bool:
+        """Whether the last error of another rank tells the cause. How a process of another host ended, nobody knows."""
+        here = self.host_of(rank) == self.host_of(self.victim)
+        words = {
+            "kill": "signal 9",
+            "stop": "silent|no sign of life|answered nothing",
+            "raise": RAISED,
+            "exit": "exit|closed|gone|ended|dead",
+            "_exit": "exit|closed|gone|ended|dead",
+            "terminate": "signal 15",
+            "interrupt": "KeyboardInterrupt|signal 2",
+            "segfault": "signal 11",
+        }
+        gone = "|dead|gone|ended|closed|lost" if not here and self.action != "raise" else ""
+        return re.search(words[self.action] + gone, text) is not None
+
+    def describe(self) -> str:
+        where = f"{self.point} pass {self.at}" if self.point else f"step {self.at}"
+        where = f"after {self.delay_s:.2f} s" if self.phase == "any" else where
+        idle = ", idle ranks" if self.idle else ""
+        return (
+            f"{self.fsdp}, {self.world_size} ranks, {self.transport}, copies {self.copies}{idle}: rank {self.victim} "
+            f"{self.action} in {self.phase} ({where})"
+        )
+
+
+def generate(seed: int) -> Iterator[Trial]:
+    """Trials without end, the same for the same seed. Transports, actions and phases come equally often."""
+    chance = random.Random(seed)
+    number = 0
+    while True:
+        rows = [(t, a, p) for t in TRANSPORTS for a in ACTIONS for p in PHASES if _is_possible(a, p)]
+        chance.shuffle(rows)
+        for transport, action, phase in rows:
+            yield _trial(number, transport, action, phase, chance)
+            number += 1
+
+
+def _is_possible(action: str, phase: str) -> bool:
+    if phase == "any":
+        return action in SIGNALLED
+    if phase == "set-up" and action == "stop":
+        return False  # set-up waits for ten minutes at the least, as it is documented to
+    return phase != "publish" or action in INJECTED
+
+
+def _trial(number: int, transport: str, action: str, phase: str, chance: random.Random) -> Trial:
+    world_size = 4 if transport == "replicas" else chance.choice([2, 3, 4])
+    points = POINTS.get(phase, ()) if action in INJECTED else ()
+    point = chance.choice(points) if points and (phase == "publish" or chance.random() < 0.6) else ""
+    at = chance.randint(1, 8)
+    if point:
+        at = 1 if phase == "set-up" else chance.randint(2, 9) if phase == "finish" else chance.randint(9, 40)
+    return Trial(
+        number=number,
+        fsdp=chance.choice(["fsdp2", "fsdp2", "fsdp1-flat", "fsdp1-orig"]),
+        transport=transport,
+        world_size=world_size,
+        victim=chance.randrange(world_size),
+        action=action,
+        phase=phase,
+        point=point,
+        at=at,
+        delay_s=round(chance.uniform(0.0, 0.6), 3),
+        pause_s=round(chance.uniform(0.5, 3.0), 2),
+        copies=chance.choice(["on", "off"]),
+        idle=chance.random() < 0.25,
+    )

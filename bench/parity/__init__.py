@@ -1,0 +1,1 @@
+"""Training scripts made up by chance, with and without ODC."""

@@ -1,0 +1,210 @@
+"""README's figures, from the committed results.
+
+    python -m odc.bench.readme            # after measuring anew: writes the figures into README.md
+    python -m odc.bench.readme --check    # changes nothing, status 1 if a figure is not its file's
+
+From the root of the repository. A figure is a sentence or a row of a table with numbers in it. Which numbers it has now
+does not matter for finding it; words that a result would change (how many repetitions) have to be changed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+README, RESULTS = Path("README.md"), Path("bench/results")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What README has to say: ``fixed`` finds the place, the numbers in ``text`` come from ``source``."""
+
+    source: str
+    fixed: str
+    text: str
+
+    @property
+    def words(self) -> str:
+        return self.fixed + self.text
+
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the words with any numbers behind ``fixed``."""
+        return re.compile(re.escape(self.fixed) + _NUMBER.pattern.join(map(re.escape, _NUMBER.split(self.text))))
+
+
+def figures(results: Path = RESULTS) -> Iterator[Figure]:
+    """All of them, in README's order."""
+    for name, make in (
+        ("demo_cpu_2ranks", _demo),
+        ("trainers_cpu_2ranks", _trainers),
+        ("conformance", _conformance),
+        ("tables", _tables),
+        ("partition_quality", _partition_quality),
+        ("partition_speed", _partition_speed),
+        ("primitives_cpu_2ranks", _primitives),
+        ("primitives_tcp_cpu_2ranks", _primitives_tcp),
+    ):
+        for fixed, text in make(json.loads((results / f"{name}.json").read_text())):
+            yield Figure(f"{name}.json", fixed, text)
+
+
+def update(readme: str, wanted: Iterator[Figure]) -> tuple[str, list[Figure], list[Figure]]:
+    """``readme`` with the figures in it; those that were other ones, and those whose place is not there once."""
+    changed, lost = [], []
+    for figure in wanted:
+        found = figure.pattern().findall(readme)
+        if len(found) != 1:
+            lost.append(figure)
+        elif found[0] != figure.words:
+            changed.append(figure)
+            readme = readme.replace(found[0], figure.words)
+    return readme, changed, lost
+
+
+Figures = Iterator[tuple[str, str]]
+
+
+def _demo(result: dict[str, Any]) -> Figures:
+    names = {
+        "collective-lb-micro": "FSDP2 collectives + LB-Micro",
+        "odc-lb-micro": "ODC + LB-Micro",
+        "odc-lb-mini": "ODC + LB-Mini",
+    }
+    for key, name in names.items():
+        run = result["runs"][key]
+        difference = f"{run['max_loss_difference']:.1e}" if key.startswith("odc") else "-"
+        yield (
+            f"| {name} |",
+            f" {run['samples_per_s']:.1f} | {run['speedup']:.2f}x | {run['tokens_per_s']:.0f} | "
+            f"{100 * run['bubble_rate']:.1f} % | {run['losses'][-1]:.4f} | {difference} |",
+        )
+    yield "", f"Medians of {_WORDS[result['settings']['repetitions']]} interleaved repetitions on a noisy "
+    yield "", f"on a noisy {result['environment']['num_cpus']}-core machine"
+
+
+def _trainers(result: dict[str, Any]) -> Figures:
+    settings = result["settings"]
+    yield "", f"{settings['steps']} steps, medians of {_WORDS[settings['repetitions']]} interleaved runs"
+    rows = {(row["script"], row["way"]): row for row in result["rows"]}
+    names = {"accelerate_sft": "accelerate loop", "hf_trainer": "transformers `Trainer`", "trl_sft": "TRL `SFTTrainer`"}
+    for script, name in names.items():
+        plain, odc, balanced = (rows[script, way] for way in ("torchrun", "odc run", "odc run --balance lb-mini"))
+        by_hand = ", with its one line" if script == "accelerate_sft" else ""
+        worst = max(row["largest_loss_difference"] for row in (plain, odc, balanced))
+        speedups = f"{_speedup(odc)} | {_speedup(balanced)}{by_hand}"
+        yield f"| {name} |", f" {plain['samples_per_s']:.0f} samples/s | {speedups} | {worst:.1e} |"
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    slowest, fastest = row["speedup_range"]
+    return f"{row['speedup']:.2f}x ({slowest:.2f}-{fastest:.2f})"
+
+
+def _conformance(result: dict[str, Any]) -> Figures:
+    yield "", f"(docs/conformance.md) compares {len(result['cells'])} combinations"
+
+
+def _tables(result: dict[str, Any]) -> Figures:
+    errors = result["rms_error_points"]
+    fitted = {data: errors[f"{data} 1.5B"] for data in ("LongAlign", "SWE-Smith", "AIME")}
+    others = [error for cell, error in errors.items() if not cell.endswith(" 1.5B")]
+    yield (
+        "Root mean square errors on the 1.5B rows, to which the length laws were fitted: ",
+        f"{fitted['LongAlign']:.2f} points for LongAlign, {fitted['SWE-Smith']:.2f} for SWE-Smith, "
+        f"{fitted['AIME']:.2f} for AIME; the other sizes, unfitted, {min(others):.1f} to {max(others):.1f}",
+    )
+    yield "", f"[all {len(result['cells'])} cells](bench/results/tables.json)"
+
+
+def _partition_quality(result: dict[str, Any]) -> Figures:
+    worst = max(row["points_above"] for row in result["laws"])
+    yield "", f"its bubble rate is at most {worst:.2f} points above the least possible"
+    free, equal = sorted(result["random"], key=lambda row: row["equal_size"])
+    yield (
+        "",
+        f"on {free['num_instances']} random small instances the mean excess over exhaustive search is "
+        f"{free['mean_excess']:.3%} (equal sizes: {equal['mean_excess']:.3%}, where plain Karmarkar-Karp leaves "
+        f"{equal['mean_excess_of_plain_differencing']:.1%})",
+    )
+
+
+def _partition_speed(result: dict[str, Any]) -> Figures:
+    for row in result["results"]:
+        ours, textbook = row["odc"], row.get("textbook")
+        if textbook is None:
+            theirs, speedup, excess = "-", "-", "-"
+        else:
+            theirs, speedup = f"{1e3 * textbook['median_s']:.0f} ms", f"{row['speedup']:.0f}x"
+            excess = f"{textbook['largest_excess']:.2%}"
+        yield (
+            f"| {row['n']}, {row['k']} |",
+            f" {1e3 * ours['median_s']:.0f} ms | {theirs} | {speedup} | {ours['largest_excess']:.2%}, {excess} |",
+        )
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    return f"{1e3 * row['median_s']:.1f} ms ({1e3 * row['p20_s']:.1f}-{1e3 * row['p80_s']:.1f})"
+
+
+def _by_size(result: dict[str, Any], num_bytes: int) -> dict[str, dict[str, Any]]:
+    return {row["primitive"]: row for row in result["rows"] if row["num_bytes"] == num_bytes}
+
+
+def _primitives(result: dict[str, Any]) -> Figures:
+    rows = _by_size(result, 64 * _MB)
+    ranks = rows["gather"]["world_size"]
+    moved = {"gather": (ranks - 1) / ranks, "scatter_accumulate": 1.0}  # of what the memory operation touches
+    rivals = {"gather": ("all_gather", "copy"), "scatter_accumulate": ("reduce_scatter", "add")}
+    for name, (collective, memory) in rivals.items():
+        ours, theirs = rows[name], rows[collective]
+        yield (
+            f"| `{name}` |",
+            f" {_milliseconds(ours)} | {theirs['median_s'] / ours['median_s']:.1f}x `{collective}`, "
+            f"{_milliseconds(theirs)} | {rows[memory]['median_s'] * moved[name] / ours['median_s']:.2f}x `{memory}_` |",
+        )
+    faster = rows["reduce_scatter"]["median_s"] / rows["add"]["median_s"]
+    yield "", f"a bare `add_` is itself {faster:.1f}x the speed of gloo's reduce-scatter here"
+
+
+def _primitives_tcp(result: dict[str, Any]) -> Figures:
+    rows, small = _by_size(result, 64 * _MB), _by_size(result, 1 << 16)
+
+    def ratio(of: dict[str, dict[str, Any]], name: str, collective: str) -> str:
+        return f"{of[collective]['median_s'] / of[name]['median_s']:.1f}x"
+
+    gather, push = ("gather", "all_gather"), ("scatter_accumulate", "reduce_scatter")
+    yield (
+        "",
+        f"`gather` {_milliseconds(rows['gather'])}, {ratio(rows, *gather)} `all_gather`; "
+        f"`scatter_accumulate` {_milliseconds(rows['scatter_accumulate'])}, {ratio(rows, *push)} `reduce_scatter`; "
+        f"at 64 KB {ratio(small, *gather)} and {ratio(small, *push)}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="odc.bench.readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args().check
+    text, changed, lost = update(README.read_text(), figures())
+    for figure in changed:
+        print(f"{figure.source}: {figure.words}")
+    for figure in lost:
+        print(f"{figure.source}: README.md has not exactly one place for: {figure.words}", file=sys.stderr)
+    if not check:
+        README.write_text(text)
+    sys.exit(1 if lost or (check and changed) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Pairs of things that each work by themselves: ranks without microbatches, and everything else a loop may do.
+
+The scripts are generated from a few factors; :func:`covering` picks as few of their combinations as contain every pair
+of values. Under plain FSDP a rank without a microbatch runs one whose loss counts nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import Case, Outcome, Run, full
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does."""
+
+    ends: str = "norm"  # what first asks for gradients
+    clears: str = "none"  # how gradients are cleared
+    steps: str = "adamw"  # who updates the parameters
+    reduces: bool = False  # the script sums a loss over the ranks before that
+    evaluates: bool = False  # before each step, all ranks together
+    keeps: bool = False  # views of gradients are kept and looked at two steps later
+    reshards: bool = True  # after forward
+
+    def __call__(self, run: Run) -> Outcome:
+        return _Training(self, run).train()
+
+    @property
+    def first_idle_step(self) -> int:
+        """Nothing tells of a step by hand; how a script makes one is learned from minibatches with a microbatch."""
+        return 3 if self.steps in ("by hand", "through data") else 1
+
+    @property
+    def is_followed(self) -> bool:
+        """Not where a rank steps by hand, clears in a way that nobody sees, and waits in a collective of the script:
+        its parameters are published at their next use, and others may wait for them before that collective."""
+        is_seen = self.clears == "module" or self.steps not in ("by hand", "through data")
+        return is_seen or not self.reduces
+
+
+FACTORS: Mapping[str, Sequence[object]] = {
+    "ends": ("norm", "value", "by hand", "scaled by hand", "step"),
+    "clears": ("none", "in place", "own", "own first", "in the loop", "module", "never"),
+    "steps": ("adamw", "two", "some", "scaler", "by hand", "through data"),
+    "reduces": (False, True),
+    "evaluates": (False, True),
+    "keeps": (False, True),
+    "reshards": (True, False),
+}
+assert list(FACTORS) == [field.name for field in fields(Loop)]
+
+
+def covering(factors: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
+    """Few combinations that contain every pair of values of every two factors: greedily, the most new pairs first."""
+    names = list(factors)
+    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+    every = [combination for combination in every if Loop(**combination).is_followed]  # type: ignore[arg-type]
+    missing = {pair for combination in every for pair in _pairs(combination)}
+    chosen = []
+    while missing:
+        best = max(every, key=lambda combination: len(missing & _pairs(combination)))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(combination: Mapping[str, object]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    return set(itertools.combinations(combination.items(), 2))
+
+
+class _Training:
+    """One rank's run of a loop."""
+
+    def __init__(self, loop: Loop, run: Run) -> None:
+        self.loop, self.run = loop, run
+        model = run.net(reshard_after_forward=loop.reshards) if not loop.reshards else run.net()
+        self.model: nn.Module = model
+        run.patch(model)
+        parameters = list(model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        half = len(parameters) // 2
+        self.optimizers: list[torch.optim.Optimizer] = {
+            "two": lambda: [torch.optim.SGD(parameters[:half], lr=0.1), torch.optim.AdamW(parameters[half:], lr=3e-3)],
+            "some": lambda: [torch.optim.SGD(parameters[:half], lr=0.1)],
+            "by hand": list,
+            "through data": list,
+        }.get(loop.steps, lambda: [optimizer_of(model)])()
+        self.kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        self.losses: list[torch.Tensor] = []
+
+    def train(self) -> Outcome:
+        for step in range(STEPS):
+            self.step(step)
+        return {"losses": torch.stack(self.losses)}
+
+    def step(self, step: int) -> None:
+        if self.loop.clears == "own first":
+            self.clear_by_hand()
+        total = torch.zeros(())
+        if self.loop.evaluates and step:
+            with torch.no_grad():
+                total += loss_of(self.model, tokens(100 + step, 0, 0))
+        counts = self.counts(step)
+        for microbatch in range(counts if self.run.patched else max(counts, 1)):
+            total += self.microbatch(step, microbatch, 0.02 if counts else 0.0)
+        if self.loop.reduces:
+            dist.all_reduce(total)
+        self.losses.append(total)
+        self.end()
+        self.look_at_kept()
+        self.update()
+        self.clear()
+
+    def counts(self, step: int) -> int:
+        """Microbatches of this rank: rank 1 has none in every second step, rank 0 once; at first all have one."""
+        idle = (step % 2 == 1 and step >= self.loop.first_idle_step) if self.run.rank % 2 else step == 4
+        return 0 if idle else 1
+
+    def microbatch(self, step: int, microbatch: int, weight: float) -> torch.Tensor:
+        if self.loop.clears == "in the loop" and microbatch == 0 and weight:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        loss = loss_of(self.model, tokens(step, self.run.rank, microbatch)) * weight
+        (self.scaler.scale(loss) if self.loop.steps == "scaler" else loss).backward()
+        return loss.detach()
+
+    def end(self) -> None:
+        if self.loop.steps == "scaler":
+            self.scaler.unscale_(self.optimizers[0])
+        if self.loop.ends == "norm":
+            self.losses.append(full(clip_grad_norm_(self.model.parameters(), 0.5)).reshape(()))
+        elif self.loop.ends == "value":
+            clip_grad_value_(self.model.parameters(), 0.01)
+        elif self.loop.ends == "scaled by hand":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.25)
+        elif self.loop.ends == "by hand":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    self.losses.append(full(parameter.grad).norm().reshape(()))
+
+    def look_at_kept(self) -> None:
+        """A view of a gradient is the script's own: it changes when the script changes the gradient, and never else."""
+        if not self.loop.keeps:
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.loop.clears == "module" or (self.loop.clears == "none" and self.loop.steps != "some"):
+            for views in self.kept if self.run.patched else ():
+                assert all(torch.equal(view, copy) for view, copy in views), "a gradient that was kept has changed"
+        local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+        views = [g.flatten()[:4] for g in local if g.numel()]
+        self.kept = [*self.kept[-1:], [(view, view.clone()) for view in views]]
+
+    def update(self) -> None:
+        if self.loop.steps == "scaler":
+            self.scaler.step(self.optimizers[0])
+            self.scaler.update()
+        elif self.loop.steps == "by hand":
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(0.5 * parameter.grad)
+        elif self.loop.steps == "through data":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(0.5 * parameter.grad.data)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def clear(self) -> None:
+        clears = self.loop.clears
+        if clears == "module":
+            self.model.zero_grad()
+        elif clears in ("none", "in place") and self.optimizers:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=clears == "none")
+        elif clears in ("none", "in place", "own"):
+            self.clear_by_hand()
+
+    def clear_by_hand(self) -> None:
+        """As optimizers with a ``zero_grad`` of their own do it."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def name_of(combination: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in combination.items())
+
+
+PAIRS: dict[str, Case] = {
+    name_of(combination): Case(Loop(**combination), minibatches=None)  # type: ignore[arg-type]
+    for combination in covering(FACTORS)
+}

@@ -1,0 +1,118 @@
+"""Layer 3: ranks as processes. What becomes of a job when something happens to one of its ranks: a few seeded trials.
+
+`python -m odc.bench.chaos` runs hundreds. The judgement of a trial is tested without ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from odc.bench.chaos.launch import _Seen, blamed_rank, is_in_own_collective, judge, last_error, run_trials
+from odc.bench.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, Trial, generate
+from odc.faults import ACTIONS as FAULT_ACTIONS
+from odc.faults import POINTS as FAULT_POINTS
+
+PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, "off", False)
+DEAD = "rank 0 waited 0.1 s for rank 1 (host a, pid 8): gather of unit 'x'. Cause: rank 1 is dead: killed by signal 9"
+
+
+def trials_of(*changes: dict[str, Any]) -> list[Trial]:
+    return [replace(PLAIN, number=number, **change) for number, change in enumerate(changes)]
+
+
+def test_ranks_that_come_to_grief_are_named_by_the_others() -> None:
+    trials = trials_of(
+        {"action": "kill", "phase": "push", "point": "scatter.after_chunk", "at": 9},
+        {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5},
+        {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0},
+        {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat"},
+        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig", "copies": "on"},
+        {"action": "stop", "phase": "publish", "point": "publish.before", "at": 9},
+    )
+    for outcome in run_trials(trials, jobs=2):
+        assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
+
+
+def seen(code: int = -9, other: int = 1, text: str = f"odc.errors.PeerDiedError: {DEAD}", **further: Any) -> _Seen:
+    """What a good trial of ``PLAIN`` shows, or one that differs from it."""
+    found = _Seen([7, 8], 10.0, {0: (other, 12.0), 1: (code, 10.0)}, texts=[text, ""])
+    for name, value in further.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (seen(), "right"),
+        (seen(killed={0}), "hang"),
+        (seen(code=1), "exit code"),
+        (seen(code=0), "no fault"),
+        (seen(other=-6), "exit code"),
+        (seen(other=0), "exit code"),
+        (seen(ends={0: (1, 40.0), 1: (-9, 10.0)}), "late"),
+        (seen(left=["sleep 100"]), "left"),
+        (seen(text="RuntimeError: Connection closed by peer"), "unnamed"),
+        (seen(text=""), "unnamed"),
+        (seen(text="odc.errors.PeerDiedError: " + DEAD.replace("rank 1", "rank 3")), "wrong rank"),
+        (seen(text="odc.errors.PeerDiedError: " + DEAD.replace("signal 9", "signal 15")), "wrong cause"),
+    ],
+)
+def test_each_broken_promise_has_its_name(found: _Seen, status: str) -> None:
+    assert judge(PLAIN, found).status == status
+
+
+def test_a_pause_must_end_in_the_right_numbers() -> None:
+    paused = replace(PLAIN, action="pause")
+    ends = {0: (0, 12.0), 1: (0, 12.0)}
+    assert judge(paused, seen(ends=ends, text="")).status == "right"
+    assert judge(paused, seen(ends=ends, text="AssertionError: wrong numbers: parameter x")).status == "wrong numbers"
+    assert judge(paused, seen(ends={0: (1, 12.0), 1: (0, 12.0)})).status == "exit code"
+    assert judge(paused, seen(ends=ends, text="", happened_at=13.0)).status == "no fault"
+
+
+@pytest.mark.parametrize(
+    ("error", "blamed"),
+    [
+        (DEAD, 1),
+        (f"rank 0 aborted because rank 2 (pid 9): PeerDiedError: {DEAD.replace('rank 0', 'rank 2')}", 1),
+        (f"rank 0 aborted because rank 2 (pid 9): ValueError: {RAISED}", 2),
+        ("rank 0 aborted because rank 2 (pid 9): PeerDiedError: rank 2: gather: rank 3 (host b) cannot be reached", 3),
+        ("set-up failed on rank 3: ValueError: x", 3),
+        ("Connection closed by peer", None),
+    ],
+)
+def test_the_blame_is_that_of_the_first_cause(error: str, blamed: int | None) -> None:
+    assert blamed_rank(error, 0) == blamed
+
+
+def test_the_last_error_of_an_output() -> None:
+    text = (
+        'Traceback\n  File "odc/bench/chaos/script.py", line 9, in train\n    dist.all_reduce(total)\n'
+        "RuntimeError: closed\nby peer\n"
+    )
+    assert last_error(f"ValueError: first\n{text}") == "RuntimeError: closed by peer"
+    assert last_error("a warning") == ""
+    assert is_in_own_collective(text)
+    assert not is_in_own_collective(text.replace("dist.all_reduce(total)", "_clip(model)"))
+    assert not is_in_own_collective(text.replace("RuntimeError", "odc.errors.AbortedError"))
+
+
+def test_trials_are_those_of_the_seed_and_all_kinds_come() -> None:
+    trials = list(itertools.islice(generate(0), 300))
+    assert trials == list(itertools.islice(generate(0), 300))
+    assert trials != list(itertools.islice(generate(1), 300))
+    assert {t.transport for t in trials} == set(TRANSPORTS)
+    assert {t.action for t in trials} == set(ACTIONS)
+    assert {t.phase for t in trials} == set(PHASES)
+    assert all(count >= 2 for count in Counter((t.transport, t.action) for t in trials).values())
+
+
+def test_injected_faults_are_those_that_odc_knows() -> None:
+    assert {point for points in POINTS.values() for point in points} <= set(FAULT_POINTS)
+    assert set(INJECTED.values()) <= set(FAULT_ACTIONS)

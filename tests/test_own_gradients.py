@@ -1,0 +1,166 @@
+"""Layer 3: ranks as processes. ``.grad`` is the script's own memory; misuse that changed nothing ends nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_ranks import run_ranks, start_ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, optimizer_of, shard, tokens, wrap
+
+import odc
+
+KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
+
+
+def model_of(kind: str, world_size: int) -> nn.Module:
+    net = build(num_blocks=2)
+    return shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=kind == "fsdp1")
+
+
+def parameters_of(kind: str, model: nn.Module) -> dict[str, Any]:
+    return full_parameters(model) if kind == "fsdp2" else full_parameters_of_fsdp1(model)
+
+
+def local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def read_in_a_forked_child(rank: int, world_size: int, kind: str) -> tuple[int, bool]:
+    model = model_of(kind, world_size)
+    with odc.patch_fsdp(model) as session:
+        loss_of(model, tokens(0, rank, 0)).backward()
+        session.finish()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and local(p.grad).numel()]
+        child = os.fork()
+        if child == 0:
+            total = sum(float(local(g).abs().sum()) for g in gradients)
+            os._exit(7 if total > 0 else 8)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, bool(gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_child_can_read_gradients(kind: str) -> None:
+    """A child has no mapping of the memory that ranks share."""
+    assert run_ranks(2, read_in_a_forked_child, kind) == [(7, True)] * 2
+
+
+def kept_by_views(rank: int, world_size: int, kind: str) -> int:
+    """Parts of gradients, kept while later minibatches run and after the session has closed."""
+    model = model_of(kind, world_size)
+    optimizer = optimizer_of(model)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with odc.patch_fsdp(model):
+        for step in range(3):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            clip_grad_norm_(model.parameters(), 0.5) if kind == "fsdp2" else model.clip_grad_norm_(0.5)  # type: ignore[operator]
+            views = [local(p.grad).flatten()[:4] for p in model.parameters() if p.grad is not None]
+            kept += [(view, view.clone()) for view in views]
+            optimizer.step()
+            optimizer.zero_grad()
+            for view, copy in kept:
+                assert torch.equal(view, copy), f"changed in minibatch {step + 1}"
+    assert all(torch.equal(view, copy) for view, copy in kept), "changed when the session closed"
+    return len(kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_of_gradients_stay_as_they_are(kind: str) -> None:
+    assert all(run_ranks(2, kept_by_views, kind))
+
+
+# One rank has no microbatch, has not cleared its gradients, and the script has a collective of its own.
+
+
+def idle_and_uncleared(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    model = model_of(kind, world_size)
+    optimizer = optimizer_of(model)
+    with odc.patch_fsdp(model, timeout_s=20):
+        for step in range(4):
+            total = torch.zeros(())
+            if step % 2 == 0 or rank == 0:
+                loss = loss_of(model, tokens(step, rank, 0))
+                loss.backward()
+                total += loss.detach()
+            dist.all_reduce(total)
+            clip_grad_norm_(model.parameters(), 0.5) if kind == "fsdp2" else model.clip_grad_norm_(0.5)  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return parameters_of(kind, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_push_waits_for_no_script(kind: str) -> None:
+    run_ranks(2, idle_and_uncleared, kind)
+
+
+# Misuse
+
+
+def trained(rank: int, world_size: int, kind: str, misuses: bool) -> tuple[list[str], dict[str, Any]]:
+    model = model_of(kind, world_size)
+    session = odc.patch_fsdp(model, timeout_s=20)
+    optimizer = optimizer_of(model)
+    refused = []
+
+    def nested() -> None:
+        with session.minibatch():
+            raise AssertionError("a block inside a minibatch began")
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            loss_of(model, tokens(9, 0, 0))
+
+    def attempt(*what: Any) -> None:
+        for misuse in what if misuses else ():
+            with pytest.raises(odc.MisuseError) as caught:
+                misuse()
+            refused.append(str(caught.value))
+
+    for step in range(3):
+        loss_of(model, tokens(step, rank, 0)).backward()
+        attempt(session.publish, nested, model.zero_grad)
+        session.finish()
+        attempt(session._runtime.finish, evaluate)
+        optimizer.step()
+        optimizer.zero_grad()
+        attempt(session._runtime.finish)
+    assert not session._runtime.has_failed
+    session.close()
+    return refused, parameters_of(kind, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_misuse_that_changed_nothing_is_an_ordinary_exception(kind: str) -> None:
+    """On every rank, several times a minibatch; and the numbers are those of a run without."""
+    for (refused, disturbed), (_, plain) in zip(
+        run_ranks(2, trained, kind, True), run_ranks(2, trained, kind, False), strict=True
+    ):
+        assert len(refused) == 3 * 6
+        assert "publish() inside minibatch 1" in refused[0]
+        assert "a minibatch cannot begin now" in refused[1]
+        assert "between backward and step" in refused[2]
+        assert "is needed between session.finish()" in refused[4]
+        assert all((disturbed[name] == plain[name]).all() for name in plain)
+
+
+def different_ends(rank: int, world_size: int) -> None:
+    model = model_of("fsdp2", world_size)
+    session = odc.patch_fsdp(model, timeout_s=20)
+    loss_of(model, tokens(0, rank, 0)).backward()
+    if rank == 0:
+        session.finish()
+    else:
+        session.discard()
+
+
+def test_ranks_that_disagree_about_a_minibatch_all_fail_at_once() -> None:
+    results = start_ranks(2, different_ends).join(120)
+    assert {r.error_type for r in results} <= {"ProtocolError", "AbortedError"}, results
+    assert all("in different ways" in (r.error or "") for r in results), results
