@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,7 +46,7 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
 
 
 def shut_down(parts: Sequence[Closable], *transports: Transport) -> None:
-    """Close the parts, in this order, and then what they work on. Waits for no other rank.
+    """Close the parts, in this order, and then what they work on. Waits for no other rank longer than a moment.
 
     Raises:
         as :func:`run_all`.
@@ -62,6 +63,38 @@ def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transp
         shut_down(parts, *transports)
     except Exception as another:  # the first cause is the one to raise
         logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
+
+
+_GRACE_S = 2.0  # for which close() itself waits for the others to close, too
+_POLL_S = 2e-3
+
+
+def release_when(is_unused: Callable[[], bool], release: Callable[[], object]) -> None:
+    """Release what others may still be using as soon as they do not.
+
+    Beyond a moment that happens behind this call, in a thread for which the interpreter waits at its end; but not if
+    that end is an error's.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    while not (unused := is_unused()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if unused:
+        release()
+        return
+    earlier_error = id(_last_error())
+
+    def wait() -> None:
+        pause_s = _POLL_S
+        while not is_unused() and not _has_failed_at_exit(earlier_error):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        release()
+
+    if threading.main_thread().is_alive():
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more
+            threading.Thread(target=wait, name="odc-close", daemon=False).start()
+            return
+    wait()
 
 
 class Told(Protocol):
@@ -97,9 +130,14 @@ class Leaving:
 
     def _tell_why(self) -> None:
         error = _last_error()
-        is_at_exit = not threading.main_thread().is_alive()
-        if is_at_exit and error is not None and id(error) != self._earlier_error:
+        if _has_failed_at_exit(self._earlier_error):
             self._peers.abort_peers(f"{self._whoami}: {type(error).__name__}: {error}")
+
+
+def _has_failed_at_exit(earlier_error: int) -> bool:
+    """Whether the script has ended with an error, other than the one of this ``id``."""
+    error = _last_error()
+    return not threading.main_thread().is_alive() and error is not None and id(error) != earlier_error
 
 
 def _last_error() -> BaseException | None:

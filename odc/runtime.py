@@ -133,6 +133,7 @@ class Runtime:
             # An interpreter that ends without close() must still tell its peers so.
             leaving = Leaving(parts, transports, runtime._waiter.job, runtime._whoami)
             runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
+            transport.lend()
         except BaseException as error:
             give_up(error, parts, *transports)
             raise
@@ -410,7 +411,12 @@ class Runtime:
         return self._transport.name
 
     def close(self) -> None:
-        """Release everything this rank holds. Local, idempotent, never waits for another rank."""
+        """Release everything this rank holds. Local and idempotent.
+
+        Ranks that have not closed yet may still gather what is published, in an evaluation, say. Where that needs this
+        process (between hosts, and on GPUs), closing goes on in the background until they have closed, too; the
+        interpreter waits for it at its end.
+        """
         if self._closed:
             return
         self._closed = True

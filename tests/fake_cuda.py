@@ -304,11 +304,9 @@ class FakeCudaTransport(CudaIpcTransport):
         self.fake = FakeCuda(cls.delay_s, self._rank + 1, cls.limit_bytes, cls.refuses, cls.isolated)
         return self.fake
 
-    def close(self) -> None:
-        first = not self._closed
-        super().close()
-        if first:
-            end_of_fake(self)
+    def _release_all(self) -> None:
+        super()._release_all()
+        end_of_fake(self)
 
 
 def end_of_fake(transport: Any) -> None:

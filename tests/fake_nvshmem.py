@@ -134,11 +134,9 @@ class FakeNvshmemTransport(NvshmemTransport):
         self.heap = FakeHeap(self.fake, type(self).heap_bytes)
         return self.heap
 
-    def close(self) -> None:
-        first = not self._closed
-        super().close()
-        if first:
-            end_of_fake(self)
+    def _release_all(self) -> None:
+        super()._release_all()
+        end_of_fake(self)
 
 
 class AsynchronousFakeNvshmemTransport(FakeNvshmemTransport):

@@ -175,3 +175,10 @@ def assert_one_says(results: list[RankResult], kind: str, words: str) -> None:
     """A rank fails with ``kind`` and ``words``; another may be told of it."""
     assert all(r.error_type in (kind, "AbortedError", "PeerClosedError") for r in results), results
     assert any(r.error_type == kind and words in (r.error or "") for r in results), results
+
+
+def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)

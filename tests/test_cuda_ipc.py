@@ -19,7 +19,7 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
-from process_ranks import start_ranks
+from process_ranks import start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, ConfigError, OdcError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
@@ -178,7 +178,7 @@ def test_one_rank_that_cannot_use_a_transport_keeps_all_from_it(monkeypatch: pyt
 
 
 def test_close_gives_everything_back_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.transports.cuda_ipc._GRACE_S", 30.0)  # a rank may be slow to close
+    monkeypatch.setattr("odc.leaving._GRACE_S", 30.0)  # a rank may be slow to close
 
     def body(exchange: ThreadExchange) -> list[str]:
         with create(exchange) as runtime:
@@ -190,10 +190,34 @@ def test_close_gives_everything_back_on_every_rank(monkeypatch: pytest.MonkeyPat
     assert values(run_threads(3, body)) == [[], [], []]
 
 
-def test_memory_that_a_peer_still_reads_is_not_freed(
+def test_memory_that_a_peer_still_reads_is_freed_when_it_has_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.leaving._GRACE_S", 0.05)
+
+    def body(exchange: ThreadExchange) -> tuple[bool, float, list[str]]:
+        runtime = create(exchange)
+        transport = runtime._transport
+        assert isinstance(transport, FakeCudaTransport)
+        runtime.publish(0, lambda shard: shard.fill_(7.0))
+        out = torch.zeros(runtime.units[0].shard_numel * 2)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            runtime.close()
+        exchange.all_gather(b"")
+        is_held = hasattr(transport, "leaked")
+        if exchange.rank == 1:
+            runtime.gather(0, out)
+            runtime.close()
+        wait_until(lambda: hasattr(transport, "leaked"), "closing has not ended")
+        return is_held, float(out.max()), transport.leaked
+
+    assert values(run_threads(2, body)) == [(False, 0.0, []), (False, 7.0, [])]
+
+
+def test_memory_that_a_stopped_peer_may_read_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("odc.transports.cuda_ipc._GRACE_S", 0.05)
+    monkeypatch.setattr("odc.leaving._GRACE_S", 0.05)
+    monkeypatch.setattr("odc.transports._readers.Readers._is_silent", lambda *_: True)
 
     def body(exchange: ThreadExchange) -> list[str]:
         runtime = create(exchange)
@@ -209,7 +233,7 @@ def test_memory_that_a_peer_still_reads_is_not_freed(
     assert len(early) == 1
     assert early[0].endswith(" x memory")  # nothing mapped, nothing registered
     assert late == []
-    assert "ranks [1] have not closed their session yet" in caplog.text
+    assert "ranks [1] have not closed their session and give no sign of life" in caplog.text
 
 
 # What it does when a rank dies

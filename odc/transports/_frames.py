@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     CLOSED = 8  # a: how
     WELCOME = 9  # the answer to HELLO
     REFUSED = 10  # or this one; b: bytes of text, which follow
+    BYE = 11  # no POST and no WRITE comes behind it; READ is still answered
 
 
 class Frame(NamedTuple):

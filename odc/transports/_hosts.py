@@ -12,7 +12,7 @@ import torch
 
 from odc.errors import SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
-from odc.leaving import Closable, run_all
+from odc.leaving import Closable, release_when, run_all
 from odc.topology import Topology
 from odc.transports import _memfd
 from odc.transports._control import Closing, ControlBlock, control_bytes
@@ -22,6 +22,7 @@ from odc.transports._link import Link
 from odc.transports._links import Links
 from odc.transports._neighbours import LocalNeighbour, Neighbour, ring
 from odc.transports._process import WatchedProcess
+from odc.transports._readers import Readers
 from odc.transports._rendezvous import Mesh
 from odc.transports._watched_exchange import WatchedExchange
 from odc.transports.base import HOST, LockOutcome, PeerState, Signs, SymmetricBuffer, Transport
@@ -58,6 +59,7 @@ class HostsTransport(Transport):
         self._links: Links | None = None
         self._closed = False
         self._failing = False  # this rank or another one has reported an error
+        self._lends = False  # others read its memory as they like
         self._owner_pid = os.getpid()
         self._mesh = Mesh(topology)
         try:
@@ -372,6 +374,9 @@ class HostsTransport(Transport):
         self._failing |= notice is not None
         return notice
 
+    def lend(self) -> None:
+        self._lends = True
+
     def end_transfers(self) -> None:
         if self._links is not None:
             self._links.end_transfers()
@@ -380,7 +385,7 @@ class HostsTransport(Transport):
         if self._closed or os.getpid() != self._owner_pid:
             return  # a forked child must not speak for its parent
         self._closed = True
-        run_all([self._mesh.close, self._say_farewell, self._take_back, self._release_all])
+        run_all([self._mesh.close, self._say_farewell, self._leave])
 
     def _say_farewell(self) -> None:
         how = Closing.FAILED
@@ -390,6 +395,21 @@ class HostsTransport(Transport):
             if self._blocks:
                 self._own.closed = how
             run_all(partial(neighbour.tell_closed, how) for neighbour in self._neighbours.values())
+
+    # [Note: Others still read] Ranks close when their scripts come to it. One that evaluates longer still gathers the
+    # parameters that were published last, from ranks that have closed and even ended. Where memory of this rank ends
+    # with its process, or is read through it, closing goes on behind close() until the others have closed, too.
+
+    def _leave(self) -> None:
+        readers = Readers(self.topology, self._borrowers(), self._timeout_s)
+        release_when(
+            lambda: self.abort_notice() is not None or not readers.left(),
+            lambda: run_all([self._take_back, self._release_all]),
+        )
+
+    def _borrowers(self) -> dict[int, Neighbour]:
+        """Ranks that may still read memory of this rank which ends with its process, or is read through it."""
+        return dict(self._links.by_rank) if self._lends and not self._failing and self._links is not None else {}
 
     def _release_all(self) -> None:
         # Links first: their threads use the memory. Processes: those that set-up has not got round to.

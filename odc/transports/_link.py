@@ -6,8 +6,8 @@ what it wants to read. A sending thread sends what is queued, so that two ranks 
 time never both wait for the other to receive.
 
 News (status, errors, farewells) have a connection of their own, see :mod:`odc.transports._news`: they overtake data,
-and get through when a transfer was given up in the middle. So a rank that has said farewell is gone only when its data
-have ended too: what it did before that may still be on its way.
+and get through when a transfer was given up in the middle. So a rank that has said farewell has left only when the last
+of its data is here too: what it did before may still be on its way. It goes on answering whoever still reads from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from odc.engine import AfterChunk, no_op
-from odc.errors import OdcError, PeerClosedError, PeerDiedError
+from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.leaving import run_all
 from odc.threads import HelperThread
 from odc.transports._control import Closing
@@ -99,8 +99,10 @@ class Link(Neighbour):
         self._asking = threading.Lock()
         self._signs, self._waits_for = Signs(0, 0, 0), 0
         self._closing = Closing.OPEN
+        self._has_said_all = False
         self._ended: str | None = None
-        self._is_leaving = self._is_closing = False
+        self._gave_up: BaseException | None = None
+        self._is_leaving = self._is_closing = self._is_lost = False
         self._explained = threading.Event()  # an abort, a farewell or the end of the news has come
         self._threads = [
             HelperThread(target, f"odc-link-{name}")
@@ -143,8 +145,8 @@ class Link(Neighbour):
             while payload:
                 payload = payload[self._send_some(payload, silence) :]
                 after_chunk()
-        except BaseException:
-            self._end("a transfer to it was given up in the middle")
+        except BaseException as error:
+            self._end("a transfer to it was given up in the middle", error)
             raise
 
     def _send_some(self, data: memoryview, silence: Silence) -> int:
@@ -171,7 +173,7 @@ class Link(Neighbour):
         Raises:
             OdcError: this rank is closing, or as :meth:`Silence.look`.
         """
-        if self._is_leaving:
+        if self._is_leaving and silence.is_watched:
             raise OdcError(f"given up, because this rank has closed its session: {self._who} has {what} so far")
         silence.look(what)
 
@@ -180,6 +182,8 @@ class Link(Neighbour):
             self._owner.check()  # its own account of what happened is better than ours
             if self._closing is not Closing.OPEN:
                 raise PeerClosedError(f"{self._who} has closed its session")
+            if isinstance(self._gave_up, PeerSilentError):
+                raise PeerSilentError(str(self._gave_up))
             raise PeerDiedError(f"{self._who} cannot be reached any more: {self._ended}")
 
     def _send_queue(self) -> None:
@@ -209,6 +213,9 @@ class Link(Neighbour):
             self._queue_answer(frame)
         elif frame.kind is Kind.DATA:
             self._take_answer(frame)
+        elif frame.kind is Kind.BYE:
+            self._has_said_all = True
+            self._owner.lost()
         else:
             raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
 
@@ -245,9 +252,10 @@ class Link(Neighbour):
                 self._owner.check()
         self._end(reason)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, gave_up: BaseException | None = None) -> None:
+        """There will be no more data; ``gave_up``: because this rank itself has given up a transfer."""
         if self._ended is None:
-            self._ended = reason
+            self._ended, self._gave_up = reason, gave_up
             with contextlib.suppress(OSError):
                 self._data.shutdown(socket.SHUT_RDWR)  # the other side must notice too
             for reading in list(self._readings.values()):
@@ -278,8 +286,8 @@ class Link(Neighbour):
     def _await(self, reading: _Reading, after_chunk: AfterChunk) -> None:
         try:
             self._watch(reading, after_chunk)
-        except BaseException:
-            self._end("a transfer from it was given up in the middle")  # its answer may still come
+        except BaseException as error:
+            self._end("a transfer from it was given up in the middle", error)  # its answer may still come
             raise
         if reading.left > 0:
             self._require_alive()
@@ -324,6 +332,7 @@ class Link(Neighbour):
         """There will be no more news: the other rank, its host or the network is gone, or it has closed."""
         self._explained.set()
         if is_lost or self._closing is Closing.OPEN:
+            self._is_lost = True
             self._end(reason)
 
     def send_status(self, signs: Signs, waiting_on: int | None) -> None:
@@ -337,6 +346,7 @@ class Link(Neighbour):
 
     def tell_closed(self, how: Closing) -> None:
         self.news.tell(Frame(Kind.CLOSED, a=how.value))
+        self._queue.put((Frame(Kind.BYE), None))
 
     @property
     def signs(self) -> Signs:
@@ -352,11 +362,12 @@ class Link(Neighbour):
 
     @property
     def is_dead(self) -> bool:
-        return self._ended is not None
+        # What this rank has given up says nothing of the other one: who waits for it sees for how long it is silent.
+        return self._is_lost or (self._ended is not None and self._gave_up is None)
 
     @property
     def has_left(self) -> bool:
-        return self._closing is not Closing.OPEN and self._ended is not None
+        return self._closing is not Closing.OPEN and (self._has_said_all or self._ended is not None)
 
     def describe(self) -> str:
         return self._ended or "running, as far as its host tells"
@@ -364,7 +375,7 @@ class Link(Neighbour):
     # The end
 
     def end_transfers(self) -> None:
-        """Threads of this rank that wait for the other one give up within a slice; what can be sent still goes out."""
+        """Threads of this rank that wait for the other one give up within a slice; it is still answered."""
         self._is_leaving = True
 
     def close(self) -> None:

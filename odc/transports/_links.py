@@ -24,7 +24,7 @@ from odc.transports._link import Link, LinkOwner
 from odc.transports._neighbours import ring
 from odc.transports.base import Signs
 
-WIRE_VERSION = 2  # of what travels between hosts, these greetings included
+WIRE_VERSION = 3  # of what travels between hosts, these greetings included
 _STATUS_S = 1.0
 _CALL_S = 30.0  # for a connection to come about: beyond that something swallows the packets
 _ATTEMPTS = 100

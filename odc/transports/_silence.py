@@ -41,6 +41,11 @@ class Silence:
         self._is_known = False
         self.end()
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether this rank waits for the transfer: what it only answers may take as long as the other one likes."""
+        return self._limit_s < math.inf
+
     def end(self) -> None:
         """The other rank has given a sign of progress."""
         self._since = time.monotonic()
@@ -54,7 +59,7 @@ class Silence:
             AbortedError, OdcError: this rank or another one has failed meanwhile.
         """
         self._owner.check()
-        if self._limit_s == math.inf:  # nobody waits for this transfer
+        if not self.is_watched:
             return
         self._owner.waits_for(self._rank)
         self._is_known = True

@@ -102,7 +102,8 @@ class Transport(ABC):
     """One-sided memory, signals, locks and liveness between the ranks of one group.
 
     Life cycle: construct (collective), :meth:`open` once (collective), :meth:`allocate` any number of times
-    (collective), :meth:`seal` (collective, ends set-up), use, :meth:`close` (local, idempotent, never waits).
+    (collective), :meth:`seal` (collective, ends set-up), use, :meth:`close` (local, idempotent, waits for a moment at
+    most).
     """
 
     name: ClassVar[str]
@@ -339,6 +340,10 @@ class Transport(ABC):
     def abort_notice(self) -> str | None:
         """The first abort notice that a peer left here."""
 
+    def lend(self) -> None:
+        """The group is complete: from now on others may read this rank's memory until they close, too."""
+        return
+
     def end_transfers(self) -> None:
         """This rank is about to close: whatever thread of its own waits for another rank in a transfer gives it up, and
         raises. Local."""
@@ -346,4 +351,5 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Tell the peers that this rank has closed, and release everything. Local and idempotent."""
+        """Tell the peers that this rank has closed, and release everything; what they may still read (:meth:`lend`) in
+        the background, once they have closed, too. Local and idempotent."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -27,6 +26,7 @@ from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
 from odc.transports._control import Closing
 from odc.transports._hosts import HostsTransport
+from odc.transports._neighbours import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
 
 logger = logging.getLogger("odc")
@@ -34,8 +34,6 @@ logger = logging.getLogger("odc")
 _EXPORT = struct.Struct(f"={HANDLE_BYTES}sQQQQ")  # handle, offset, bytes, pid, address
 _HALF = 1 << 31
 _FAR = 1 << 30  # further than any wait that can be under way
-_GRACE_S = 2.0  # how long close() gives the peers to let go of this rank's memory
-_POLL_S = 2e-3
 _CLOSE_S = 30.0  # work of the last minibatch may still be under way
 
 # Of transports that could not let go of their device. Memory that is still registered must keep its address: what is
@@ -198,24 +196,22 @@ class CudaIpcTransport(HostsTransport):
             logger.warning("odc: while closing: %s", problem)
             return False
 
+    def _borrowers(self) -> dict[int, Neighbour]:
+        return dict(self._neighbours) if self._owned and not self._failing else {}
+
     def _take_back(self) -> None:
         """Free this rank's memory if nobody reads it any more: importers close before the exporter frees."""
         if self._failing or not self._owned:
             return
-        deadline = time.monotonic() + _GRACE_S
-        while (users := self._users()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        users = [r for r, n in self._neighbours.items() if n.closing is not Closing.COMPLETE and not n.is_dead]
         if users:
             logger.warning(
-                "odc: ranks %s have not closed their session yet, so this rank's device memory stays until its process "
-                "ends. Close on all ranks at about the same time.",
+                "odc: ranks %s have not closed their session and give no sign of life, so this rank's device memory "
+                "stays until its process ends",
                 users,
             )
             return
         self._for_each(self._cuda.free, self._owned)
-
-    def _users(self) -> list[int]:
-        return [r for r, n in self._neighbours.items() if n.closing is not Closing.COMPLETE and not n.is_dead]
 
     @staticmethod
     def _for_each(release: Callable[[int], None], addresses: list[int]) -> None:

@@ -20,6 +20,7 @@ from odc.exchange import Exchange
 from odc.nvshmem.checks import unavailable
 from odc.nvshmem.heap import Nvshmem4pyHeap, NvshmemHeap
 from odc.topology import Topology
+from odc.transports._neighbours import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
 from odc.transports.cuda_ipc import CudaIpcTransport
 
@@ -167,3 +168,6 @@ class NvshmemTransport(CudaIpcTransport):
         done = super()._let_go()
         self._owned.clear()  # the heap's memory is the process's, see odc/nvshmem/heap.py
         return done
+
+    def _borrowers(self) -> dict[int, Neighbour]:
+        return dict(self._neighbours) if self._lends and not self._failing else {}
