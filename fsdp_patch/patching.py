@@ -49,8 +49,7 @@ def patch_fsdp(
         SetupError: the ranks differ, or a resource is missing; on all ranks.
         ConfigError, ValueError: an argument cannot be used.
     """
-    config, units = RuntimeConfig(), list[Unit]()
-    problem: Exception | None = None
+    config, problem = RuntimeConfig(), None
     try:
         config = RuntimeConfig.from_environment(
             transport=transport,
@@ -64,6 +63,22 @@ def patch_fsdp(
     warn_if_untested()
     group, device = default_group(model)
     exchange = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
+    try:
+        return _patch(model, config, exchange, device, problem)
+    except BaseException as error:
+        exchange.leave_word(error)
+        raise
+
+
+def _patch(
+    model: nn.Module,
+    config: RuntimeConfig,
+    exchange: ProcessGroupExchange,
+    device: torch.device,
+    problem: Exception | None,
+) -> Session:
+    """``problem``: what is wrong at this rank already."""
+    units = list[Unit]()
     try:
         units = units if problem else supported_units(model)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from odc.config import RuntimeConfig
 from odc.errors import SetupError
 from odc.pausing import Reminder, look_until
+from odc.rollcall import RollCall
 
 logger = logging.getLogger("odc")
 
@@ -84,6 +85,16 @@ class ProcessGroupExchange:
         """The ranks' numbers in the job."""
         return dist.get_process_group_ranks(self._group)
 
+    @cached_property
+    def _roll_call(self) -> RollCall:
+        roll_call = RollCall(self._group, self.global_ranks, self.global_ranks[self.rank])
+        roll_call.enter()
+        return roll_call
+
+    def leave_word(self, error: BaseException) -> None:
+        """Set-up has failed here: why, for ranks that learn of it only by missing this one."""
+        self._roll_call.leave_word(f"{type(error).__name__}: {error}")
+
     def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise SetupError(f"set-up message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
@@ -97,6 +108,7 @@ class ProcessGroupExchange:
         return [bytes(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather(self, row: torch.Tensor, check: Callable[[], None]) -> list[torch.Tensor]:
+        roll_call = self._roll_call  # before the first collective: who waits must be known to have come
         tensors = [row.to(self._device, copy=True)]
         tensors += [torch.empty_like(tensors[0]) for _ in range(self.world_size)]
         work = dist.all_gather(tensors[1:], tensors[0], group=self._group, async_op=True)
@@ -108,8 +120,11 @@ class ProcessGroupExchange:
         try:
             work.wait()
         except RuntimeError as problem:
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            raise BrokenExchangeError(f"set-up cannot go on, a rank has ended or is out of reach: {reason}") from None
+            account = roll_call.account()
+            if account is None:
+                reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+                account = f"a rank has ended or is out of reach: {reason}"
+            raise BrokenExchangeError(f"set-up cannot go on: {account}") from None
         finally:
             del work
             if self._is_let_go:
@@ -124,14 +139,18 @@ class ProcessGroupExchange:
             check()
             if waited_s > self._timeout_s:
                 raise SetupError(
-                    f"rank {me} has waited {waited_s:.0f} s in set-up for the other ranks: not all of them have "
+                    f"rank {me} has waited {waited_s:.0f} s in set-up for {self._missing()}: not all of them have "
                     "come here. Every rank has to patch its model, and none may have failed before. If they are only "
                     f"slow, raise timeout_s or ODC_TIMEOUT above {self._timeout_s:g} s."
                 )
             if reminder.is_due(waited_s):
-                logger.warning("odc: rank %d has waited %.0f s in set-up for the other ranks", me, waited_s)
+                logger.warning("odc: rank %d has waited %.0f s in set-up for %s", me, waited_s, self._missing())
 
         look_until(work.is_completed, look)
+
+    def _missing(self) -> str:
+        absent = self._roll_call.absent()
+        return f"ranks {absent}" if absent else "the other ranks"
 
 
 def setup_timeout_s(timeout_s: float | None = None) -> float:

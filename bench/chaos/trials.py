@@ -112,6 +112,8 @@ class Trial:
     def says_why(self, text: str, rank: int) -> bool:
         """Whether the last error of another rank tells the cause. How a process of another host ended, nobody knows."""
         here = self.host_of(rank) == self.host_of(self.victim)
+        if self.phase == "set-up" and not self.point:  # nothing of ODC is there yet that could tell more
+            return "has ended" in text
         words = {
             "kill": "signal 9",
             "stop": "silent|no sign of life|answered nothing",

@@ -342,7 +342,7 @@ def _reshard_fsdp1(model: nn.Module) -> None:
     for module in FullyShardedDataParallel.fsdp_modules(model):
         if module._handle is not None:
             module._handle.reshard(True)
-            module._handle.post_reshard()
+            module._handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def largest_terms(case: Case) -> dict[str, float]:

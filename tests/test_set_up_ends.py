@@ -1,0 +1,109 @@
+"""Layer 3. A rank that never comes to set-up, or ends in it before anything watches it, is named by all others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from process_ranks import start_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from training import Net, build, shard
+
+import odc
+from odc import exchange, rollcall
+
+LIMIT_S = 30.0  # two seconds, and a busy machine; far below the limits of set-up and of the process group
+
+
+def fail() -> None:
+    raise ValueError("no such checkpoint")
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "raises": fail,
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "leaves": lambda: os._exit(0),
+}
+
+
+def never_coming(rank: int, world_size: int, end: str) -> None:
+    model = shard(build(), world_size)
+    if rank == 1:
+        ENDS[end]()
+    odc.patch_fsdp(model)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_before_set_up_is_named(end: str) -> None:
+    results = start_ranks(3, never_coming, end).join(120)
+    for rank in (0, 2):
+        assert results[rank].error_type == "BrokenExchangeError", results[rank].error
+        assert "rank 1 has not come to it, and has ended" in (results[rank].error or "")
+        assert results[rank].seconds < LIMIT_S
+
+
+def ending_in_its_first_exchange(rank: int, world_size: int) -> None:
+    model = shard(build(), world_size)
+    if rank == 2:
+
+        def die(self: exchange.ProcessGroupExchange, *_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        exchange.ProcessGroupExchange._await = die  # type: ignore[assignment,method-assign]
+    odc.patch_fsdp(model)
+
+
+def test_a_rank_that_dies_while_nothing_watches_it_yet_is_named_with_its_process() -> None:
+    group = start_ranks(3, ending_in_its_first_exchange)
+    results = group.join(120)
+    for rank in (0, 1):
+        assert results[rank].error_type == "BrokenExchangeError", results[rank].error
+        assert f"rank 2 (pid {group.pids[2]}) has ended" in (results[rank].error or "")
+
+
+def replicated(rank: int, world_size: int) -> None:
+    """Ranks 0 and 1 share one replica, 2 and 3 the other one; 0 and 2 hold the same shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Net = build()
+    fully_shard(model, mesh=mesh)
+    if rank == 0:
+        time.sleep(1.0)
+        raise ValueError("no such checkpoint")
+    odc.patch_fsdp(model)
+
+
+def test_a_rank_of_another_group_is_named_through_those_in_between() -> None:
+    """Rank 3 shares no group with rank 0: it learns from rank 1, which has given up."""
+    results = start_ranks(4, replicated).join(120)
+    for result in results[1:]:
+        assert result.error_type == "BrokenExchangeError", result.error
+        assert "rank 0 has not come to it, and has ended" in (result.error or "")
+        assert result.seconds < LIMIT_S
+    assert "it failed on rank 1" in (results[3].error or "")
+
+
+def second_time(rank: int, world_size: int) -> str | None:
+    call = rollcall.RollCall(None, range(world_size), rank)
+    call.enter()
+    dist.barrier()
+    assert call.absent() == []
+    again = rollcall.RollCall(None, range(world_size), rank)
+    if rank == 0:
+        again.enter()
+        assert again.absent() == [1]
+    dist.barrier()
+    if rank == 1:
+        again.enter()
+        again.leave_word("ValueError: x")
+    dist.barrier()
+    return again.account() if rank == 0 else str(os.getpid())
+
+
+def test_who_came_once_has_not_come_again() -> None:
+    account, pid = (result.value for result in start_ranks(2, second_time).join(60))
+    assert account == f"it failed on rank 1 (pid {pid}): ValueError: x"
