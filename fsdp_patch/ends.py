@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -127,6 +128,8 @@ _DOORS: tuple[Door | Gradient, ...] = (
     Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
     Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),
     Wait(dist.Work, "wait", _LISTENERS, MODULE),
+    Wait(AsyncCollectiveTensor, "wait", _LISTENERS, MODULE),  # collectives of DTensors: checkpoints, full_tensor()
+    Wait(AsyncCollectiveTensor, "trigger_wait", _LISTENERS, MODULE),
     Gradient(DTensor, _LISTENERS),
     Gradient(nn.Parameter, _LISTENERS),
 )

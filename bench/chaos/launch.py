@@ -45,7 +45,7 @@ OUTCOMES = {
     "left": "something was left behind",
     "no fault": "the fault never came: something else ended training, or nothing",
 }
-_GOOD = ("right", "torch")
+_GOOD = ("right",)
 
 
 @dataclass

@@ -141,8 +141,7 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
         if step % _BETWEEN_SAVES == 0:
             fault.at("save")
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    dist.barrier()  # close() does not wait for the others, and one may still be evaluating
-    session.close()
+    session.close()  # others may still be evaluating
     found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if found and trial.action == "pause":
         _check(found, _reference(trial))
