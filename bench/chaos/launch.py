@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc.bench.chaos.script import OWN_COLLECTIVES, WRONG_NUMBERS
+from odc.bench.chaos.script import WRONG_NUMBERS
 from odc.bench.chaos.server import KILL, order
 from odc.bench.chaos.trials import Trial
 
@@ -34,7 +34,6 @@ _SIGNALS = {
 }
 OUTCOMES = {
     "right": "as promised",
-    "torch": "the others were in a collective of the script's own, and torch's error ended them in time",
     "unnamed": "a rank's last error names nobody",
     "wrong rank": "a rank's last error names another rank",
     "wrong cause": "a rank's last error does not say why",
@@ -45,7 +44,6 @@ OUTCOMES = {
     "left": "something was left behind",
     "no fault": "the fault never came: something else ended training, or nothing",
 }
-_GOOD = ("right",)
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        return self.status in _GOOD
+        return self.status == "right"
 
     def as_row(self) -> dict[str, object]:
         return asdict(self)
@@ -213,7 +211,6 @@ def run_trials(
 def judge(trial: Trial, seen: _Seen) -> Outcome:
     """What was promised, in this order: ends, in time, with the right codes, naming the rank, and why."""
     errors = {rank: last_error(text) for rank, text in enumerate(seen.texts)}
-    torchs = [rank for rank, text in enumerate(seen.texts) if is_in_own_collective(text)]
     others = [rank for rank in range(trial.world_size) if rank != trial.victim]
     ends = [at for rank, (_, at) in seen.ends.items() if rank not in seen.killed]
     slowest = round(max(ends) - seen.happened_at, 2) if ends and seen.happened_at is not None else None
@@ -238,7 +235,7 @@ def judge(trial: Trial, seen: _Seen) -> Outcome:
         return outcome("late", f"the last rank ended after {slowest} s, the limit is {trial.limit_s:g} s")
     if left := [*seen.left, *_shared_memory_of(seen.pids)]:
         return outcome("left", ", ".join(left))
-    return _judge_errors(trial, errors, others, torchs, outcome)
+    return _judge_errors(trial, errors, others, outcome)
 
 
 def _judge_pause(trial: Trial, seen: _Seen, errors: dict[int, str], outcome: Callable[[str, str], Outcome]) -> Outcome:
@@ -261,21 +258,17 @@ def _judge_errors(
     trial: Trial,
     errors: dict[int, str],
     others: Sequence[int],
-    torchs: Sequence[int],
     outcome: Callable[..., Outcome],
 ) -> Outcome:
-    status = "right"
     for rank in others:
         blamed = blamed_rank(errors[rank], rank)
-        if blamed is None and rank in torchs:
-            status = "torch"
-        elif blamed is None:
+        if blamed is None:
             return outcome("unnamed", f"rank {rank}: {errors[rank]}")
-        elif blamed != trial.victim:
+        if blamed != trial.victim:
             return outcome("wrong rank", f"rank {rank}: {errors[rank]}")
-        elif not trial.says_why(errors[rank], rank):
+        if not trial.says_why(errors[rank], rank):
             return outcome("wrong cause", f"rank {rank}: {errors[rank]}")
-    return outcome(status)
+    return outcome("right")
 
 
 def last_error(text: str) -> str:
@@ -294,12 +287,6 @@ def blamed_rank(error: str, own: int) -> int | None:
         return reporter
     named = [int(rank) for rank in re.findall(r"\brank (\d+)", told) if int(rank) != reporter]
     return named[-1] if named else None
-
-
-def is_in_own_collective(text: str) -> bool:
-    """Whether the last error came out of a collective that the script itself had called, and torch has raised it."""
-    called = re.findall(r'chaos/script\.py", line \d+, in train\n\s+(.*)', text)
-    return bool(called) and called[-1].startswith(OWN_COLLECTIVES) and not last_error(text).startswith("odc.")
 
 
 def _ended_by_another(error: str) -> bool:

@@ -27,8 +27,6 @@ WIDTH = 9
 VOCABULARY = 11
 TOLERANCE = 1e-5  # of the largest value of each parameter, against one process in float64
 WRONG_NUMBERS = "wrong numbers"
-OWN_COLLECTIVES = ("dist.", "get_model_state_dict(", "found = get_model_state_dict(")
-"""How the lines of :func:`train` begin in which the script itself calls a collective of torch."""
 _BETWEEN_SAVES = 3
 _BETWEEN_COLLECTIVES = 4
 
