@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -67,34 +68,51 @@ def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transp
 
 _GRACE_S = 2.0  # for which close() itself waits for the others to close, too
 _POLL_S = 2e-3
+_CLOSING = "odc-close"
 
 
-def release_when(is_unused: Callable[[], bool], release: Callable[[], object]) -> None:
+def release_when(
+    is_unused: Callable[[], bool], release: Callable[[], object], at_end_of_script: Callable[[], object]
+) -> None:
     """Release what others may still be using as soon as they do not.
 
     Beyond a moment that happens behind this call, in a thread for which the interpreter waits at its end; but not if
     that end is an error's.
-    """
-    deadline = time.monotonic() + _GRACE_S
-    while not (unused := is_unused()) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    if unused:
-        release()
-        return
-    earlier_error = id(_last_error())
 
-    def wait() -> None:
-        pause_s = _POLL_S
+    Args:
+        at_end_of_script: called once when nothing is left in this process but that wait.
+    """
+    earlier_error, has_ended = id(_last_error()), False
+
+    def wait(limit_s: float) -> bool:
+        nonlocal has_ended
+        deadline, pause_s = time.monotonic() + limit_s, _POLL_S
         while not is_unused() and not _has_failed_at_exit(earlier_error):
+            if not has_ended and _is_script_over():
+                has_ended = True
+                at_end_of_script()
+            if time.monotonic() > deadline:
+                return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         release()
+        return True
 
+    if wait(_GRACE_S):
+        return
     if threading.main_thread().is_alive():
         with contextlib.suppress(RuntimeError):  # no thread can be started any more
-            threading.Thread(target=wait, name="odc-close", daemon=False).start()
+            threading.Thread(target=wait, args=(math.inf,), name=_CLOSING, daemon=False).start()
             return
-    wait()
+    wait(math.inf)
+
+
+def _is_script_over() -> bool:
+    """Whether the interpreter is ending, and waits for nothing but closings."""
+    others = [thread for thread in threading.enumerate() if not thread.daemon and thread.name != _CLOSING]
+    return not threading.main_thread().is_alive() and all(
+        thread in (threading.main_thread(), threading.current_thread()) for thread in others
+    )
 
 
 class Told(Protocol):
@@ -121,7 +139,7 @@ class Leaving:
         # itself nor wait for a lock that it holds. It has to go on, see that it is to end, and be joined by another.
         if in_helper():
             with contextlib.suppress(RuntimeError):  # no thread can be started any more
-                threading.Thread(target=self._end, name="odc-close", daemon=False).start()
+                threading.Thread(target=self._end, name=_CLOSING, daemon=False).start()
                 return
         self._end()
 

@@ -24,7 +24,11 @@ from odc.transports.base import PeerState, Signs, Transport
 logger = logging.getLogger("odc")
 
 _SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
-_EXPLANATION_S, _BETWEEN_LOOKS_S = 3.0, 0.02  # a connection may end before the news that explain it have come
+_EXPLANATION_S, _FAREWELL_S, _BETWEEN_LOOKS_S = (
+    3.0,
+    1.0,
+    0.02,
+)  # a connection may end before the news that explain it have come
 _LAG_S = 2.0  # of looks that are told once a second to another host
 _FIRST_LOOK_S = 0.1  # before it, a collective is looked at only for failures
 _ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
@@ -159,14 +163,18 @@ class Waiter:
         """Why a collective of torch has failed here; None if nothing is heard of it within a moment."""
         looks = 0
         while True:
+            looked_s = looks * _BETWEEN_LOOKS_S
+            # One that has closed may be at the end of its script; or well, and somebody else has failed.
+            gone = (PeerState.DEAD, PeerState.CLOSED) if looked_s > _FAREWELL_S else (PeerState.DEAD,)
             try:
                 self.check()
-                for rank in self.job.others:
-                    if self.job.state(rank) is PeerState.DEAD:
-                        self._fail_gone(rank, lambda: what, waited_s)
+                for state in gone:
+                    for rank in self.job.others:
+                        if self.job.state(rank) is state:
+                            self._fail_gone(rank, lambda: what, waited_s)
             except OdcError as cause:
                 return cause
-            if looks * _BETWEEN_LOOKS_S >= _EXPLANATION_S:
+            if looked_s >= _EXPLANATION_S:
                 return None
             looks += 1
             time.sleep(_BETWEEN_LOOKS_S)

@@ -70,6 +70,20 @@ def test_each_broken_promise_has_its_name(found: _Seen, status: str) -> None:
     assert judge(PLAIN, found).status == status
 
 
+def test_how_a_process_of_another_host_has_ended_its_reporter_cannot_know() -> None:
+    trial = replace(PLAIN, transport="tcp", world_size=4, victim=3)
+    far, near = (
+        "rank 2 aborted because rank 1 (pid 8): PeerDiedError: rank 3 is dead: its connection ended",
+        "rank 3 gone",
+    )
+    assert trial.says_why(far, 1)
+    assert not trial.says_why(near, 2)
+    found = seen(
+        ends={0: (1, 12.0), 1: (1, 12.0), 2: (1, 12.0), 3: (-9, 10.0)}, texts=[f"odc.errors.AbortedError: {far}"] * 3
+    )
+    assert judge(trial, replace(found, pids=[7, 8, 9, 10], texts=[*found.texts, ""])).status == "right"
+
+
 def test_a_pause_must_end_in_the_right_numbers() -> None:
     paused = replace(PLAIN, action="pause")
     ends = {0: (0, 12.0), 1: (0, 12.0)}

@@ -6,6 +6,7 @@ Ranks here pose as hosts, where reading a rank's parameters needs its process; o
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_ranks import run_ranks, start_ranks, wait_until
+from test_faults import TRAIN_JOB, output_of, start_job
 from test_links import across
 from training import build, loss_of, shard, tokens, train, wrap
 
@@ -123,3 +125,17 @@ def leaving_early(rank: int, world_size: int) -> None:
     session = odc.patch_fsdp(model := shard(build(), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS + rank)
     session.close()
+
+
+def test_a_script_that_is_over_keeps_nobody_waiting_in_a_collective(tmp_path: Path) -> None:
+    """Its process may stay for readers; a collective it will not come to any more ends at once, and says why."""
+    on_hosts = "import os, sys, torch.distributed as dist; os.environ['ODC_HOST_ID'] = 'host' + os.environ['RANK']\n"
+    at_step_3 = "sys.exit(0) if rank == 1 else dist.all_reduce(torch.ones(1))"
+    job = start_job(tmp_path, on_hosts + TRAIN_JOB.format(at_step_3=at_step_3))
+    started = time.monotonic()
+    text = output_of(job)
+    assert job.returncode != 0
+    assert re.search(
+        r"PeerClosedError: rank 0 waited .* a collective of the script.*rank 1 is gone: it closed", text
+    ), text
+    assert time.monotonic() - started < 60

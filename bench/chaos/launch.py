@@ -266,9 +266,15 @@ def _judge_errors(
             return outcome("unnamed", f"rank {rank}: {errors[rank]}")
         if blamed != trial.victim:
             return outcome("wrong rank", f"rank {rank}: {errors[rank]}")
-        if not trial.says_why(errors[rank], rank):
+        if not trial.says_why(errors[rank], _reporter(errors[rank], rank)[0]):
             return outcome("wrong cause", f"rank {rank}: {errors[rank]}")
     return outcome("right")
+
+
+def _reporter(error: str, own: int) -> tuple[int, str]:
+    """The rank that has found what rank ``own`` says, and its own words."""
+    parts = re.split(r"because rank (\d+) \(pid \d+\): ", error)
+    return (int(parts[-2]), parts[-1]) if len(parts) > 1 else (own, error)
 
 
 def last_error(text: str) -> str:
@@ -281,8 +287,7 @@ def blamed_rank(error: str, own: int) -> int | None:
     """Which rank an error says it comes from: the last cause in a chain of them, in the numbering of the whole job."""
     if causes := re.findall(r"Cause: rank (\d+)", error):
         return int(causes[-1])
-    parts = re.split(r"because rank (\d+) \(pid \d+\): ", error)
-    reporter, told = (int(parts[-2]), parts[-1]) if len(parts) > 1 else (own, error)
+    reporter, told = _reporter(error, own)
     if reporter != own and not re.match(r"Peer\w+Error", told):
         return reporter
     named = [int(rank) for rank in re.findall(r"\brank (\d+)", told) if int(rank) != reporter]

@@ -109,9 +109,10 @@ class Trial:
         }
         return codes.get(self.action, (-9,))
 
-    def says_why(self, text: str, rank: int) -> bool:
-        """Whether the last error of another rank tells the cause. How a process of another host ended, nobody knows."""
-        here = self.host_of(rank) == self.host_of(self.victim)
+    def says_why(self, text: str, reporter: int) -> bool:
+        """Whether an error that comes from ``reporter`` tells the cause. How a process of another host has ended, it
+        cannot know."""
+        here = self.host_of(reporter) == self.host_of(self.victim)
         if self.phase == "set-up" and not self.point:  # nothing of ODC is there yet that could tell more
             return "has ended" in text
         words = {
@@ -124,7 +125,7 @@ class Trial:
             "interrupt": "KeyboardInterrupt|signal 2",
             "segfault": "signal 11",
         }
-        gone = "|dead|gone|ended|closed|lost" if not here and self.action != "raise" else ""
+        gone = "|dead|gone|ended|closed|cannot be reached" if not here and self.action != "raise" else ""
         return re.search(words[self.action] + gone, text) is not None
 
     def describe(self) -> str:

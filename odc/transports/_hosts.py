@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from odc.engine import no_op
 from odc.errors import SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.leaving import Closable, release_when, run_all
@@ -60,6 +61,7 @@ class HostsTransport(Transport):
         self._closed = False
         self._failing = False  # this rank or another one has reported an error
         self._lends = False  # others read its memory as they like
+        self._at_end_of_script: Callable[[], object] = no_op
         self._owner_pid = os.getpid()
         self._mesh = Mesh(topology)
         try:
@@ -374,8 +376,8 @@ class HostsTransport(Transport):
         self._failing |= notice is not None
         return notice
 
-    def lend(self) -> None:
-        self._lends = True
+    def lend(self, at_end_of_script: Callable[[], object] = no_op) -> None:
+        self._lends, self._at_end_of_script = True, at_end_of_script
 
     def end_transfers(self) -> None:
         if self._links is not None:
@@ -399,12 +401,14 @@ class HostsTransport(Transport):
     # [Note: Others still read] Ranks close when their scripts come to it. One that evaluates longer still gathers the
     # parameters that were published last, from ranks that have closed and even ended. Where memory of this rank ends
     # with its process, or is read through it, closing goes on behind close() until the others have closed, too.
+    # A script that is over comes to no collective any more, though its process stays: who waits in one must see it go.
 
     def _leave(self) -> None:
         readers = Readers(self.topology, self._borrowers(), self._timeout_s)
         release_when(
             lambda: self.abort_notice() is not None or not readers.left(),
             lambda: run_all([self._take_back, self._release_all]),
+            self._at_end_of_script,
         )
 
     def _borrowers(self) -> dict[int, Neighbour]:

@@ -340,8 +340,12 @@ class Transport(ABC):
     def abort_notice(self) -> str | None:
         """The first abort notice that a peer left here."""
 
-    def lend(self) -> None:
-        """The group is complete: from now on others may read this rank's memory until they close, too."""
+    def lend(self, at_end_of_script: Callable[[], object] = no_op) -> None:
+        """The group is complete: from now on others may read this rank's memory until they close, too.
+
+        Args:
+            at_end_of_script: called if this process stays for them when there is nothing else left for it to do.
+        """
         return
 
     def end_transfers(self) -> None:
