@@ -1,6 +1,6 @@
-"""README's figures, from the committed results.
+"""The figures of README.md and docs/reliability.md, from the committed results.
 
-    python -m odc.bench.readme            # after measuring anew: writes the figures into README.md
+    python -m odc.bench.readme            # after measuring anew: writes the figures into them
     python -m odc.bench.readme --check    # changes nothing, status 1 if a figure is not its file's
 
 From the root of the repository. A figure is a sentence or a row of a table with numbers in it. Which numbers it has now
@@ -13,12 +13,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-README, RESULTS = Path("README.md"), Path("bench/results")
+README, RELIABILITY, RESULTS = Path("README.md"), Path("docs/reliability.md"), Path("bench/results")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _MB = 1 << 20
@@ -26,8 +26,9 @@ _MB = 1 << 20
 
 @dataclass(frozen=True)
 class Figure:
-    """What README has to say: ``fixed`` finds the place, the numbers in ``text`` come from ``source``."""
+    """What ``document`` has to say: ``fixed`` finds the place, the numbers in ``text`` come from ``source``."""
 
+    document: Path
     source: str
     fixed: str
     text: str
@@ -42,32 +43,36 @@ class Figure:
 
 
 def figures(results: Path = RESULTS) -> Iterator[Figure]:
-    """All of them, in README's order."""
-    for name, make in (
-        ("demo_cpu_2ranks", _demo),
-        ("trainers_cpu_2ranks", _trainers),
-        ("conformance", _conformance),
-        ("tables", _tables),
-        ("partition_quality", _partition_quality),
-        ("partition_speed", _partition_speed),
-        ("primitives_cpu_2ranks", _primitives),
-        ("primitives_tcp_cpu_2ranks", _primitives_tcp),
+    """All of them, in the documents' order."""
+    for document, name, make in (
+        (README, "demo_cpu_2ranks", _demo),
+        (README, "trainers_cpu_2ranks", _trainers),
+        (README, "conformance", _conformance),
+        (README, "tables", _tables),
+        (README, "partition_quality", _partition_quality),
+        (README, "partition_speed", _partition_speed),
+        (README, "primitives_cpu_2ranks", _primitives),
+        (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
+        (RELIABILITY, "chaos", _chaos),
+        (RELIABILITY, "parity", _parity),
     ):
         for fixed, text in make(json.loads((results / f"{name}.json").read_text())):
-            yield Figure(f"{name}.json", fixed, text)
+            yield Figure(document, f"{name}.json", fixed, text)
 
 
-def update(readme: str, wanted: Iterator[Figure]) -> tuple[str, list[Figure], list[Figure]]:
-    """``readme`` with the figures in it; those that were other ones, and those whose place is not there once."""
+def update(texts: dict[Path, str], wanted: Iterable[Figure]) -> tuple[list[Figure], list[Figure]]:
+    """Put the figures into the ``texts`` of the documents; those that were other ones, and those whose place is not
+    there once."""
     changed, lost = [], []
     for figure in wanted:
-        found = figure.pattern().findall(readme)
+        text = texts[figure.document]
+        found = figure.pattern().findall(text)
         if len(found) != 1:
             lost.append(figure)
         elif found[0] != figure.words:
             changed.append(figure)
-            readme = readme.replace(found[0], figure.words)
-    return readme, changed, lost
+            texts[figure.document] = text.replace(found[0], figure.words)
+    return changed, lost
 
 
 Figures = Iterator[tuple[str, str]]
@@ -190,19 +195,43 @@ def _primitives_tcp(result: dict[str, Any]) -> Figures:
     )
 
 
+def _chaos(result: dict[str, Any]) -> Figures:
+    counts = result["counts"]
+    slowest: dict[bool, float] = {}
+    for row in result["by_transport_and_action"]:
+        stop = row["action"] == "stop"
+        slowest[stop] = max(slowest.get(stop, 0.0), row["slowest_s"] or 0.0)
+    yield (
+        "",
+        f"of {sum(counts.values())} trials {counts['right']} ended as documented, the last rank at most "
+        f"{slowest[False]:.1f} s after a death or an error, {slowest[True]:.1f} s after a rank was stopped for ever",
+    )
+
+
+def _parity(result: dict[str, Any]) -> Figures:
+    counts = result["counts"]
+    yield (
+        "",
+        f"of {sum(counts.values())} generated scripts {counts['equal']} train to the numbers of plain FSDP (largest "
+        f"error of a gradient in fp32: {result['largest_errors_fp32']['gradients']:.1e} of the largest term of its "
+        f"sum), {counts['refused']} are refused by name, {counts['different']} differ",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="odc.bench.readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    text, changed, lost = update(README.read_text(), figures())
+    texts = {document: document.read_text() for document in (README, RELIABILITY)}
+    changed, lost = update(texts, figures())
     for figure in changed:
         print(f"{figure.source}: {figure.words}")
     for figure in lost:
-        print(f"{figure.source}: README.md has not exactly one place for: {figure.words}", file=sys.stderr)
-    if not check:
-        README.write_text(text)
+        print(f"{figure.source}: {figure.document} has not exactly one place for: {figure.words}", file=sys.stderr)
+    for document, text in texts.items() if not check else ():
+        document.write_text(text)
     sys.exit(1 if lost or (check and changed) else 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
-from odc.bench.readme import Figure, figures, update
+from odc.bench.readme import README, RELIABILITY, Figure, figures, update
 from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -75,18 +75,21 @@ def test_every_hint_to_install_names_this_project() -> None:
     assert [path for path in files if _OTHER_PROJECT.search(path.read_text(errors="replace"))] == []
 
 
-def test_every_figure_of_the_readme_is_its_files() -> None:
-    _, changed, lost = update((ROOT / "README.md").read_text(), figures(ROOT / "bench" / "results"))
+def test_every_figure_of_a_document_is_its_files() -> None:
+    texts = {document: (ROOT / document).read_text() for document in (README, RELIABILITY)}
+    changed, lost = update(texts, figures(ROOT / "bench" / "results"))
     assert [figure.words for figure in lost] == []
     assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
 
 
 def test_figures_measured_anew_find_their_places() -> None:
-    old, new = Figure("a.json", "| ODC |", " 1.46x | 1.6e-07 |"), Figure("a.json", "| ODC |", " 12x | 3e-9 |")
+    old, new = (Figure(README, "a.json", "| ODC |", text) for text in (" 1.46x | 1.6e-07 |", " 12x | 3e-9 |"))
     other = "| FSDP | 1.00x | - |"
-    assert update(f"{old.words}\n{other}", iter([new])) == (f"{new.words}\n{other}", [new], [])
-    assert update(other, iter([new])) == (other, [], [new])
-    assert update(f"{old.words}{old.words}", iter([new]))[2] == [new]  # which of them?
+    texts = {README: f"{old.words}\n{other}", RELIABILITY: old.words}
+    assert update(texts, [new]) == ([new], [])
+    assert texts == {README: f"{new.words}\n{other}", RELIABILITY: old.words}
+    assert update({README: other}, [new]) == ([], [new])
+    assert update({README: f"{old.words}{old.words}"}, [new]) == ([], [new])  # which of them?
     assert sum(1 for _ in figures(ROOT / "bench" / "results")) >= 20
 
 
