@@ -46,6 +46,11 @@ class Job:
         transport, number = self._found[rank]
         return transport.peer_state(number)
 
+    def has_ended(self, rank: int) -> bool:
+        """See :meth:`odc.transports.base.Transport.has_ended`."""
+        transport, number = self._found[rank]
+        return transport.has_ended(number)
+
     def describe_process(self, rank: int) -> str:
         """What is known of its process: "killed by signal 9", "stopped by a signal"."""
         transport, number = self._found[rank]

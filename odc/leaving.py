@@ -53,7 +53,9 @@ def shut_down(parts: Sequence[Closable], *transports: Transport) -> None:
         as :func:`run_all`.
     """
     ends = [transport.end_transfers for transport in transports]
-    run_all([*ends, *(part.close for part in parts), *(transport.close for transport in transports)])
+    farewells = [transport.say_farewell for transport in transports]  # none waits for what another one has to wait for
+    closes = [transport.close for transport in transports]
+    run_all([*ends, *(part.close for part in parts), *farewells, *closes])
 
 
 def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transport) -> None:
@@ -71,26 +73,20 @@ _POLL_S = 2e-3
 _CLOSING = "odc-close"
 
 
-def release_when(
-    is_unused: Callable[[], bool], release: Callable[[], object], at_end_of_script: Callable[[], object]
-) -> None:
+def release_when(is_unused: Callable[[bool], bool], release: Callable[[], object]) -> None:
     """Release what others may still be using as soon as they do not.
 
     Beyond a moment that happens behind this call, in a thread for which the interpreter waits at its end; but not if
     that end is an error's.
 
     Args:
-        at_end_of_script: called once when nothing is left in this process but that wait.
+        is_unused: given whether the script is over, so that this process stays for nothing else.
     """
-    earlier_error, has_ended = id(_last_error()), False
+    earlier_error = id(_last_error())
 
     def wait(limit_s: float) -> bool:
-        nonlocal has_ended
         deadline, pause_s = time.monotonic() + limit_s, _POLL_S
-        while not is_unused() and not _has_failed_at_exit(earlier_error):
-            if not has_ended and _is_script_over():
-                has_ended = True
-                at_end_of_script()
+        while not is_unused(not threading.main_thread().is_alive()) and not _has_failed_at_exit(earlier_error):
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause_s)
@@ -98,21 +94,20 @@ def release_when(
         release()
         return True
 
-    if wait(_GRACE_S):
-        return
-    if threading.main_thread().is_alive():
-        with contextlib.suppress(RuntimeError):  # no thread can be started any more
-            threading.Thread(target=wait, args=(math.inf,), name=_CLOSING, daemon=False).start()
-            return
-    wait(math.inf)
+    def wait_behind() -> None:
+        if threading.main_thread().is_alive():
+            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+                threading.Thread(target=wait, args=(math.inf,), name=_CLOSING, daemon=False).start()
+                return
+        wait(math.inf)
 
-
-def _is_script_over() -> bool:
-    """Whether the interpreter is ending, and waits for nothing but closings."""
-    others = [thread for thread in threading.enumerate() if not thread.daemon and thread.name != _CLOSING]
-    return not threading.main_thread().is_alive() and all(
-        thread in (threading.main_thread(), threading.current_thread()) for thread in others
-    )
+    try:
+        is_released = wait(_GRACE_S)
+    except BaseException:  # Ctrl-C
+        wait_behind()
+        raise
+    if not is_released:
+        wait_behind()
 
 
 class Told(Protocol):

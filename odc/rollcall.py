@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,18 +20,24 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.config import LaunchEnvironment
-from odc.errors import ConfigError
+from odc.errors import ConfigError, SetupError
+from odc.threads import HelperThread
 from odc.transports._process import WatchedProcess
 
 _BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-_MOMENT_S, _POLL_S = 2.0, 0.02  # for others to come, or to end, which they may be about to
+_MOMENT_S, _POLL_S = 2.0, 0.1  # for others to come, or to end, which they may be about to
+_PATIENCE_S = 2.0  # with the store
 _NO_STORE = (RuntimeError, ValueError)  # it has gone with rank 0, or is not to be had
 
 T = TypeVar("T")
 
 
 class RollCall:
-    """Of the ranks of one group, which enters once for each set-up. A store that fails tells nothing, and nobody."""
+    """Of the ranks of one group, which enters once for each set-up.
+
+    [Note: Stores] Asking a store has no time limit: whoever asks one whose process is stopped waits for ever. So a
+    thread asks, and a store that has failed or not answered once is asked no more; then nobody is told anything.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], me: int) -> None:
         self._ranks = ranks
@@ -49,6 +54,7 @@ class RollCall:
         """This rank has come to set-up."""
 
         def enter(store: Store) -> int:
+            store.set(f"reason/{self._me}", "")  # of an earlier set-up
             store.set(f"process/{self._me}", json.dumps([os.getpid(), _place()]))
             return store.add(self._times(self._me), 1)
 
@@ -59,24 +65,23 @@ class RollCall:
 
     def leave_word(self, reason: str) -> None:
         """For those who will miss this rank, in this group or in another one."""
-        word = json.dumps([os.getpid(), reason])
-        self._ask(lambda store: store.set(f"reason/{self._me}", word), None)
+        self._ask(lambda store: store.set(f"reason/{self._me}", reason), None)
 
     def absent(self) -> list[int]:
         """The ranks, by their numbers in the job, that have not come yet."""
-        nothing: list[int] = []
-        times = self._ask(lambda store: [store.add(self._times(rank), 0) for rank in self._ranks], nothing)
-        return [rank for rank, count in zip(self._ranks, times, strict=False) if count < self._entered]
+        return self._ask(self._absent, [])
+
+    def _absent(self, store: Store) -> list[int]:
+        return [rank for rank in self._ranks if store.add(self._times(rank), 0) < self._entered]
 
     def account(self) -> str | None:
         """Who has made set-up fail, for people; None if nobody can tell."""
         deadline = time.monotonic() + _MOMENT_S
+        nothing: tuple[list[int], str | None] = ([], None)
         while True:
-            absent = self.absent()
-            for rank in self._ranks:
-                found = None if rank == self._me else self._ask(partial(self._end_of, rank), None)
-                if found is not None:
-                    return found
+            absent, end = self._ask(lambda store: (self._absent(store), self._first_end(store)), nothing)
+            if end is not None or self._store is None:
+                return end
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -85,23 +90,39 @@ class RollCall:
         who = f"rank {absent[0]} has" if len(absent) == 1 else f"one of the ranks {absent} has"
         return f"{who} not come to it, and has ended, as its own output may tell, or is out of reach"
 
-    def _end_of(self, rank: int, store: Store) -> str | None:
+    def _first_end(self, store: Store) -> str | None:
         """What has become of a rank that had come, here or to the set-up of another group, and is there no more."""
-        if not store.check([f"process/{rank}"]):
-            return None
-        pid, place = json.loads(store.get(f"process/{rank}"))
-        if store.check([f"reason/{rank}"]):
-            left_by, reason = json.loads(store.get(f"reason/{rank}"))
-            if left_by == pid:
-                return f"it failed on rank {rank} (pid {pid}): {reason}"
-        end = _end_of(pid) if place == _place() else None
-        return None if end is None else f"rank {rank} (pid {pid}) has ended: {end}"
+        words: list[str] = []
+        for rank in self._ranks:
+            if rank == self._me or not store.check([f"process/{rank}"]):
+                continue
+            pid, place = json.loads(store.get(f"process/{rank}"))
+            end, word = _end_of(pid) if place == _place() else None, store.get(f"reason/{rank}").decode()
+            if end is not None:
+                said = f"; it had said: {word}" if word and "signal" not in end else ""  # who is killed says nothing
+                return f"rank {rank} (pid {pid}) has ended: {end}{said}"
+            if word:
+                words.append(f"it failed on rank {rank} (pid {pid}): {word}")
+        return words[0] if words else None
 
     def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
-        try:
-            return otherwise if self._store is None else question(self._store)
-        except _NO_STORE:
-            return otherwise
+        """See [Note: Stores]."""
+        answers: list[T] = []
+        store = self._store
+
+        def ask() -> None:
+            with contextlib.suppress(*_NO_STORE):
+                if store is not None:
+                    answers.append(question(store))
+
+        with contextlib.suppress(SetupError):  # no thread can be started
+            thread = HelperThread(ask, "odc-roll-call")
+            thread.start()
+            thread.join(_PATIENCE_S)
+        if answers:
+            return answers[0]
+        self._store = None
+        return otherwise
 
 
 def _place() -> str:

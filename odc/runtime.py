@@ -27,7 +27,6 @@ from odc.config import RuntimeConfig
 from odc.copier import CopyThread
 from odc.cuda.transfers import TransferTable
 from odc.endpoint import Endpoint
-from odc.engine import no_op
 from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
 from odc.exchange import Exchange, raise_together, require_agreement, together
 from odc.faults import FaultInjector
@@ -134,7 +133,7 @@ class Runtime:
             # An interpreter that ends without close() must still tell its peers so.
             leaving = Leaving(parts, transports, runtime._waiter.job, runtime._whoami)
             runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
-            transport.lend(end_collectives or no_op)
+            transport.lend()
         except BaseException as error:
             give_up(error, parts, *transports)
             raise

@@ -164,14 +164,14 @@ class Waiter:
         looks = 0
         while True:
             looked_s = looks * _BETWEEN_LOOKS_S
-            # One that has closed may be at the end of its script; or well, and somebody else has failed.
-            gone = (PeerState.DEAD, PeerState.CLOSED) if looked_s > _FAREWELL_S else (PeerState.DEAD,)
             try:
                 self.check()
-                for state in gone:
-                    for rank in self.job.others:
-                        if self.job.state(rank) is state:
-                            self._fail_gone(rank, lambda: what, waited_s)
+                for rank in self.job.others:
+                    state = self.job.state(rank)
+                    # One that has closed and ended may have come to all that it had to; so others come first.
+                    has_left = state is PeerState.CLOSED and looked_s > _FAREWELL_S and self.job.has_ended(rank)
+                    if state is PeerState.DEAD or has_left:
+                        self._fail_gone(rank, lambda: what, waited_s)
             except OdcError as cause:
                 return cause
             if looked_s >= _EXPLANATION_S:

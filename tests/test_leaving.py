@@ -33,6 +33,9 @@ class Part:
     def end_transfers(self) -> None:
         """Nothing is under way."""
 
+    def say_farewell(self) -> None:
+        """To nobody."""
+
     def close(self) -> None:
         self.closed += 1
 

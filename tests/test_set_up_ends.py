@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -84,7 +88,7 @@ def test_a_rank_of_another_group_is_named_through_those_in_between() -> None:
         assert result.error_type == "BrokenExchangeError", result.error
         assert "rank 0 has not come to it, and has ended" in (result.error or "")
         assert result.seconds < LIMIT_S
-    assert "it failed on rank 1" in (results[3].error or "")
+    assert "rank 1 (pid " in (results[3].error or "")
 
 
 def second_time(rank: int, world_size: int) -> str | None:
@@ -102,6 +106,69 @@ def second_time(rank: int, world_size: int) -> str | None:
         again.leave_word("ValueError: x")
     dist.barrier()
     return again.account() if rank == 0 else str(os.getpid())
+
+
+def after_a_failed_attempt(rank: int, world_size: int) -> None:
+    """The first set-up is refused on all ranks; the script mends it and tries again."""
+    model = shard(build(), world_size)
+    with pytest.raises(odc.SetupError, match="differs"):
+        odc.patch_fsdp(model, deterministic=rank == 0)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    odc.patch_fsdp(model)
+
+
+def test_who_has_died_is_named_whatever_others_said_in_an_earlier_set_up() -> None:
+    group = start_ranks(3, after_a_failed_attempt)
+    for result in group.join(120)[:2]:
+        assert re.search(rf"rank 2 \(pid {group.pids[2]}\) has ended: [^;]*(killed|gone)", result.error or ""), (
+            result.error
+        )
+
+
+STOPPED_STORE = """
+import os, signal, sys, time, threading
+import torch.distributed as dist
+from odc.exchange import ProcessGroupExchange
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+dist.barrier()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL if sys.argv[3] == "dead" else signal.SIGSTOP)
+started = time.monotonic()
+try:
+    ProcessGroupExchange(timeout_s=5.0).all_gather(b"x")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+os._exit(0 if time.monotonic() - started < 40 else 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["dead", "stopped"])
+def test_a_store_that_does_not_answer_holds_nobody_up(end: str) -> None:
+    """Where rank 0 hosts it, it ends or stops with rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", STOPPED_STORE]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), end], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120) for rank in ranks[1:]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks[1:]] == [0, 0], outputs
+    for out, err in outputs:
+        assert ("BrokenExchangeError" if end == "dead" else "SetupError: rank") in out
+        assert len(err) < 20_000, "torch prints a page for each question to a dead store"
 
 
 def test_who_came_once_has_not_come_again() -> None:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 
-from odc.engine import no_op
 from odc.errors import SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.leaving import Closable, release_when, run_all
@@ -58,10 +57,9 @@ class HostsTransport(Transport):
         self._processes: dict[int, WatchedProcess] = {}
         self._home = Home(topology, self._note_loss)
         self._links: Links | None = None
-        self._closed = False
+        self._closed = self._has_said_farewell = False
         self._failing = False  # this rank or another one has reported an error
         self._lends = False  # others read its memory as they like
-        self._at_end_of_script: Callable[[], object] = no_op
         self._owner_pid = os.getpid()
         self._mesh = Mesh(topology)
         try:
@@ -340,6 +338,10 @@ class HostsTransport(Transport):
             return PeerState.CLOSED
         return PeerState.DEAD if neighbour.is_dead else PeerState.ALIVE
 
+    def has_ended(self, rank: int) -> bool:
+        neighbour = self._neighbours.get(rank)
+        return neighbour is not None and neighbour.is_dead
+
     def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
         poll = select.poll()
         poll.register(stop_fd, select.POLLIN)
@@ -376,8 +378,8 @@ class HostsTransport(Transport):
         self._failing |= notice is not None
         return notice
 
-    def lend(self, at_end_of_script: Callable[[], object] = no_op) -> None:
-        self._lends, self._at_end_of_script = True, at_end_of_script
+    def lend(self) -> None:
+        self._lends = True
 
     def end_transfers(self) -> None:
         if self._links is not None:
@@ -387,9 +389,12 @@ class HostsTransport(Transport):
         if self._closed or os.getpid() != self._owner_pid:
             return  # a forked child must not speak for its parent
         self._closed = True
-        run_all([self._mesh.close, self._say_farewell, self._leave])
+        run_all([self._mesh.close, self.say_farewell, self._leave])
 
-    def _say_farewell(self) -> None:
+    def say_farewell(self) -> None:
+        if self._has_said_farewell or os.getpid() != self._owner_pid:
+            return
+        self._has_said_farewell = True
         how = Closing.FAILED
         try:
             how = Closing.COMPLETE if self._let_go() else Closing.FAILED
@@ -401,15 +406,14 @@ class HostsTransport(Transport):
     # [Note: Others still read] Ranks close when their scripts come to it. One that evaluates longer still gathers the
     # parameters that were published last, from ranks that have closed and even ended. Where memory of this rank ends
     # with its process, or is read through it, closing goes on behind close() until the others have closed, too.
-    # A script that is over comes to no collective any more, though its process stays: who waits in one must see it go.
 
     def _leave(self) -> None:
-        readers = Readers(self.topology, self._borrowers(), self._timeout_s)
-        release_when(
-            lambda: self.abort_notice() is not None or not readers.left(),
-            lambda: run_all([self._take_back, self._release_all]),
-            self._at_end_of_script,
-        )
+        readers = Readers(self.topology, self._borrowers())
+
+        def is_unused(is_script_over: bool) -> bool:
+            return self.abort_notice() is not None or not readers.left(is_script_over)
+
+        release_when(is_unused, lambda: run_all([self._take_back, self._release_all]))
 
     def _borrowers(self) -> dict[int, Neighbour]:
         """Ranks that may still read memory of this rank which ends with its process, or is read through it."""

@@ -13,46 +13,45 @@ from odc.transports._neighbours import Neighbour
 
 logger = logging.getLogger("odc")
 
-_STOPPED_S = 10.0  # of a process whose heart has been seen to beat
+STAY_S = 5.0  # for which a process whose script is over stays behind the last sign of progress of a reader
+_ABSENCE_S = 2.0  # between two looks: this process was not running, and the others may not have been either
 
 
 class Readers:
-    """Ranks that may still read from this one, which has closed: those that are neither closed nor gone.
+    """Ranks that may still read from this one, which has closed: those that have not, and are there."""
 
-    One that makes no progress for the whole time limit is not waited for, nor one whose process does not run.
-    """
-
-    def __init__(self, topology: Topology, neighbours: Mapping[int, Neighbour], timeout_s: float) -> None:
+    def __init__(self, topology: Topology, neighbours: Mapping[int, Neighbour]) -> None:
         self._topology = topology
         self._neighbours = dict(neighbours)
-        self._timeout_s = timeout_s
-        self._started = time.monotonic()
+        self._started = self._last_look = time.monotonic()
+        self._over_since: float | None = None
         self._reminder = Reminder()
         self._progress = {rank: (n.signs.progress, self._started) for rank, n in self._neighbours.items()}
-        self._beats = {rank: (n.signs.beats, self._started) for rank, n in self._neighbours.items()}
 
-    def left(self) -> list[int]:
-        """Those that are left now. Once nobody is, nobody ever is again."""
+    def left(self, is_script_over: bool) -> list[int]:
+        """Those that are left now; if the process stays only for them, those that make progress."""
+        now = time.monotonic()
+        absence_s, self._last_look = now - self._last_look, now
+        if is_script_over and self._over_since is None:
+            self._over_since = now
         for rank, neighbour in list(self._neighbours.items()):
-            if neighbour.closing is Closing.COMPLETE or neighbour.is_dead or self._is_silent(rank, neighbour):
+            progress, since = self._progress[rank]
+            if neighbour.signs.progress != progress:
+                since = now
+            elif absence_s > _ABSENCE_S:
+                since += absence_s
+            self._progress[rank] = (neighbour.signs.progress, since)
+            is_idle = self._over_since is not None and now - max(since, self._over_since) > STAY_S
+            if neighbour.closing is not Closing.OPEN or neighbour.is_dead or is_idle:
                 del self._neighbours[rank]
-        waited_s = time.monotonic() - self._started
-        if self._neighbours and self._reminder.is_due(waited_s):
+        waited_s = now - self._started
+        if is_script_over and self._neighbours and self._reminder.is_due(waited_s):
             who = ", ".join(self._topology.describe(rank) for rank in self._neighbours)
             logger.warning(
-                "rank %d has closed its session %.0f s ago and stays for those that have not and may still read "
-                "parameters from it: %s",
+                "rank %d has closed its session %.0f s ago, and its process stays for those that still read parameters "
+                "from it: %s",
                 self._topology.me,
                 waited_s,
                 who,
             )
         return list(self._neighbours)
-
-    def _is_silent(self, rank: int, neighbour: Neighbour) -> bool:
-        now, signs = time.monotonic(), neighbour.signs
-        if signs.progress != self._progress[rank][0]:
-            self._progress[rank] = (signs.progress, now)
-        if signs.beats != self._beats[rank][0]:
-            self._beats[rank] = (signs.beats, now)
-        stopped = signs.beats > 0 and now - self._beats[rank][1] > _STOPPED_S
-        return stopped or now - self._progress[rank][1] > self._timeout_s

@@ -316,6 +316,10 @@ class Transport(ABC):
     def peer_state(self, rank: int) -> PeerState:
         """Whether ``rank`` is alive, has closed its session, or is dead. Cheap."""
 
+    @abstractmethod
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of ``rank`` has ended or cannot be reached, whether it had closed before or not."""
+
     def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
         """Sleep until a rank has died that may have left work undone which a stream here waits for; that rank.
 
@@ -340,18 +344,18 @@ class Transport(ABC):
     def abort_notice(self) -> str | None:
         """The first abort notice that a peer left here."""
 
-    def lend(self, at_end_of_script: Callable[[], object] = no_op) -> None:
-        """The group is complete: from now on others may read this rank's memory until they close, too.
-
-        Args:
-            at_end_of_script: called if this process stays for them when there is nothing else left for it to do.
-        """
+    def lend(self) -> None:
+        """The group is complete: from now on others may read this rank's memory until they close, too."""
         return
 
     def end_transfers(self) -> None:
         """This rank is about to close: whatever thread of its own waits for another rank in a transfer gives it up, and
         raises. Local."""
         return
+
+    @abstractmethod
+    def say_farewell(self) -> None:
+        """Tell the peers that this rank has closed: it takes part in nothing any more. Idempotent, never waits."""
 
     @abstractmethod
     def close(self) -> None:
