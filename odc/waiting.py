@@ -161,17 +161,22 @@ class Waiter:
 
     def explain_collective(self, what: str, waited_s: float) -> OdcError | None:
         """Why a collective of torch has failed here; None if nothing is heard of it within a moment."""
-        looks = 0
+        looks, left = 0, list[int]()  # who has closed and ended, in this order
         while True:
             looked_s = looks * _BETWEEN_LOOKS_S
             try:
                 self.check()
                 for rank in self.job.others:
                     state = self.job.state(rank)
-                    # One that has closed and ended may have come to all that it had to; so others come first.
-                    has_left = state is PeerState.CLOSED and looked_s > _FAREWELL_S and self.job.has_ended(rank)
-                    if state is PeerState.DEAD or has_left:
+                    if state is PeerState.DEAD:
                         self._fail_gone(rank, lambda: what, waited_s)
+                    if state is PeerState.CLOSED and rank not in left and self.job.has_ended(rank):
+                        left.append(rank)
+                if left and looked_s > _FAREWELL_S:  # they may have come to all that they had to, so others come first
+                    self._fail_gone(left[0], lambda: what, waited_s)
+            except PeerClosedError as cause:  # which of them it was, nobody can tell
+                others = f"; so are ranks {left[1:]}" if len(left) > 1 else ""
+                return PeerClosedError(f"{cause}{others}")
             except OdcError as cause:
                 return cause
             if looked_s >= _EXPLANATION_S:

@@ -191,3 +191,23 @@ def test_a_script_that_is_over_keeps_nobody_waiting_in_a_collective(tmp_path: Pa
         r"PeerClosedError: rank 0 waited .* a collective of the script.*rank 1 is gone: it closed", text
     ), text
     assert time.monotonic() - started < 60
+
+
+def ending_after_close(rank: int, world_size: int) -> None:
+    """Ranks 1 and 2 close; rank 2 is killed, and rank 1 is in the same collective as rank 0."""
+    session = odc.patch_fsdp(model := shard(build(), world_size))
+    train(model, session, rank, world_size, [1] * world_size, STEPS)
+    torch.distributed.barrier()
+    if rank:
+        session.close()
+    torch.distributed.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_of_ranks_that_have_closed_those_that_have_ended_are_named() -> None:
+    """Rank 1 ends by the same error, with no session that could tell it why; perhaps before rank 0 looks."""
+    result = start_ranks(3, ending_after_close).join(120)[0]
+    assert result.error_type == "PeerClosedError", result.error
+    assert re.search(r"rank 2 is gone: it closed its session|; so are ranks \[2\]", result.error or ""), result.error
