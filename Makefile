@@ -24,7 +24,8 @@ demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare the
 BESIDE := $(filter-out tests/test_balance_loader%,$(wildcard tests/test_balance_*.py)) \
 	$(filter-out tests/test_bench_gpu%,$(wildcard tests/test_bench_*.py)) \
 	$(wildcard tests/test_cli_*.py tests/test_kernels_*.py) \
-	$(wildcard tests/test_faults*.py tests/test_link*.py) tests/test_network.py tests/test_soak.py
+	$(wildcard tests/test_faults*.py tests/test_link*.py) \
+	tests/test_closing.py tests/test_network.py tests/test_set_up_ends.py tests/test_soak.py
 
 test: $(STAMP)  ## the tests, cheapest layer first
 	env --default-signal=INT $(PY) -m pytest $(BESIDE) > .test-beside.log 2>&1 & beside=$$!; \
