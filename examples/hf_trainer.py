@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,4 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
+    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see the end of sft.py
