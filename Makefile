@@ -40,13 +40,10 @@ TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
 test-torch-versions:  ## the FSDP tests under each supported torch, 5 to 7 GB each (TORCH_VERSIONS="2.10.0 2.12.1")
 	PYTHON=$(PYTHON) tests/torch_versions.sh $(TORCH_VERSIONS)
 
-lint: $(STAMP)  ## ruff, then mypy --strict on the installed package
+lint: $(STAMP)  ## ruff, then mypy --strict on the package
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	rm -rf .lint build
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target .lint .
-	rm -rf build
-	cd .lint && ../$(PY) -m mypy --config-file ../pyproject.toml -p odc
+	$(PY) -m mypy -p odc
 
 bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (runs/primitives.json)
 	mkdir -p runs
@@ -58,5 +55,5 @@ bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of par
 	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) .venv-torch .lint build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) .venv-torch build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find -P . -name __pycache__ -type d -prune -exec rm -rf {} +

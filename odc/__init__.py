@@ -8,7 +8,6 @@ a GPU nor Triton nor NVSHMEM.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 from odc._version import __version__
@@ -51,19 +50,6 @@ __all__ = [
     "patch_fsdp",
     "session_of",
 ]
-
-
-def _where_parts_lie(here: str) -> list[str]:
-    """Folders of this package's parts. In a checkout they lie beside this one, and Python started there finds it before
-    whatever is installed: without them `python -m odc.bench...` would find nothing."""
-    beside = os.path.dirname(here)
-    parts = ("kernels", "fsdp_patch")
-    is_whole = any(os.path.isdir(os.path.join(here, part)) for part in parts)
-    is_checkout = not is_whole and all(os.path.isdir(os.path.join(beside, part)) for part in parts)
-    return [here, beside] if is_checkout else [here]
-
-
-__path__ = _where_parts_lie(os.path.dirname(os.path.abspath(__file__)))
 
 # Loaded on first use: odc.balance needs numpy only, and should not pay for torch; nobody should pay for FSDP before
 # patching it.

@@ -31,19 +31,6 @@ def test_the_command_line_explains_itself(tmp_path: Path) -> None:
     assert run([sys.executable, "-m", "odc", "--version"], tmp_path).strip() == f"odc {facts['odc']}"
 
 
-def test_a_checkout_finds_its_parts_whatever_is_installed() -> None:
-    """Python started in a checkout finds its folder `odc` first, and the parts of the package lie beside that."""
-    script = """
-import sys
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-import odc.bench.gpu.catalogue, odc.cli, odc.kernels.chunked
-print(odc.bench.__file__, odc.__path__)
-"""
-    bench, path = run([sys.executable, "-c", script], ROOT).split(" ", 1)
-    assert bench == str(ROOT / "bench" / "__init__.py")
-    assert path.strip() == str([str(ROOT / "odc"), str(ROOT)])
-
-
 @pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), pytest.param("2", "tcp", marks=pytest.mark.extended)])
 def test_the_primitive_benchmark_writes_its_rows(hosts: str, transport: str, tmp_path: Path) -> None:
     options = ["-m", "odc.bench.primitives", "--json", "out.json", "--sizes", "65536", "1048576", "--repetitions", "2"]

@@ -1,0 +1,97 @@
+"""Layer 1: the package that the top-level rooms make, as Python, an installer and type checkers see it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("balance", "bench", "cli", "fsdp_patch", "kernels", "trainers")
+
+
+def modules() -> set[str]:
+    """Files of the package, as paths in an installed copy."""
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "odc").rglob("*.py")}  # rglob follows no links
+    return here.union(*({f"odc/{path.relative_to(ROOT)}" for path in (ROOT / room).rglob("*.py")} for room in ROOMS))
+
+
+def test_each_room_has_its_link() -> None:
+    links = {path.name: os.readlink(path) for path in (ROOT / "odc").iterdir() if path.is_symlink()}
+    assert links == {room: f"../{room}" for room in ROOMS}
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """A folder without it would be left out of what is installed."""
+    folders = {os.path.dirname(name) for name in modules()}
+    assert folders == {os.path.dirname(name) for name in modules() if name.endswith("/__init__.py")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_one_name(room: str) -> None:
+    stranger = importlib.util.find_spec(room)  # another project's, if any
+    assert stranger is None or not str(stranger.origin).startswith(str(ROOT / room))
+    spec = importlib.util.find_spec(f"odc.{room}")
+    assert spec is not None
+    assert spec.origin == str(ROOT / "odc" / room / "__init__.py")
+
+
+def test_no_module_is_loaded_under_two_names() -> None:
+    """By any test before this one."""
+    names: dict[str, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        file = os.path.realpath(getattr(module, "__file__", None) or "")
+        if file.startswith(tuple(f"{ROOT}/{folder}/" for folder in ("odc", "tests", *ROOMS))):
+            names.setdefault(file, []).append(name)
+    assert names
+    assert [twice for twice in names.values() if len(twice) > 1] == []
+
+
+def test_a_checkout_needs_no_installed_copy() -> None:
+    """Python started in a checkout finds its folder `odc` before whatever is installed."""
+    script = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import odc.bench.gpu.catalogue, odc.cli, odc.kernels.chunked
+print(odc.bench.__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(ROOT / "odc" / "bench" / "__init__.py")
+
+
+def build(what: str, source: Path, into: Path) -> Path:
+    """A wheel or sdist of ``source``."""
+    script = f"import sys; from setuptools import build_meta; build_meta.build_{what}(sys.argv[1])"
+    into.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(into)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = into.iterdir()
+    return built
+
+
+def test_wheel_and_sdist_hold_each_module_once(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for folder in ("odc", *ROOMS):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    wheels = [build("wheel", source, tmp_path / "wheel")]
+    with tarfile.open(build("sdist", source, tmp_path / "sdist")) as archive:
+        assert not any(member.issym() or member.islnk() for member in archive)  # read where links are unknown
+        archive.extractall(tmp_path / "unpacked")
+    wheels.append(build("wheel", next((tmp_path / "unpacked").iterdir()), tmp_path / "wheel_of_sdist"))
+    expected = modules() | {"odc/py.typed", "odc/PROTOCOL.md", "odc/bench/paper/bubble_rates.csv"}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as file:
+            names = [name for name in file.namelist() if ".dist-info/" not in name]
+        assert sorted(names) == sorted(expected)
