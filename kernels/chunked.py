@@ -17,8 +17,9 @@ def _no_op() -> None:
     return None
 
 
-def _bounds(tensor: torch.Tensor) -> range:
-    return range(0, tensor.numel(), max(1, CHUNK_BYTES // tensor.itemsize))
+def _step(tensor: torch.Tensor) -> int:
+    """Elements of a chunk."""
+    return max(1, CHUNK_BYTES // tensor.itemsize)
 
 
 def copy_chunked(out: torch.Tensor, source: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
@@ -29,35 +30,37 @@ def copy_chunked(out: torch.Tensor, source: torch.Tensor, after_chunk: Callable[
     >>> out
     tensor([1., 2., 3.])
     """
-    step = _bounds(out).step
-    for low in _bounds(out):
+    if out.nbytes <= CHUNK_BYTES:
+        out.copy_(source)
+        after_chunk()
+        return
+    step = _step(out)
+    for low in range(0, out.numel(), step):
         out[low : low + step].copy_(source[low : low + step])
         after_chunk()
 
 
-def add_chunked(
-    out: torch.Tensor,
-    accumulator: torch.Tensor,
-    addend: torch.Tensor,
-    after_chunk: Callable[[], None] = _no_op,
-) -> None:
-    """``out[:] = accumulator + addend``, computed in the accumulator's dtype; ``out`` may be the accumulator.
+def add_chunked(total: torch.Tensor, addend: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
+    """``total += addend`` for flat tensors of equal length, computed in the total's dtype.
 
-    >>> out = torch.zeros(2)
-    >>> add_chunked(out, torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25], dtype=torch.bfloat16))
-    >>> out
+    >>> total = torch.tensor([1.0, 2.0])
+    >>> add_chunked(total, torch.tensor([0.5, 0.25], dtype=torch.bfloat16))
+    >>> total
     tensor([1.5000, 2.2500])
     """
-    step = _bounds(out).step
-    for low in _bounds(out):
-        part = slice(low, low + step)
-        torch.add(accumulator[part], addend[part], out=out[part])
+    if total.nbytes <= CHUNK_BYTES:
+        total.add_(addend)
+        after_chunk()
+        return
+    step = _step(total)
+    for low in range(0, total.numel(), step):
+        total[low : low + step].add_(addend[low : low + step])
         after_chunk()
 
 
 def zero_chunked(out: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
     """``out[:] = 0``."""
-    step = _bounds(out).step
-    for low in _bounds(out):
+    step = _step(out)
+    for low in range(0, out.numel(), step):
         out[low : low + step].zero_()
         after_chunk()

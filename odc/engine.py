@@ -36,10 +36,8 @@ class Engine(ABC):
         """``out[:] = source`` for flat tensors of equal length, casting to ``out.dtype``."""
 
     @abstractmethod
-    def add(
-        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
-    ) -> None:
-        """``out[:] = accumulator + addend`` in the accumulator's dtype; ``out`` may be the accumulator."""
+    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        """``total += addend`` in the total's dtype."""
 
     @abstractmethod
     def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
@@ -129,19 +127,12 @@ class CpuEngine(Engine):
 
     has_streams = False
 
-    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        copy_chunked(out, source, after_chunk)
-
-    def add(
-        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
-    ) -> None:
-        add_chunked(out, accumulator, addend, after_chunk)
+    copy = staticmethod(copy_chunked)
+    add = staticmethod(add_chunked)
+    zero = staticmethod(zero_chunked)
 
     def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
-
-    def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        zero_chunked(out, after_chunk)
 
     def run(self, work: Callable[[], object]) -> None:
         work()

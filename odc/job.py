@@ -76,6 +76,10 @@ class Job:
         """See :meth:`odc.transports.base.Transport.beat`."""
         self._transports[0].beat()
 
+    def has_notice(self) -> bool:
+        """Whether an abort notice was left here. Cheap."""
+        return any(transport.abort_notice() is not None for transport in self._transports)
+
     def abort_notice(self) -> str | None:
         """The first abort notice that was left here, in any group."""
         notices = (transport.abort_notice() for transport in self._transports)

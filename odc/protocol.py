@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from odc.accumulators import AccumulatorStore
 from odc.copier import CopyThread, PendingCopy
-from odc.endpoint import Endpoint
-from odc.engine import AfterChunk
+from odc.daemon import AccumulationDaemon
 from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
-from odc.pushers import Pusher
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer
 from odc.units import UnitSpec
-from odc.waiting import GONE
+from odc.waiting import GONE, Endpoint
 
 
 class State(enum.Enum):
@@ -78,14 +76,18 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
 
 
 _END_WORDS = 6  # minibatch, kind, has_pushed, notes
+_END_FORMAT = f"={_END_WORDS}q"
 
 
 class MinibatchProtocol:
     """State machine over one transport; the signals of all units and ranks.
 
-    Signals of a rank, in its own memory: ``published[unit][owner]`` and ``done[client]``. Both are counters: the n-th
-    post of ``published`` means "my shard of this unit for minibatch n is ready to be read, and my sum of it to be added
-    to", of ``done`` "all my pushes of minibatch n are accumulated at you, and I have made all my gathers of it".
+    Signals that each rank posts, and all others see: ``published[unit]`` and ``done``. Both are counters: the n-th post
+    of ``published`` means "my shard of this unit for minibatch n is ready to be read, and my sum of it to be added to",
+    of ``done`` "all my pushes of minibatch n are accumulated, and I have made all my gathers of it".
+
+    Args:
+        daemon: adds the pushes of other ranks to this rank's sums; None: each client does so itself.
     """
 
     def __init__(
@@ -95,25 +97,31 @@ class MinibatchProtocol:
         published: SymmetricBuffer,
         offsets: Sequence[int],
         store: AccumulatorStore,
-        pusher: Pusher,
+        daemon: AccumulationDaemon | None,
     ) -> None:
         self._end = end
         self._units = units
         self._buffer = published
         self._offsets = offsets
         self._store = store
-        self._pusher = pusher
+        self._daemon = daemon
+        self._push = store.add if daemon is None else daemon.push
         self._rank = end.rank
         self._world_size = end.world_size
         self._rotation = end.transport.topology.rotation()
+        self._others = [rank for rank in self._rotation if rank != self._rank]
+        self._has_streams = end.engine.has_streams
+        self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
         self._versions = [0] * len(units)  # of this rank's own published shards
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
-        self._done_at = len(units) * self._world_size
+        self._done = len(units)  # signal
         # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
-        # looked at its words of k, and is never further ahead.
-        self._end_words = end.transport.allocate_host(8 * 2 * self._world_size * _END_WORDS, "ends of minibatches")
-        self.ends: list[End] = []
-        """How each rank has ended the last minibatch."""
+        # looked at its words of k, and is never further ahead. They lie at the client, and in copies on other hosts.
+        num_bytes = 8 * 2 * self._world_size * _END_WORDS
+        self._end_words = end.transport.allocate_host(num_bytes, "ends of minibatches")
+        self._ends_of = [self._words_of(rank) for rank in range(self._world_size)]
+        self._ends: list[End] | None = []
+        self._ended = 0  # the minibatch of which they are
         self._pushes = [0] * len(units)  # of this minibatch
         self._ahead: list[tuple[PendingCopy, Sequence[int]]] = []  # with the owner that each reads from just now
         self.minibatch = 0
@@ -121,16 +129,27 @@ class MinibatchProtocol:
         self.timeline: Timeline | None = None
 
     @staticmethod
-    def num_signals(num_units: int, world_size: int) -> int:
-        return num_units * world_size + world_size
+    def num_signals(num_units: int) -> int:
+        """How many signals of each rank are set aside."""
+        return num_units + 1
+
+    def _view(self, unit: int, owner: int) -> torch.Tensor | None:
+        if not self._buffer.reaches(owner):
+            return None
+        spec, start = self._units[unit], self._offsets[unit]
+        return self._buffer.peer(owner)[start : start + spec.shard_bytes].view(spec.dtype)
+
+    def _words_of(self, rank: int) -> memoryview:
+        words = self._end_words.peer(rank) if self._end_words.reaches(rank) else self._end_words.local
+        return words.numpy().data.cast("B").cast("q")
 
     # Publishing
 
-    def shard(self, unit: int, owner: int) -> torch.Tensor:
-        """``owner``'s published shard, as a flat tensor of the unit's dtype in symmetric memory."""
-        spec = self._units[unit]
-        start = self._offsets[unit]
-        return self._buffer.peer(owner)[start : start + spec.shard_bytes].view(spec.dtype)
+    def shard(self, unit: int) -> torch.Tensor:
+        """This rank's published shard, as a flat tensor of the unit's dtype in symmetric memory."""
+        own = self._shards[unit][self._rank]
+        assert own is not None
+        return own
 
     def is_published(self, unit: int) -> bool:
         """Whether this rank's shard for the coming (or running) minibatch is out."""
@@ -158,12 +177,13 @@ class MinibatchProtocol:
         started_ns = time.monotonic_ns()
         self._end.faults.hit("publish.before")
         # Every client is done with the old version: finish() has seen all their done signals.
-        self._order_after_done()
-        self._end.engine.run(lambda: fill(self.shard(unit, self._rank)))
+        if self._has_streams:
+            self._order_after_done()
+        shard = self.shard(unit)
+        self._end.engine.run(lambda: fill(shard))
         self._store.open(unit, self._coming)  # before anybody is told: see PROTOCOL.md
         self._versions[unit] = self._coming
-        for rank in self._rotation:
-            self._end.transport.post(rank, unit * self._world_size + self._rank)
+        self._end.transport.post(unit)
         self._end.transport.tick()
         self._end.faults.hit("publish.after")
         self._advance_if_published()
@@ -207,29 +227,27 @@ class MinibatchProtocol:
         self._check_gather(unit)
         started_ns = time.monotonic_ns()
         self._end.faults.hit("gather.before")
-        owners = [owner for owner in self._rotation if not (owner == self._rank and own_in_place)]
-        if self._end.engine.has_streams and self._ready[unit] == self.minibatch:
+        owners = self._others if own_in_place else self._rotation
+        is_ready = self._ready[unit] == self.minibatch
+        if is_ready and self._has_streams:
             self._gather_at_once(unit, out, owners, own_in_place)
         else:
-            self._gather_in_turn(unit, out, owners)
-        self._ready[unit] = self.minibatch
+            rows, shards = out.view(self._world_size, -1).unbind(), self._shards[unit]
+            copy, after_chunk = self._end.engine.copy, self._end.waiter.after_gather_chunk
+            for owner in owners:
+                if not is_ready:
+                    self._await_published(unit, owner, self._gather_of)
+                shard = shards[owner]
+                if shard is None:
+                    self._read_far(unit, [(rows[owner], owner)])
+                else:
+                    copy(rows[owner], shard, after_chunk)
+            self._ready[unit] = self.minibatch
         self._after_gather(unit, out, started_ns)
 
-    def _gather_in_turn(self, unit: int, out: torch.Tensor, owners: Sequence[int]) -> None:
-        transport, offset, after_chunk = self._end.transport, self._offsets[unit], self._end.waiter.after_gather_chunk
-        for part, owner in self._parts(unit, out, owners):
-            self._await_published(unit, owner, self._gather_of)
-            try:
-                transport.read(part, self._buffer, owner, offset, after_chunk)
-            except GONE as error:
-                raise self._end.waiter.explain(error, self._gather_of(unit)) from None
-
-    def _parts(self, unit: int, out: torch.Tensor, owners: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-        """Where each owner's shard goes."""
-        numel = self._units[unit].shard_numel
-        return [(out[owner * numel : (owner + 1) * numel], owner) for owner in owners]
-
-    def _read_all(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]], after_chunk: AfterChunk) -> None:
+    def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Shards of owners on other hosts, each into its place."""
+        after_chunk = self._end.waiter.after_gather_chunk
         try:
             self._end.transport.read_all(parts, self._buffer, self._offsets[unit], after_chunk)
         except GONE as error:
@@ -238,13 +256,14 @@ class MinibatchProtocol:
     def _gather_at_once(self, unit: int, out: torch.Tensor, owners: Sequence[int], own_in_place: bool) -> None:
         """All owners have published: one operation of the device may read many of them."""
         for owner in owners:
-            self._end.transport.order_after(unit * self._world_size + owner, self.minibatch)
-        after_chunk = self._end.waiter.after_gather_chunk
-        if all(self._buffer.reaches(owner) for owner in owners):
-            shards = [self.shard(unit, owner) for owner in range(self._world_size)]
+            self._end.transport.order_after(owner, unit, self.minibatch)
+        shards = [shard for shard in self._shards[unit] if shard is not None]
+        if len(shards) == self._world_size:
+            after_chunk = self._end.waiter.after_gather_chunk
             self._end.engine.copy_rows(out, shards, self._rank, own_in_place, after_chunk)
         else:
-            self._read_all(unit, self._parts(unit, out, owners), after_chunk)
+            rows = out.view(self._world_size, -1).unbind()
+            self._read_far(unit, [(rows[owner], owner) for owner in owners])
 
     def gather_ahead(
         self, copier: CopyThread, unit: int, out: torch.Tensor, own_in_place: bool
@@ -257,13 +276,13 @@ class MinibatchProtocol:
         if self._ready[unit] != self.minibatch:
             return None
         self._end.faults.hit("gather.before")
-        owners = [owner for owner in self._rotation if not (owner == self._rank and own_in_place)]
-        parts, reads_from = self._parts(unit, out, owners), [self._rank]
+        owners, rows = self._others if own_in_place else self._rotation, out.view(self._world_size, -1).unbind()
+        reads_from = [self._rank]
 
         def copy() -> None:
-            for part, owner in parts:
+            for owner in owners:
                 reads_from[0] = owner
-                self._read_all(unit, [(part, owner)], self._end.waiter.after_gather_chunk)
+                self._read_far(unit, [(rows[owner], owner)])
 
         self._ahead = [ahead for ahead in self._ahead if not ahead[0].is_done]
         pending = copier.submit(copy)
@@ -311,13 +330,12 @@ class MinibatchProtocol:
         Args:
             what: describes what waits, given the unit.
         """
-        signal = unit * self._world_size + owner
-        if self._ready[unit] != self.minibatch:
+        transport, minibatch = self._end.transport, self.minibatch
+        if self._ready[unit] != minibatch and transport.count(owner, unit) < minibatch:
             self._end.waiter.wait(
-                lambda: [owner] if self._end.transport.count(signal) < self.minibatch else [],
-                lambda: what(unit),
+                lambda: [owner] if transport.count(owner, unit) < minibatch else [], lambda: what(unit)
             )
-        self._end.transport.order_after(signal, self.minibatch)
+        transport.order_after(owner, unit, minibatch)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
@@ -338,15 +356,18 @@ class MinibatchProtocol:
             )
         started_ns = time.monotonic_ns()
         self._end.faults.hit("scatter.before")
-        flags = [True] * len(self._units[unit].params) if present is None else list(present)
         self._pushes[unit] += 1
         self._set_context()
-        rows = grads.view(self._world_size, -1)
+        if present is not None and all(present):
+            present = None
+        rows = grads.view(self._world_size, -1).unbind()
+        is_ready = self._ready[unit] == self.minibatch and not self._has_streams
         for owner in self._rotation:
             # An owner publishes a unit only after it has taken its sum of the minibatch before, so this keeps a push
             # out of the wrong minibatch.
-            self._await_published(unit, owner, self._push_to)
-            self._pusher.push(owner, unit, rows[owner], flags, self.minibatch)
+            if not is_ready:
+                self._await_published(unit, owner, self._push_to)
+            self._push(owner, unit, rows[owner], present, self.minibatch)
         self._ready[unit] = self.minibatch
         self._end.engine.note_use()
         self._end.stats.pushes += 1
@@ -373,7 +394,8 @@ class MinibatchProtocol:
         for pending, reads_from in self._ahead:  # a prefetch that nobody waited for: it must not read the next shards
             self._await_copy(pending, reads_from)
         self._ahead.clear()
-        self._pusher.drain()
+        if self._daemon is not None:
+            self._daemon.drain()
         self._end.faults.hit("finish.before_done")
         self._end.engine.join()  # "done" says of every stream here that its gathers have been made
         self._post_done(how or End())
@@ -388,38 +410,50 @@ class MinibatchProtocol:
         self._end.stats.finish_s += self._record("finish", None, started_ns)
 
     def _post_done(self, how: End) -> None:
-        words = np.array([self.minibatch, how.kind, any(self._pushes), *how.notes], dtype=np.int64).tobytes()
-        at = (self.minibatch % 2 * self._world_size + self._rank) * len(words)
-        for rank in self._rotation:
+        row = [self.minibatch, how.kind, any(self._pushes), *how.notes]
+        at = (self.minibatch % 2 * self._world_size + self._rank) * _END_WORDS
+        self._ends_of[self._rank][at : at + _END_WORDS] = words = memoryview(struct.pack(_END_FORMAT, *row)).cast("q")
+        for rank in self._end.transport.topology.ranks_elsewhere():
             with contextlib.suppress(PeerClosedError, PeerDiedError):  # whoever waits for its answer reports it
-                self._end.transport.write_host(self._end_words, rank, at, words)
-            self._end.transport.post(rank, self._done_at + self._rank)
+                self._end.transport.write_host(self._end_words, rank, 8 * at, words.tobytes())
+        self._end.transport.post(self._done)
 
     def _read_ends(self) -> None:
         """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
         place of their script: no step must use its sums."""
-        words = self._end_words.local.view(torch.int64).view(2, self._world_size, _END_WORDS)
-        rows = words[self.minibatch % 2].tolist()
-        for rank, row in enumerate(rows):
-            if row[0] != self.minibatch:
-                raise ProtocolError(f"rank {rank} is done with minibatch {self.minibatch} and speaks of {row[0]}")
-        self.ends = [End(EndKind(kind), (one, two, three), bool(pushed)) for _, kind, pushed, one, two, three in rows]
-        topology = self._end.transport.topology
-        require_same_end(self.minibatch, {topology.global_rank(rank): end for rank, end in enumerate(self.ends)})
+        start, kinds = self.minibatch % 2 * self._world_size * _END_WORDS, set()
+        for rank, words in enumerate(self._ends_of):
+            at = start + rank * _END_WORDS
+            if words[at] != self.minibatch:
+                raise ProtocolError(f"rank {rank} is done with minibatch {self.minibatch} and speaks of {words[at]}")
+            kinds.add(words[at + 1])
+        self._ends, self._ended = None, self.minibatch
+        if len(kinds) > 1:
+            topology = self._end.transport.topology
+            require_same_end(self.minibatch, {topology.global_rank(rank): end for rank, end in enumerate(self.ends)})
+
+    @property
+    def ends(self) -> list[End]:
+        """How each rank has ended the last minibatch. Until this rank ends the next one."""
+        if self._ends is None:
+            start = self._ended % 2 * self._world_size * _END_WORDS
+            places = [start + rank * _END_WORDS for rank in range(self._world_size)]
+            rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
+            self._ends = [End(EndKind(kind), (a, b, c), bool(pushed)) for _, kind, pushed, a, b, c in rows]
+        return self._ends
 
     def _await_done(self) -> None:
+        count, done, minibatch = self._end.transport.count, self._done, self.minibatch
         self._end.waiter.wait(
-            lambda: [
-                r for r in range(self._world_size) if self._end.transport.count(self._done_at + r) < self.minibatch
-            ],
-            lambda: "end of the minibatch",
+            lambda: [rank for rank in self._rotation if count(rank, done) < minibatch], lambda: "end of the minibatch"
         )
-        self._order_after_done()
+        if self._has_streams:
+            self._order_after_done()
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""
         for rank in range(self._world_size):
-            self._end.transport.order_after(self._done_at + rank, self.minibatch)
+            self._end.transport.order_after(rank, self._done, self.minibatch)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.
@@ -436,6 +470,11 @@ class MinibatchProtocol:
                 f"{self._coming}: take gradients after finish() and before publishing the unit"
             )
         return self._store.collect(unit, self.minibatch)
+
+    def release(self) -> None:
+        """Let go of all memory of the transport; the runtime has closed."""
+        self._shards, self._ends_of = [], []
+        self._store.release()
 
     def _set_context(self) -> None:
         microbatch = max(self._pushes, default=0)

@@ -26,14 +26,13 @@ from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
 from odc.copier import CopyThread
 from odc.cuda.transfers import TransferTable
-from odc.endpoint import Endpoint
+from odc.daemon import AccumulationDaemon
 from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
 from odc.exchange import Exchange, raise_together, require_agreement, together
 from odc.faults import FaultInjector
 from odc.gloo import is_of_collective
 from odc.leaving import Closable, Leaving, give_up, shut_down
 from odc.protocol import End, MinibatchProtocol, State
-from odc.pushers import DaemonPusher, DirectPusher, Pusher
 from odc.stats import Stats
 from odc.timeline import Timeline
 from odc.topology import Topology
@@ -41,7 +40,7 @@ from odc.transports import registry
 from odc.transports._descriptors import require_descriptors
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
-from odc.waiting import Failure, Waiter
+from odc.waiting import Endpoint, Failure, Waiter
 from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
 
 
@@ -65,15 +64,19 @@ class Runtime:
         transport.use_check(self._waiter.check)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         plan = StorePlan.of(config, transport.engine, topology.num_hosts)
-        protocol_signals = MinibatchProtocol.num_signals(len(self.units), topology.world_size)
-        num_signals = protocol_signals + Pusher.num_signals(topology.world_size)
+        world_size, signals = topology.world_size, MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
-        slots = 0 if plan.is_direct else topology.world_size * DaemonPusher.slot_bytes(units)
-        transport.reserve(offsets[-1] + slots + plan.shared_bytes(units))
-        transport.open(num_signals=num_signals, num_locks=plan.num_locks(self.units))
+        slots = 0 if plan.is_direct else world_size * AccumulationDaemon.slot_bytes(units)
+        transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
+        transport.open(
+            num_signals=signals + (0 if plan.is_direct else AccumulationDaemon.num_signals(world_size)),
+            num_locks=plan.num_locks(self.units, transport.engine),
+        )
         self._published = transport.allocate(offsets[-1], "published shards")
         self._store: AccumulatorStore = plan.make(end, self.units)
-        self._pusher = self._make_pusher(end, protocol_signals, plan.is_direct)
+        self._daemon: AccumulationDaemon | None = None
+        if not plan.is_direct:
+            self._daemon = AccumulationDaemon(end, self._store, self.units, signals, _weak_abort(self))
         self._copier: CopyThread | None = None
         self._watchdog: StreamWatchdog | None = None
         self._job_watchdog: JobWatchdog | None = None
@@ -82,7 +85,7 @@ class Runtime:
         self._meetings = 0  # with the replicas
         self.outside = Outside()
         """To be filled in by whoever enters a collective of torch."""
-        self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._pusher)
+        self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
 
     @classmethod
     def create(
@@ -154,7 +157,7 @@ class Runtime:
             topology = Topology.discover(exchange, self.config.host_id, self.config.address)
             kind = registry.choose("tcp", topology, HOST, exchange)
             transport = self._replicas = kind(exchange, topology, self.config.timeout_s)
-            transport.open(num_signals=topology.world_size, num_locks=0)
+            transport.open(num_signals=1, num_locks=0)
             transport.seal()
         except Exception as error:  # whatever it is, the other groups must not wait for this one
             problem = error
@@ -175,23 +178,19 @@ class Runtime:
 
     def _parts(self) -> list[Closable]:
         """What has to be closed, in this order, before the transports."""
-        parts = (self._job_watchdog, self._watchdog, self._copier, self._pusher)
+        parts = (self._job_watchdog, self._watchdog, self._copier, self._daemon)
         return [part for part in parts if part is not None]
 
     def _transports(self) -> list[Transport]:
         return [transport for transport in (self._transport, self._replicas) if transport is not None]
 
     def _start_threads(self) -> None:
-        self._pusher.start()
+        if self._daemon is not None:
+            self._daemon.start()
         if _wants_copy_thread(self.config, self.topology, self._published):
             self._copier = CopyThread()
         if self._transport.engine.has_streams:
             self._watchdog = StreamWatchdog(self._transport, _weak_abort(self))
-
-    def _make_pusher(self, end: Endpoint, signals_at: int, is_direct: bool) -> Pusher:
-        if is_direct:
-            return DirectPusher(end.rank, self._store)
-        return DaemonPusher(end, self._store, self.units, signals_at, _weak_abort(self))
 
     # Operations. Each tells the other ranks of a failure that cannot be undone before raising it here.
 
@@ -210,8 +209,8 @@ class Runtime:
 
     def published_shard(self, unit: int) -> torch.Tensor:
         """This rank's own shard of ``unit`` as the others read it; not to be written."""
-        self._require_own_process()
-        return self._protocol.shard(unit, self.topology.rank)
+        self._require_open()
+        return self._protocol.shard(unit)
 
     @property
     def ends(self) -> list[End]:
@@ -224,8 +223,12 @@ class Runtime:
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
-        with self.reporting():
+        self._require_open()
+        try:
             self._protocol.publish(unit, fill)
+        except BaseException as error:
+            self._report(error)
+            raise
 
     def begin(self) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.begin`."""
@@ -240,8 +243,12 @@ class Runtime:
         """
         spec = self.units[unit]
         _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-        with self.reporting():
+        self._require_open()
+        try:
             self._protocol.gather(unit, out, own_in_place)
+        except BaseException as error:
+            self._report(error)
+            raise
 
     def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
         """A :meth:`gather` that overlaps with what this thread does until it calls the returned function.
@@ -271,12 +278,16 @@ class Runtime:
         spec = self.units[unit]
         if present is not None and len(present) != len(spec.params):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters")
-        numel = sum(p.numel for i, p in enumerate(spec.params) if present is None or present[i])
+        numel = spec.grad_numel if present is None else sum(p.numel for i, p in enumerate(spec.params) if present[i])
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
         _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, f"push of {spec.name!r}, grads")
-        with self.reporting():
+        self._require_open()
+        try:
             self._protocol.scatter_accumulate(unit, grads, present)
+        except BaseException as error:
+            self._report(error)
+            raise
 
     def finish(self, how: End | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
@@ -285,7 +296,7 @@ class Runtime:
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""
-        self._require_own_process()
+        self._require_open()
         return self._protocol.gradient(unit)
 
     def meet_replicas(self, what: str) -> None:
@@ -300,12 +311,10 @@ class Runtime:
             self._waiter.check()
             self.faults.hit("replicas.before")
             self._meetings += 1
-            me, number = replicas.topology.rank, self._meetings
-            others = [rank for rank in replicas.topology.rotation() if rank != me]
-            for rank in others:
-                replicas.post(rank, me)
+            number, others = self._meetings, [r for r in replicas.topology.rotation() if r != replicas.topology.rank]
+            replicas.post(0)
             self._waiter.wait(
-                lambda: [rank for rank in others if replicas.count(rank) < number], lambda: what, among=replicas
+                lambda: [rank for rank in others if replicas.count(rank, 0) < number], lambda: what, among=replicas
             )
 
     def wait_for_work(self, work: dist.Work, what: str, ranks: Sequence[int], *, on_host: bool) -> None:
@@ -346,16 +355,22 @@ class Runtime:
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """What fails inside cannot be undone, so it ends the job on all ranks at once; misuse has changed nothing."""
+        self._require_open()
+        try:
+            yield
+        except BaseException as error:
+            self._report(error)
+            raise
+
+    def _require_open(self) -> None:
         self._require_own_process()
         if self._closed:
             raise OdcError("this runtime is closed")
-        try:
-            yield
-        except MisuseError:
-            raise
-        except BaseException as error:
+
+    def _report(self, error: BaseException) -> None:
+        """As :meth:`reporting` does, which costs the frequent operations too much."""
+        if not isinstance(error, MisuseError):
             self.abort(error)
-            raise
 
     def _require_own_process(self) -> None:
         """A forked child has a copy of this object, and none of the memory behind it."""
@@ -400,9 +415,9 @@ class Runtime:
         """Bytes of this rank's shared memory, by purpose."""
         return {
             "published_shards": self._published.num_bytes,
-            "sums": self._store.num_bytes - self._store.num_spare_bytes,
-            "spare_sums": self._store.num_spare_bytes,
-            "slots": self._pusher.num_bytes,
+            "sums": self._store.sum_bytes,
+            "spare_sums": self._store.num_bytes - self._store.sum_bytes,
+            "slots": self._daemon.num_bytes if self._daemon is not None else 0,
             "transport": self._transport.extra_bytes,
         }
 
@@ -424,6 +439,7 @@ class Runtime:
             self._finalizer.detach()
             if os.getpid() == self._pid:  # a forked child has nothing to release
                 shut_down(self._parts(), *self._transports())
+                self._protocol.release()
 
     def __enter__(self) -> Runtime:
         return self

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from odc.engine import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.faults import FaultInjector
 from odc.job import Job
@@ -23,7 +24,8 @@ from odc.transports.base import PeerState, Signs, Transport
 
 logger = logging.getLogger("odc")
 
-_SLICE_S = 0.5  # longest sleep between two looks at the clock and at progress
+_SLICE_S = 0.5  # longest time between two looks at the clock and at progress
+_SLEEP_S = 0.1  # longest sleep: a death wakes nobody
 _EXPLANATION_S, _FAREWELL_S, _BETWEEN_LOOKS_S = (
     3.0,
     1.0,
@@ -36,6 +38,33 @@ _ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
 
 GONE = (PeerClosedError, PeerDiedError, PeerSilentError)
 """What a transfer raises when its rank is not there any more."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What the parts of one rank's runtime share: its transport, with the waiting, fault points and counters that go
+    with it."""
+
+    transport: Transport
+    waiter: Waiter
+    faults: FaultInjector
+    stats: Stats
+
+    @property
+    def engine(self) -> Engine:
+        return self.transport.engine
+
+    @property
+    def rank(self) -> int:
+        return self.transport.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.topology.world_size
+
+    def name(self, rank: int) -> int:
+        """The number in the job of ``rank`` of this group, for messages."""
+        return self.transport.topology.global_rank(rank)
 
 
 @dataclass
@@ -66,18 +95,16 @@ class Waiter:
         pending: Callable[[], Sequence[int]],
         what: Callable[[], str],
         *,
-        block: Callable[[float, Sequence[int]], None] | None = None,
-        daemon: bool = False,
+        block: Callable[[float], None] | None = None,
         among: Transport | None = None,
     ) -> None:
         """Return as soon as ``pending()`` is empty.
 
         Args:
             pending: the ranks still awaited. Called again after every wake-up.
-            among: whose numbers these are; default: those of the shard group.
             what: what is awaited, for messages.
-            block: sleeps for up to the given seconds; default: until a signal arrives or a pending rank dies.
-            daemon: this is the daemon thread, which must not be seen as the rank's own waiting.
+            block: sleeps for up to the given seconds; default: until the first pending rank posts a signal.
+            among: whose numbers these are; default: those of the shard group.
 
         Raises:
             PeerDiedError, PeerClosedError, PeerSilentError: a pending rank will not do it any more.
@@ -90,26 +117,29 @@ class Waiter:
         transport = among or self._transport
         started_ns = time.monotonic_ns()
         patience, reminder = Patience(self.job, self._timeout_s), Reminder()
+        pause = min(_SLEEP_S, self._timeout_s / 4)
         try:
             while ranks:
                 self._faults.hit("wait")
                 self.check()
                 self._check_peers(transport, pending, ranks, what, patience)
-                first = transport.topology.global_rank(ranks[0])
+                first = ranks[0]
                 if reminder.is_due(patience.waited_s):
-                    logger.warning("%s", self._describe(first, what, patience.waited_s))
-                if not daemon:
-                    self.job.set_waiting_on(first)
-                pause = min(_SLICE_S, self._timeout_s / 4)
+                    whom = transport.topology.global_rank(first)
+                    logger.warning("%s", self._describe(whom, what, patience.waited_s))
+                self.job.set_waiting_on(transport.topology.global_rank(first))
                 if block is not None:
-                    block(pause, ranks)
-                else:
-                    transport.block(pause, ranks, daemon=daemon)
-                ranks = pending()
+                    block(pause)
+                    ranks = pending()
+                    continue
+                ticket = transport.ticket(first)
+                ranks = pending()  # again: what came before the ticket wakes nobody
+                if ranks and ranks[0] == first:
+                    transport.sleep(first, ticket, pause)
+                    ranks = pending()
         finally:
-            if not daemon:
-                self.waits_no_more()
-                self._account(what, started_ns)
+            self.waits_no_more()
+            self._account(what, started_ns)
 
     def waits_for(self, rank: int) -> None:
         """To be called at each look of a wait elsewhere: this rank waits for ``rank`` of its shard group.
@@ -206,6 +236,8 @@ class Waiter:
     def check(self) -> None:
         """Raise if this rank or a peer has failed already. Cheap; called at every operation."""
         failure = self._failure.error
+        if failure is None and not self.job.has_notice():
+            return
         if isinstance(failure, AbortedError):  # whichever thread has heard of it, it is another rank's failure
             raise AbortedError(str(failure)) from failure
         if isinstance(failure, GONE):  # found by another thread, on behalf of whichever wait this is

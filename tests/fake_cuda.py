@@ -114,10 +114,8 @@ class FakeEngine(Engine):
         self.run(lambda: copy_chunked(out, source))
         after_chunk()
 
-    def add(
-        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
-    ) -> None:
-        self.run(lambda: add_chunked(out, accumulator, addend))
+    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        self.run(lambda: add_chunked(total, addend))
         after_chunk()
 
     def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:

@@ -28,7 +28,7 @@ def register_fakes() -> None:
 
 def lose_every_order() -> None:
     register_fakes()
-    AsynchronousFakeCudaTransport.order_after = lambda self, index, count: None  # type: ignore[method-assign]
+    AsynchronousFakeCudaTransport.order_after = lambda self, rank, index, count: None  # type: ignore[method-assign]
 
 
 def lose_a_push() -> None:

@@ -11,9 +11,8 @@ from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
 
 from odc.doctor import Finding, Status, limits, primitives
 from odc.doctor.limits import UNLIMITED, Limit
-from odc.transports._robust_mutex import RobustMutex
-from odc.transports._semaphore import SignalCounter
-from odc.transports.base import LockOutcome
+from odc.transports import _control
+from odc.transports._control import ControlBlock, SleepWord
 
 # Limits
 
@@ -99,12 +98,12 @@ def test_ptrace(tmp_path: Path) -> None:
         primitives.shared_memory,
         primitives.descriptor_passing,
         primitives.process_watching,
-        primitives.semaphores,
-        primitives.robust_mutexes,
+        primitives.signals,
+        primitives.locks,
     ],
 )
 def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primitives, "_MUTEX_TIMEOUT_S", 60.0)  # a thread may be slow to end
+    monkeypatch.setattr(primitives, "_SLEEP_S", 60.0)  # a thread may be slow to wake
     assert check().status is OK  # whatever the first use opens for good
     before = set(os.listdir("/proc/self/fd"))
     assert check().status is OK
@@ -156,27 +155,30 @@ def test_a_pidfd_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     says(primitives.process_watching(), ERROR, "this process is dead", "sandbox")
 
 
-def test_semaphores_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SignalCounter, "post", lambda _: None)
-    says(primitives.semaphores(), ERROR, "posted once, counted 0", "glibc")
+def test_signals_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlBlock, "count", lambda *_: 0)
+    says(primitives.signals(), ERROR, "posted once, counted 0", "sandbox")
 
 
-def test_semaphores_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: SignalCounter) -> None:
+def test_futexes_that_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SleepWord, "advance", lambda _: None)
+    monkeypatch.setattr(primitives, "_SLEEP_S", 0.2)
+    says(primitives.signals(), ERROR, "does not wake", "FUTEX_WAKE_OP")
+
+
+def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_control.platform, "machine", lambda: "pdp11")
+    says(primitives.signals(), ERROR, "not known for pdp11", "glibc")
+
+
+def test_locks_that_do_not_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlBlock, "try_lock", lambda *_: True)
+    says(primitives.locks(), ERROR, "should be had at first and at last", "glibc")
+
+
+def test_locks_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ControlBlock) -> None:
         raise OSError("sem_init failed")
 
-    monkeypatch.setattr(SignalCounter, "initialise", refuse)
-    says(primitives.semaphores(), ERROR, "sem_init failed", "glibc")
-
-
-def test_mutexes_that_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RobustMutex, "acquire", lambda *_: LockOutcome.TIMED_OUT)
-    says(primitives.robust_mutexes(), ERROR, "timed out", "set_robust_list")
-
-
-def test_mutexes_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: RobustMutex) -> None:
-        raise OSError(95, "pthread_mutexattr_setrobust: not supported")
-
-    monkeypatch.setattr(RobustMutex, "initialise", refuse)
-    says(primitives.robust_mutexes(), ERROR, "not supported", "glibc")
+    monkeypatch.setattr(ControlBlock, "initialise", refuse)
+    says(primitives.locks(), ERROR, "sem_init failed", "glibc")

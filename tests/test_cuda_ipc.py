@@ -346,18 +346,20 @@ def test_words_wrap(start: int) -> None:
         try:
             transport.open(num_signals=1, num_locks=0)
             transport._words[exchange.rank][:] = start % 2**32
-            transport._posted[1 - exchange.rank, 0] = start
+            transport._posted[0] = start
             exchange.all_gather(b"")
+            peer = 1 - exchange.rank
             for count in range(1, 6):
-                transport.post(1 - exchange.rank, 0)
-                while transport.count(0) < count:
-                    transport.block(1.0, [])
-                transport.order_after(0, start + count)
+                transport.post(0)
+                while transport.count(peer, 0) < count:
+                    time.sleep(1e-3)
+                transport.order_after(peer, 0, start + count)
                 assert not transport.fake.waits  # already there: the device is not asked
-            transport.order_after(0, start + 7)
+            transport.order_after(peer, 0, start + 7)
             waited, transport.fake.waits = transport.fake.waits, 0
+            exchange.all_gather(b"")
             transport.release_streams()
-            transport.order_after(0, start + 7)
+            transport.order_after(peer, 0, start + 7)
             assert not transport.fake.waits
             return waited
         finally:

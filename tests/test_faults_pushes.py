@@ -17,7 +17,7 @@ from fake_cuda import registered_fakes
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
-from odc.pushers import DaemonPusher
+from odc.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link
 
@@ -64,6 +64,12 @@ def sums_of(runtime: Runtime, minibatch: int) -> list[tuple[str, list[bool]] | N
     return [None if result is None else (bits(result[0]), result[1]) for result in found]
 
 
+def drain(runtime: Runtime) -> None:
+    """Return when this rank's pushes are in the sums."""
+    if runtime._daemon is not None:
+        runtime._daemon.drain()
+
+
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not holds():
@@ -79,7 +85,7 @@ def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> Non
         for turn in range(2):  # one after the other: the order of an addition is in its last bit
             if exchange.rank == turn:
                 runtime.scatter_accumulate(0, gradients(10 * minibatch + turn), present=[True, True])
-                runtime._pusher.drain()
+                drain(runtime)
             exchange.all_gather(b"")
         if minibatch < number:
             runtime.finish()
@@ -112,7 +118,7 @@ def test_a_push_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[st
                 for unit, flags in ((0, [True, True]), (1, [True])):
                     words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank {1 - exchange.rank}"
                     with pytest.raises(ProtocolError, match=words):
-                        runtime._pusher.push(1 - exchange.rank, unit, gradients(99)[:NUMEL], flags, number)
+                        runtime._protocol._push(1 - exchange.rank, unit, gradients(99)[:NUMEL], flags, number)
             exchange.all_gather(b"")
             assert sums_of(runtime, 3) == before
             runtime.finish()
@@ -130,7 +136,7 @@ def test_a_push_that_comes_after_the_end_does_not_change_gradients_that_are_in_u
             exchange.all_gather(b"")
             if exchange.rank == 1:
                 with pytest.raises(ProtocolError, match="its sum of minibatch 1 is final"):
-                    runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 1)
+                    runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], 1)
             exchange.all_gather(b"")
             assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
 
@@ -149,14 +155,14 @@ DAEMONS = [
 ]
 
 
-def pusher_of(runtime: Runtime) -> DaemonPusher:
-    assert isinstance(runtime._pusher, DaemonPusher)
-    return runtime._pusher
+def daemon_of(runtime: Runtime) -> AccumulationDaemon:
+    assert runtime._daemon is not None
+    return runtime._daemon
 
 
 def announce(runtime: Runtime) -> None:
     """Tell rank 0's daemon that rank 1's slot has been filled."""
-    runtime._transport.post(0, pusher_of(runtime)._posted_at + 1, daemon=True)
+    runtime._transport.post(daemon_of(runtime)._posted_at, to=0, daemon=True)
 
 
 def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtime], None], words: str) -> None:
@@ -177,7 +183,7 @@ def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtim
 
 def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runtime], None]) -> None:
     """Rank 1 does; rank 0's daemon must have refused it when this returns."""
-    daemon = pusher_of(runtime)._daemon
+    daemon = daemon_of(runtime)
     handled = daemon._handled[1]
     exchange.all_gather(b"")
     if exchange.rank == 1:
@@ -203,7 +209,7 @@ def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> Non
 @pytest.mark.parametrize("number", [1, 3, 0], ids=["late", "early", "never"])
 def test_a_slot_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[str, Any], number: int) -> None:
     def push(runtime: Runtime) -> None:
-        runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], number)
+        runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], number)
 
     words = f"push of rank 1 for minibatch {number}, unit 'pushed', refused by rank 0"
     refused_by_daemon(mode, 2, push, words)
@@ -234,7 +240,7 @@ def test_a_push_that_comes_before_the_owner_has_published_the_unit_is_refused(mo
     """Rank 0 has not taken its gradients of minibatch 1 yet; a client that has not waited pushes for minibatch 2."""
 
     def push(runtime: Runtime) -> None:
-        runtime._pusher.push(0, 0, gradients(99)[:NUMEL], [True, True], 2)
+        runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], 2)
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
@@ -243,7 +249,7 @@ def test_a_push_that_comes_before_the_owner_has_published_the_unit_is_refused(mo
             before = sums_of(runtime, 1)
             assert before == [(expected_sum(exchange.rank, 1), [True, True]), None]
             exchange.all_gather(b"")
-            if isinstance(runtime._pusher, DaemonPusher):
+            if runtime._daemon is not None:
                 does_wrong(runtime, exchange, push)
             elif exchange.rank == 1:
                 with pytest.raises(ProtocolError, match="push of rank 1 for minibatch 2, unit 'pushed', refused"):
@@ -298,8 +304,8 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
             exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
             if exchange.rank == 1:
                 grads = gradients(1)[:NUMEL]
-                recorder.record(link_of(runtime), lambda: runtime._pusher.push(0, 0, grads, [True, True], 1))
-                runtime._pusher.drain()
+                recorder.record(link_of(runtime), lambda: runtime._protocol._push(0, 0, grads, [True, True], 1))
+                drain(runtime)
             exchange.all_gather(b"")
             if later:
                 runtime.finish()

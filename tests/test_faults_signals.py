@@ -101,8 +101,8 @@ def await_others_in(runtime: Runtime, minibatch: int) -> None:
     """If this is that minibatch: return when the others are done with it, as far as they can be without this rank."""
     if runtime.minibatch == minibatch:
         others = [rank for rank in range(runtime.topology.world_size) if rank != runtime.topology.rank]
-        done = [runtime._protocol._done_at + rank for rank in others]
-        until(lambda: all(runtime._transport.count(index) >= minibatch for index in done), "the others do not come")
+        done = runtime._protocol._done
+        until(lambda: all(runtime._transport.count(r, done) >= minibatch for r in others), "the others do not come")
 
 
 def stop_before(owner: type, name: str) -> None:

@@ -154,7 +154,7 @@ def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str) -> None:
             del runtime
             drop()
             return
-        runtime._transport.post(0, 0)  # for the link's thread
+        runtime._transport.post(0)  # for the link's thread
         with runtime, pytest.raises(PeerClosedError, match="rank 0 .*closed its session"):
             runtime.finish()
 

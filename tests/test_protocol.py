@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
-from odc.accumulators.base import StoreBase
+from odc.accumulators import AccumulatorStore
 from odc.protocol import End, EndKind, MinibatchProtocol, State
 
 NUMEL = 48
@@ -220,7 +220,7 @@ def test_pushes_that_nothing_holds_back_are_refused_or_seen(
     """Without the second line of defence, the word that says which minibatch a sum accepts, sums are wrong: that is
     what the signal is for."""
     monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
-    monkeypatch.setattr(StoreBase, "_check_open", lambda *args: None)
+    monkeypatch.setattr(AccumulatorStore, "_check_open", lambda *args: None)
     with pytest.raises(Violation):
         run_until_it_fails(replace(ADVERSARY, blind=True, mode=mode))
 

@@ -6,6 +6,7 @@ Long runs are ``extended``; each has a short one beside it.
 
 from __future__ import annotations
 
+import array
 import atexit
 import ctypes
 import gc
@@ -28,11 +29,10 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.exchange import ProcessGroupExchange
-from odc.pushers import DaemonPusher
+from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
 from odc.transports._hosts import HostsTransport
 from odc.transports._neighbours import ring
-from odc.transports._semaphore import SEMAPHORE_BYTES, SignalCounter
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 
@@ -208,15 +208,14 @@ def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     protocol, transport = runtime._protocol, runtime._transport
     assert isinstance(transport, HostsTransport)
     world_size, num_units = runtime.topology.world_size, len(runtime.units)
-    if isinstance(runtime._pusher, DaemonPusher):  # first: its daemon compares with the signals
-        runtime._pusher._daemon._handled = [number] * world_size
-        runtime._pusher._sent = [number] * world_size
-    signals = transport._own._signals
-    for index in range(1, signals.length):  # signal 0 is that of an abort notice
-        signals[index]._seen = number
+    if runtime._daemon is not None:  # first: it compares with the signals
+        runtime._daemon._handled = [number] * world_size
+        runtime._daemon._sent = [number] * world_size
+    seen = [transport._own, *(transport._blocks[rank] for rank in transport._elsewhere)]
+    for signals in (block._signals for block in seen):
+        signals[:] = array.array("q", [number] * len(signals))
     if isinstance(transport, CudaIpcTransport):
-        posted = [(rank, index) for rank in range(world_size) for index in range(signals.length - 1)]
-        transport._posted = dict.fromkeys(posted, number)
+        transport._posted = dict.fromkeys(range(len(transport._own._signals)), number)
         transport._words[transport._rank][:] = number % 2**32
     if isinstance(transport, NvshmemTransport):
         assert transport._word_view is not None
@@ -267,22 +266,21 @@ def test_words_of_streams_pass_their_limits(hosts: int, mode: tuple[str, bool], 
     assert values(run_threads(2, body)) == [number + len(counts)] * 2
 
 
-def value_of(semaphore: ctypes.c_void_p) -> int:
-    value = ctypes.c_int()
-    assert ctypes.CDLL(None).sem_getvalue(semaphore, ctypes.byref(value)) == 0
-    return value.value
-
-
-def test_a_signal_that_nobody_reads_ends_with_an_error_and_does_not_wrap() -> None:
-    """A semaphore counts to 2**31 - 1: as many minibatches as a rank can leave signals unread for."""
-    memory = torch.zeros(SEMAPHORE_BYTES, dtype=torch.uint8)
-    at = ctypes.c_void_p(memory.data_ptr())
-    signal = SignalCounter(memory.data_ptr())
-    ctypes.CDLL(None).sem_init(at, 1, 2**31 - 2)
-    signal.post()
-    with pytest.raises(OverflowError, match="posted 2\\*\\*31 times without being read"):
-        signal.post()
-    assert value_of(at) == 2**31 - 1
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 2])
+def test_a_word_to_sleep_on_wraps(start: int) -> None:
+    """It only has to differ from what it was."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    word = SleepWord(memory)
+    word._word[0] = start
+    for _ in range(4):
+        ticket = word.ticket
+        began = time.monotonic()
+        word.sleep(ticket, 0.05)
+        assert time.monotonic() - began > 0.04
+        word.advance()
+        word.sleep(ticket, 30.0)  # has been advanced since: returns at once
+        assert time.monotonic() - began < 25.0
+    assert word.ticket == (start + 4) % 2**32
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -297,15 +295,12 @@ def test_a_rank_that_has_not_looked_for_long_reads_the_right_version(hosts: int)
                     runtime.publish(unit, lambda out: out.zero_())
                 runtime.begin()
                 runtime.finish()
-            transport = runtime._transport
-            assert isinstance(transport, HostsTransport)
-            published = 1 + (1 - exchange.rank)  # of the first unit, by the other rank
             exchange.all_gather(b"")
-            waiting = value_of(transport._own._signals[published]._at)
+            posted = runtime._transport.count(1 - exchange.rank, 0)
             exchange.all_gather(b"")
             train(runtime, 3)
             exchange.all_gather(b"")
-            return waiting
+            return posted
 
     assert values(run_threads(2, body)) == [300, 300]
 

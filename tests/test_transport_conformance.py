@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -26,7 +25,7 @@ from odc.errors import ConfigError, UnsupportedError
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import LockOutcome, PeerState, Transport
+from odc.transports.base import PeerState, Transport
 
 HAS_GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU; its host logic runs as fake_cuda")
@@ -80,6 +79,13 @@ def meet(transport: Transport, exchange: ThreadExchange) -> None:
     exchange.all_gather(b"")
 
 
+def await_signal(transport: Transport, rank: int, index: int, count: int) -> None:
+    while transport.count(rank, index) < count:
+        ticket = transport.ticket(rank)
+        if transport.count(rank, index) < count:
+            transport.sleep(rank, ticket, 1.0)
+
+
 def eventually(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
     """News of another host takes a moment."""
     deadline = time.monotonic() + limit_s
@@ -125,11 +131,10 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         chunks = []
         for owner in transport.topology.rotation():
             transport.write(buffer, owner, 64 + rank * 2 * numel, mine, lambda: chunks.append(1))
-            transport.post(owner, rank)
+        transport.post(5)
         for owner in range(3):
-            while not transport.count(owner):
-                transport.block(1.0, [owner])
-            transport.order_after(owner, 1)
+            await_signal(transport, owner, 5, 1)
+            transport.order_after(owner, 5, 1)
         meet(transport, exchange)
         out = torch.empty(numel * 3, dtype=torch.bfloat16, device=device)
         found = []
@@ -153,10 +158,9 @@ def test_host_memory_is_written_at_any_rank(name: str) -> None:
         buffer = transport.allocate_host(16, "header")
         for owner in range(3):
             transport.write_host(buffer, owner, 4 * exchange.rank, bytes([exchange.rank, owner, 7, 7]))
-            transport.post(owner, exchange.rank)
+        transport.post(0)
         for owner in range(3):
-            while not transport.count(owner):
-                transport.block(1.0, [owner])
+            await_signal(transport, owner, 0, 1)
         return bytes(buffer.local.tolist())
 
     for rank, found in enumerate(on_transport(name, 3, body)):
@@ -204,9 +208,8 @@ def test_signals_count_every_post_and_show_the_memory_before_them(near: str) -> 
         mistakes = 0
         for i in range(rounds):
             buffer.peer(peer).view(torch.int64)[i] = i + 1
-            transport.post(peer, 3)
-            while transport.count(3) <= i:
-                transport.block(1.0, [peer])
+            transport.post(3)
+            await_signal(transport, peer, 3, i + 1)
             mistakes += int(buffer.local.view(torch.int64)[i]) != i + 1
         return mistakes
 
@@ -224,11 +227,10 @@ def test_a_post_carries_the_order_of_streams(near: str) -> None:
         for i in range(rounds):
             if exchange.rank == i % 2:
                 transport.engine.run(lambda i=i: torch.add(local[i : i + 1], 1, out=peer[i + 1 : i + 2]))  # type: ignore[misc]
-                transport.post(1 - exchange.rank, 2)
+                transport.post(2)
                 continue
-            while transport.count(2) <= i // 2:
-                transport.block(1.0, [1 - exchange.rank])
-            transport.order_after(2, i // 2 + 1)
+            await_signal(transport, 1 - exchange.rank, 2, i // 2 + 1)
+            transport.order_after(1 - exchange.rank, 2, i // 2 + 1)
         meet(transport, exchange)
         return local.tolist()
 
@@ -243,7 +245,7 @@ def test_the_engine_copies_casts_adds_and_zeroes(near: str) -> None:
         sums = buffer.peer(1 - exchange.rank).view(torch.float32)
         addend = torch.tensor([0.5, 1.5, -2.5], dtype=torch.bfloat16, device=device)
         engine.copy(sums[1:4], addend)
-        engine.add(sums[1:4], sums[1:4], addend)
+        engine.add(sums[1:4], addend)
         engine.zero(sums[2:3])
         rows = torch.full((4,), -1.0, device=device)
         shards = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device)]
@@ -256,27 +258,54 @@ def test_the_engine_copies_casts_adds_and_zeroes(near: str) -> None:
     assert second == [[0.0, 1.0, 0.0, -5.0, 0.0], [1.0, 2.0, -1.0, -1.0]]
 
 
-def test_block_returns_at_a_signal_and_not_much_before(name: str) -> None:
+def test_a_signal_for_one_rank_is_counted_there_and_wakes_its_daemon(name: str) -> None:
+    """The other ranks of its host may see it too; nobody else is woken for it."""
+
+    def body(transport: Transport, exchange: ThreadExchange) -> list[int]:
+        if exchange.rank == 2:
+            exchange.all_gather(b"")
+            for _ in range(3):
+                transport.post(4, to=0, daemon=True)
+            transport.post(6, to=1)
+            exchange.all_gather(b"")
+            return []
+        ticket, asleep = transport.ticket(None), transport.ticket(2)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            while transport.count(2, 4) < 3:
+                transport.sleep(None, ticket, 20.0)
+                ticket = transport.ticket(None)
+        else:
+            await_signal(transport, 2, 6, 1)
+            assert transport.ticket(2) != asleep
+        exchange.all_gather(b"")
+        return [transport.count(2, 4), transport.count(2, 6)]
+
+    first, second, _ = on_transport(name, 3, body)
+    assert first[0] == 3
+    assert second[1] == 1
+
+
+def test_sleep_returns_at_a_signal_and_not_much_before(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> tuple[float, float]:
         if exchange.rank == 1:
             exchange.all_gather(b"")
             time.sleep(0.3)
-            transport.post(0, 0)
+            transport.post(0)
             return 0.0, 0.0
-        transport.block(0.0, [1])  # nothing rings: returns at once
+        transport.sleep(1, transport.ticket(1), 0.0)  # nothing has come: returns at once
         start = time.monotonic()
         exchange.all_gather(b"")
-        while not transport.count(0):
-            transport.block(25.0, [1])
+        while not transport.count(1, 0):
+            ticket = transport.ticket(1)
+            if not transport.count(1, 0):
+                transport.sleep(1, ticket, 25.0)
         woken = time.monotonic() - start
-        transport.block(0.0, [1])  # the bell may ring on after the signal was counted
         timed_out = 0.0
-        for _ in range(2):  # or ring only now, once
+        for _ in range(3):  # it may be woken for other news
             start = time.monotonic()
-            transport.block(0.2, [1])
+            transport.sleep(1, transport.ticket(1), 0.2)
             timed_out = max(timed_out, time.monotonic() - start)
-            if timed_out > 0.1:
-                break
         return woken, timed_out
 
     woken, timed_out = on_transport(name, 2, body)[0]
@@ -284,12 +313,25 @@ def test_block_returns_at_a_signal_and_not_much_before(name: str) -> None:
     assert timed_out > 0.1
 
 
+def test_sleep_with_a_ticket_from_before_a_signal_returns_at_once(near: str) -> None:
+    def body(transport: Transport, exchange: ThreadExchange) -> float:
+        ticket = transport.ticket(1 - exchange.rank)
+        exchange.all_gather(b"")
+        transport.post(0)
+        exchange.all_gather(b"")
+        start = time.monotonic()
+        transport.sleep(1 - exchange.rank, ticket, 30.0)
+        return time.monotonic() - start
+
+    assert max(on_transport(near, 2, body)) < 15.0
+
+
 def test_locks_exclude(near: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> int:
         buffer = transport.allocate_host(8, "counter")
         counter = buffer.peer(0).view(torch.int64)
         for _ in range(100):
-            while transport.lock(0, 1, 1.0) is LockOutcome.TIMED_OUT:
+            while not transport.lock(0, 1, 1.0):
                 continue
             value = int(counter[0])
             time.sleep(0)
@@ -304,12 +346,16 @@ def test_locks_exclude(near: str) -> None:
 def test_a_held_lock_times_out_and_other_locks_are_free(near: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
         if exchange.rank == 0:
-            assert transport.lock(0, 0, 1.0) is LockOutcome.ACQUIRED
+            assert transport.lock(0, 0)
         exchange.all_gather(b"")
         if exchange.rank == 1:
-            assert transport.lock(0, 0, 0.05) is LockOutcome.TIMED_OUT
-            assert transport.lock(0, 1, 0.05) is LockOutcome.ACQUIRED
+            assert transport.lock_holder(0, 0) == 0
+            assert not transport.lock(0, 0)
+            assert not transport.lock(0, 0, 0.05)
+            assert transport.lock(0, 1, 0.05)
+            assert transport.lock_holder(0, 1) == 1
             transport.unlock(0, 1)
+            assert transport.lock_holder(0, 1) is None
         exchange.all_gather(b"")
         if exchange.rank == 0:
             transport.unlock(0, 0)
@@ -317,33 +363,15 @@ def test_a_held_lock_times_out_and_other_locks_are_free(near: str) -> None:
     on_transport(near, 2, body)
 
 
-def test_a_lock_survives_its_holder(near: str) -> None:
-    def body(transport: Transport, exchange: ThreadExchange) -> LockOutcome | None:
-        if exchange.rank == 0:
-            holder = threading.Thread(target=lambda: transport.lock(1, 0, 1.0))
-            holder.start()
-            holder.join()  # a robust mutex belongs to a thread: its end is the holder's death
-        exchange.all_gather(b"")
-        if exchange.rank == 0:
-            return None
-        outcome = transport.lock(1, 0, 10.0)  # join() returns a little before the kernel's thread has ended
-        transport.unlock(1, 0)
-        assert transport.lock(1, 0, 1.0) is LockOutcome.ACQUIRED
-        transport.unlock(1, 0)
-        return outcome
-
-    assert on_transport(near, 2, body)[1] is LockOutcome.RECOVERED
-
-
 def test_progress_and_waiting_are_visible(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
-        before = transport.progress(1)
+        before = transport.signs(1).progress
         exchange.all_gather(b"")
         if exchange.rank == 1:
             transport.tick()
             transport.set_waiting_on(0)
         exchange.all_gather(b"")
-        eventually(lambda: transport.progress(1) == before + 1)
+        eventually(lambda: transport.signs(1).progress == before + 1)
         eventually(lambda: transport.waiting_on(1) == 0)
         assert transport.waiting_on(0) is None
 

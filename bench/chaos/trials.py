@@ -46,7 +46,7 @@ PHASES = {
 POINTS = {
     "set-up": ("setup",),
     "gather": ("gather.before", "gather.after_chunk"),
-    "push": ("scatter.before", "scatter.after_chunk", "scatter.before_commit"),
+    "push": ("scatter.before", "scatter.after_chunk", "scatter.added"),
     "finish": ("finish.before", "finish.before_done"),
     "publish": ("publish.before", "publish.after"),
 }

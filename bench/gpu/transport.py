@@ -107,11 +107,11 @@ def order_of_streams(rank: Rank, transport: Transport) -> None:
         if turn:
             turns += 1
             _await(transport, before, turns)
-            transport.order_after(2, turns)
+            transport.order_after(before, 2, turns)
         streams.delay(2e-4)
         source, target = local[turn : turn + 1], there[turn + 1 : turn + 2]
         transport.engine.run(lambda source=source, target=target: torch.add(source, 1, out=target))  # type: ignore[misc]
-        transport.post(successor, 2)
+        transport.post(2)
     _idle(rank, transport)
     mine = [turn for turn in range(1, ROUNDS + 1) if turn % rank.world_size == rank.rank]
     found = local.tolist()
@@ -121,9 +121,10 @@ def order_of_streams(rank: Rank, transport: Transport) -> None:
 
 def _await(transport: Transport, poster: int, count: int) -> None:
     for _ in range(int(_TIMEOUT_S)):
-        if transport.count(2) >= count:
+        ticket = transport.ticket(poster)
+        if transport.count(poster, 2) >= count:
             return
-        transport.block(1.0, [poster])
+        transport.sleep(poster, ticket, 1.0)
     require(False, f"post {count} of rank {poster} did not come within {_TIMEOUT_S:g} s")
 
 
@@ -135,7 +136,7 @@ def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
     sums = buffer.peer(peer).view(torch.float32)
     addend = torch.tensor([0.5, 1.5, -2.5], dtype=torch.bfloat16, device=device)
     engine.copy(sums[1:4], addend)
-    engine.add(sums[1:4], sums[1:4], addend)
+    engine.add(sums[1:4], addend)
     engine.zero(sums[2:3])
     _idle(rank, transport)
     found = buffer.local.view(torch.float32)[:5].tolist()

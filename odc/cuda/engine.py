@@ -94,13 +94,11 @@ class CudaEngine(Engine):
                 self._tables[addresses] = PeerTable.build(addresses, self._device)
             return self._tables[addresses], int(parts[0].storage_offset())
 
-    def add(
-        self, out: torch.Tensor, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op
-    ) -> None:
-        if out.data_ptr() == accumulator.data_ptr() and addend.itemsize <= accumulator.itemsize:
-            accumulate(accumulator, addend)
+    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
+        if addend.itemsize <= total.itemsize:
+            accumulate(total, addend)
         else:
-            torch.add(accumulator, addend.to(accumulator.dtype), out=out)
+            total.add_(addend)
         after_chunk()
 
     def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:

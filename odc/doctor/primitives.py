@@ -19,20 +19,22 @@ from odc.doctor.finding import Finding, error, ok
 if TYPE_CHECKING:
     import torch
 
+    from odc.transports._control import ControlBlock
+
 _BYTES = 4096
-_MUTEX_TIMEOUT_S = 10.0  # it takes no time, but a thread may be slow to end
+_SLEEP_S = 10.0  # it takes no time, but a machine may be busy
 _SANDBOX = "Allow it in the sandbox: docker run --security-opt seccomp=unconfined; gVisor may not have it at all."
 
 
 @contextlib.contextmanager
-def _page() -> Iterator[torch.Tensor]:
-    """A page of sealed shared memory, as the transport makes it."""
+def _page(num_bytes: int = _BYTES) -> Iterator[torch.Tensor]:
+    """A piece of sealed shared memory, as the transport makes it."""
     from odc.transports import _memfd
 
-    fd = _memfd.create(_BYTES, "doctor")
+    fd = _memfd.create(num_bytes, "doctor")
     try:
-        _memfd.check(fd, _BYTES)
-        yield _memfd.map_bytes(fd, _BYTES)
+        _memfd.check(fd, num_bytes)
+        yield _memfd.map_bytes(fd, num_bytes)
     finally:
         os.close(fd)
 
@@ -88,42 +90,45 @@ def process_watching() -> Finding:
     return ok("pidfd: opened, polled")
 
 
-def semaphores() -> Finding:
-    """A process-shared POSIX semaphore: posted, counted."""
-    from odc.transports._semaphore import SignalCounter
-
-    with _page() as memory:
-        counter = SignalCounter(memory.data_ptr())
-        try:
-            counter.initialise()
-            counter.post()
-            count = counter.count()
-        except (AttributeError, OSError) as problem:
+def locks() -> Finding:
+    """A lock in shared memory: taken, refused to another one, given back."""
+    with _control_block() as (block, problem):
+        if block is None:
             return error(f"does not work: {problem}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
-    if count != 1:
-        return error(f"posted once, counted {count}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
-    return ok("POSIX semaphore: posted, counted")
+        taken = [block.try_lock(0, 0), block.try_lock(0, 1), block.lock(0, 1, 0.01)]
+        block.unlock(0)
+        taken.append(block.try_lock(0, 1))
+    if taken != [True, False, False, True]:
+        return error(f"it should be had at first and at last, but: {taken}", "Use glibc 2.28 or newer, or musl.")
+    return ok("POSIX semaphore as a lock: taken, refused, given back")
 
 
-def robust_mutexes() -> Finding:
-    """A robust mutex: taken by a thread that ends with it, and handed on."""
-    from odc.transports._robust_mutex import RobustMutex
-    from odc.transports.base import LockOutcome
-
-    with _page() as memory:
-        mutex = RobustMutex(memory.data_ptr())
-        try:
-            mutex.initialise()
-            holder = threading.Thread(target=mutex.acquire, args=(0.0,), name="odc-doctor")
-            holder.start()
-            holder.join()
-            # The kernel hands the mutex on when the thread has really ended, a moment after Python says so.
-            outcome = mutex.acquire(_MUTEX_TIMEOUT_S)
-            if outcome is not LockOutcome.TIMED_OUT:
-                mutex.release()
-        except (AttributeError, OSError) as problem:
+def signals() -> Finding:
+    """A signal in shared memory: posted, counted, and a sleeper woken by it."""
+    with _control_block() as (block, problem):
+        if block is None:
             return error(f"does not work: {problem}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
-    if outcome is not LockOutcome.RECOVERED:
-        found = f"a holder that died should have handed it on, but: {outcome.value}"
-        return error(found, f"It needs set_robust_list. {_SANDBOX}")
-    return ok("robust mutex: handed on when its holder ended")
+        ticket = block.events.ticket
+        sleeper = threading.Thread(target=block.events.sleep, args=(ticket, _SLEEP_S), name="odc-doctor")
+        sleeper.start()
+        block.post(0)
+        sleeper.join(_SLEEP_S / 2)
+        is_asleep, count = sleeper.is_alive(), block.count(0)
+        sleeper.join()
+    if is_asleep or block.events.ticket == ticket:
+        return error("a futex does not wake who sleeps on it", f"It needs FUTEX_WAKE_OP. {_SANDBOX}")
+    return ok("futex: woken by a signal") if count == 1 else error(f"posted once, counted {count}", _SANDBOX)
+
+
+@contextlib.contextmanager
+def _control_block() -> Iterator[tuple[ControlBlock | None, str]]:
+    """A block with one signal and one lock; or None, and why there is none."""
+    from odc.transports import _control
+
+    with _page(_control.control_bytes(1, 1)) as memory:
+        block, problem = _control.ControlBlock(memory, 1, 1), _control.problem() or ""
+        try:
+            block.initialise()
+        except (AttributeError, OSError) as failure:
+            problem = str(failure)
+        yield (None if problem else block), problem

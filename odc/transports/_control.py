@@ -1,34 +1,135 @@
 """The control block: the part of shared memory in which a rank keeps its signals, locks and status.
 
-Layout: status words | abort text | locks | signals. Every rank has one block of equal size, mapped by all.
+Every rank has one block of equal size, mapped by all ranks of its host. Layout: status words | words to sleep on |
+abort text | locks | their holders | signals.
+
+[Note: Order between processes] A signal is a 64-bit word with one writer, read where it lies; who reads the n-th value
+must also see all that was written before it. x86 keeps that order by itself. Elsewhere a pair of calls on a semaphore
+of this process's own (:func:`order_memory`) stands between data and word, on both sides: POSIX counts ``sem_post`` and
+``sem_trywait`` among the functions that synchronize memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import functools
+import platform
+import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
 
-from odc.transports._robust_mutex import MUTEX_BYTES, RobustMutex
-from odc.transports._semaphore import SEMAPHORE_BYTES, SignalCounter
-from odc.transports.base import LockOutcome, Signs
+from odc.transports._memfd import libc
+from odc.transports.base import Signs
 
 _STATUS_BYTES = 64
+_SLEEP_BYTES = 64
 _TEXT_BYTES = 8192
+_SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux, glibc and musl
 _PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH, _LOOKS, _BEATS = range(6)
-_ABORT_LOCK = 0  # lock 0 guards the abort text
-_NOTICE_S = 1.0  # for which a rank that fails waits for another one that is writing its notice
-_ABORT_SIGNAL = 0
-_FIRST = 1  # the caller's own locks and signals follow
+_NOTICE_LOCK = 0  # taken once, by who leaves the abort text; the caller's own locks follow
+_FIRST_LOCK = 1
 
-T = TypeVar("T")
+# From linux/futex.h, and the number of the call on each architecture.
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
+_FUTEX_WAIT, _FUTEX_WAKE_OP = 0, 5
+_ADD_ONE = (1 << 28) | (1 << 12)  # add 1 to the word
+_ALL = 2**31 - 1
+
+
+def problem() -> str | None:
+    """Why processes cannot wake each other here, or None."""
+    machine = platform.machine()
+    return None if machine in _FUTEX_CALL else f"the number of its futex call is not known for {machine}"
+
+
+@functools.cache
+def _at_once() -> ctypes.PyDLL:
+    """libc, for calls that never sleep: these are not worth giving up the interpreter's lock."""
+    library = ctypes.PyDLL(None)
+    for call in (library.sem_post, library.sem_trywait):
+        call.argtypes = [ctypes.c_void_p]
+    library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    return library
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+    @classmethod
+    def of(cls, seconds: float) -> _Timespec:
+        whole = int(seconds)
+        return cls(whole, int((seconds - whole) * 1e9))
+
+
+@functools.cache
+def _futex() -> tuple[Callable[..., int], int]:
+    """The system call, and its number. It releases the interpreter's lock."""
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    word, number = ctypes.c_void_p, ctypes.c_int
+    call.argtypes = [ctypes.c_long, word, number, number, ctypes.POINTER(_Timespec), word, number]
+    return call, _FUTEX_CALL[platform.machine()]
+
+
+@functools.cache
+def _own_semaphore() -> ctypes.Array[ctypes.c_char]:
+    semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+    _initialise(ctypes.addressof(semaphore), 0)
+    return semaphore
+
+
+def _order_by_semaphore() -> None:
+    at = ctypes.addressof(_own_semaphore())
+    _at_once().sem_post(at)
+    _at_once().sem_trywait(at)
+
+
+def _keep_order() -> None:
+    """x86 does not reorder stores with stores, nor loads with loads."""
+
+
+order_memory = _keep_order if platform.machine() == "x86_64" else _order_by_semaphore
+"""See [Note: Order between processes]."""
+
+
+def _initialise(semaphore_at: int, value: int) -> None:
+    if _at_once().sem_init(semaphore_at, 1, value):
+        raise OSError("sem_init failed")
+
+
+class SleepWord:
+    """A word of shared memory on which threads of any process sleep until it is advanced: a futex."""
+
+    __slots__ = ("_address", "_word")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._address = memory.data_ptr()
+        self._word = memory.numpy().data.cast("B")[:4].cast("I")
+
+    @property
+    def ticket(self) -> int:
+        """To be taken before looking at what one may then sleep for."""
+        value: int = self._word[0]
+        return value
+
+    def advance(self) -> None:
+        """Change it, and wake all who sleep on it: one call, in which the kernel adds as one whole."""
+        call, number = _futex()
+        call(number, self._address, _FUTEX_WAKE_OP, _ALL, None, self._address, _ADD_ONE)
+
+    def sleep(self, ticket: int, timeout_s: float) -> None:
+        """Until it is advanced, if it has not been since ``ticket``, or a signal handler runs; may return early."""
+        call, number = _futex()
+        signed = ticket - (1 << 32) if ticket >= 1 << 31 else ticket
+        call(number, self._address, _FUTEX_WAIT, signed, _Timespec.of(max(timeout_s, 0.0)), None, 0)
 
 
 def control_bytes(num_signals: int, num_locks: int) -> int:
-    """Size of a block with room for the caller's signals and locks and our own one of each."""
-    return _STATUS_BYTES + _TEXT_BYTES + (num_locks + 1) * MUTEX_BYTES + (num_signals + 1) * SEMAPHORE_BYTES
+    """Size of a block with room for the caller's signals and locks and our own lock."""
+    locks = num_locks + _FIRST_LOCK
+    return _STATUS_BYTES + 2 * _SLEEP_BYTES + _TEXT_BYTES + locks * (_SEMAPHORE_BYTES + 8) + 8 * num_signals
 
 
 class Closing(enum.Enum):
@@ -41,61 +142,82 @@ class Closing(enum.Enum):
     """Closed after an error, its own or another rank's: work may be undone."""
 
 
-class _Lazy(Generic[T]):
-    """``length`` objects at equal distances in memory, made when first asked for."""
-
-    def __init__(self, make: Callable[[int], T], start: int, stride: int, length: int) -> None:
-        self._make, self._start, self._stride = make, start, stride
-        self.length = length
-        self._made: dict[int, T] = {}
-
-    def __getitem__(self, index: int) -> T:
-        found = self._made.get(index)
-        if found is None:
-            if not _ABORT_LOCK <= index < self.length:
-                raise IndexError(f"index {index - _FIRST} of {self.length - _FIRST}")
-            found = self._made[index] = self._make(self._start + index * self._stride)
-        return found
-
-
 class ControlBlock:
     """One rank's block, seen from any rank. ``memory`` is a uint8 tensor that must outlive this object."""
 
     def __init__(self, memory: torch.Tensor, num_signals: int, num_locks: int) -> None:
         self._memory = memory
-        self._status = memory[:_STATUS_BYTES].view(torch.int64).numpy()
-        self._text = memory[_STATUS_BYTES : _STATUS_BYTES + _TEXT_BYTES].numpy()
-        locks_at = memory.data_ptr() + _STATUS_BYTES + _TEXT_BYTES
-        signals_at = locks_at + (num_locks + 1) * MUTEX_BYTES
-        # Made on first use: with many ranks and units most of a peer's are never touched from here.
-        self._locks = _Lazy(RobustMutex, locks_at, MUTEX_BYTES, num_locks + 1)
-        self._signals = _Lazy(SignalCounter, signals_at, SEMAPHORE_BYTES, num_signals + 1)
+        raw = memory.numpy().data.cast("B")
+        self._num_locks = num_locks + _FIRST_LOCK
+        sleep_at = _STATUS_BYTES
+        text_at = sleep_at + 2 * _SLEEP_BYTES
+        locks_at = text_at + _TEXT_BYTES
+        holders_at = locks_at + self._num_locks * _SEMAPHORE_BYTES
+        signals_at = holders_at + 8 * self._num_locks
+        self._status = raw[:_STATUS_BYTES].cast("q")
+        self.events = SleepWord(memory[sleep_at:])
+        """For who waits for this rank: advanced with each of its signals, and when anything has failed."""
+        self.calls = SleepWord(memory[sleep_at + _SLEEP_BYTES :])
+        """For this rank's daemon: advanced by its clients."""
+        self._text = raw[text_at:locks_at]
+        self._locks_at = memory.data_ptr() + locks_at
+        self._holders = raw[holders_at:signals_at].cast("q")
+        self._signals = raw[signals_at : signals_at + 8 * num_signals].cast("q")
 
     def initialise(self) -> None:
-        for index in range(self._locks.length):
-            self._locks[index].initialise()
-        for index in range(self._signals.length):
-            self._signals[index].initialise()
+        """Called once, by the owner of the memory, before anybody else can see it."""
+        for index in range(self._num_locks):
+            _initialise(self._locks_at + index * _SEMAPHORE_BYTES, 1)
+
+    # Signals: one writer each
 
     def post(self, index: int) -> None:
-        self._signals[_FIRST + index].post()
+        """Add one to a signal and wake who sleeps for this rank."""
+        order_memory()
+        self._signals[index] += 1
+        self.events.advance()
+
+    def post_to(self, index: int, sleeper: SleepWord) -> None:
+        """As :meth:`post`, for one who sleeps elsewhere."""
+        order_memory()
+        self._signals[index] += 1
+        sleeper.advance()
 
     def count(self, index: int) -> int:
-        return self._signals[_FIRST + index].count()
+        """How often a signal has been posted; what its poster wrote before is visible."""
+        value: int = self._signals[index]
+        order_memory()
+        return value
 
-    def lock(self, index: int, timeout_s: float) -> LockOutcome:
-        return self._locks[_FIRST + index].acquire(timeout_s)
+    # Locks: semaphores that begin with one. Not handed on when their holder dies: that ends the job.
+
+    def try_lock(self, index: int, holder: int) -> bool:
+        """Take a lock if it is free, as rank ``holder`` (a hint for messages)."""
+        if _at_once().sem_trywait(self._locks_at + (_FIRST_LOCK + index) * _SEMAPHORE_BYTES):
+            return False
+        self._holders[_FIRST_LOCK + index] = holder + 1
+        return True
+
+    def lock(self, index: int, holder: int, timeout_s: float) -> bool:
+        """As :meth:`try_lock`, waiting for up to ``timeout_s`` seconds."""
+        if not _wait_for_semaphore(self._locks_at + (_FIRST_LOCK + index) * _SEMAPHORE_BYTES, timeout_s):
+            return False
+        self._holders[_FIRST_LOCK + index] = holder + 1
+        return True
+
+    def holder(self, index: int) -> int | None:
+        """Who has the lock, as far as he has signed."""
+        value = int(self._holders[_FIRST_LOCK + index])
+        return value - 1 if value else None
 
     def unlock(self, index: int) -> None:
-        self._locks[_FIRST + index].release()
+        self._holders[_FIRST_LOCK + index] = 0
+        _at_once().sem_post(self._locks_at + (_FIRST_LOCK + index) * _SEMAPHORE_BYTES)
 
     # Status words have one writer each and are hints: nothing is handed over through them.
 
-    @property
-    def progress(self) -> int:
-        return int(self._status[_PROGRESS])
-
     def tick(self) -> None:
+        """A step of progress."""
         self._status[_PROGRESS] += 1
 
     @property
@@ -116,34 +238,51 @@ class ControlBlock:
 
     @property
     def signs(self) -> Signs:
-        return Signs(self.progress, int(self._status[_LOOKS]), int(self._status[_BEATS]))
+        return Signs(self._status[_PROGRESS], self._status[_LOOKS], self._status[_BEATS])
 
     @property
     def closed(self) -> Closing:
-        return Closing(int(self._status[_CLOSED]))
+        return Closing(self._status[_CLOSED])
 
     @closed.setter
     def closed(self, how: Closing) -> None:
         self._status[_CLOSED] = how.value
 
-    def leave_abort(self, text: str) -> bool:
-        """Store an abort notice unless one is there (the first cause is the one to tell)."""
-        lock = self._locks[_ABORT_LOCK]
-        if lock.acquire(_NOTICE_S) is LockOutcome.TIMED_OUT:
-            return False
-        try:
-            if self._status[_TEXT_LENGTH]:
-                return False
+    # The abort notice: the first cause is the one to tell, so there is one in a block's life.
+
+    def leave_abort(self, text: str) -> None:
+        """Store an abort notice unless somebody has, and wake this rank. Never waits."""
+        if not _at_once().sem_trywait(self._locks_at + _NOTICE_LOCK * _SEMAPHORE_BYTES):
             data = text.encode(errors="replace")[:_TEXT_BYTES]
-            self._text[: len(data)] = memoryview(data)
+            self._text[: len(data)] = data
+            order_memory()
             self._status[_TEXT_LENGTH] = len(data)
-            self._signals[_ABORT_SIGNAL].post()
-            return True
-        finally:
-            lock.release()
+        self.wake()
 
     def abort_notice(self) -> str | None:
-        if not self._signals[_ABORT_SIGNAL].count():
+        length = self._status[_TEXT_LENGTH]
+        if not length:
             return None
-        length = min(int(self._status[_TEXT_LENGTH]), _TEXT_BYTES)
+        order_memory()
         return bytes(self._text[:length]).decode(errors="replace")
+
+    def wake(self) -> None:
+        """Whoever sleeps for this rank, and its daemon."""
+        self.events.advance()
+        self.calls.advance()
+
+
+_POLL_S = 1e-4
+
+
+def _wait_for_semaphore(address: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    until_clock = getattr(libc(), "sem_clockwait", None)  # glibc 2.30
+    if until_clock is not None:
+        until = _Timespec.of(deadline)
+        return not until_clock(ctypes.c_void_p(address), time.CLOCK_MONOTONIC, ctypes.byref(until))
+    while _at_once().sem_trywait(address):  # no wait on the monotonic clock here
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

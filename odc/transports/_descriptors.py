@@ -7,7 +7,7 @@ import resource
 
 from odc.errors import SetupError
 
-PER_PEER = 5  # pidfd, two doorbells, a socket and a passed descriptor during set-up
+PER_PEER = 3  # pidfd, and during set-up a socket and a passed descriptor
 PER_LINK = 3
 SPARE = 32  # more than strangers at the door can hold
 _FOLDER = "/proc/self/fd"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,7 +10,6 @@ from odc.errors import AbortedError
 from odc.threads import in_helper
 from odc.topology import Topology
 from odc.transports._control import ControlBlock
-from odc.transports._neighbours import ring
 
 
 class Home:
@@ -24,13 +23,12 @@ class Home:
         """Raises what else has failed at this rank."""
         self._on_loss = on_loss
         self._block: ControlBlock | None = None
-        self._bells: tuple[int, ...] = ()
+        self._copies: Mapping[int, ControlBlock] = {}
         self._memory: list[memoryview | None] = []
-        self._from_afar: set[int] = set()
 
-    def open(self, block: ControlBlock, bells: tuple[int, ...]) -> None:
-        """From now on signals can be delivered."""
-        self._block, self._bells = block, bells
+    def open(self, block: ControlBlock, copies: Mapping[int, ControlBlock]) -> None:
+        """From now on signals can be delivered; ``copies``: this rank's own of the blocks of other hosts' ranks."""
+        self._block, self._copies = block, copies
         self.shown = [block]
 
     def add(self, memory: torch.Tensor | None) -> None:
@@ -41,15 +39,9 @@ class Home:
     def num_buffers(self) -> int:
         return len(self._memory)
 
-    def is_from_afar(self, index: int) -> bool:
-        """Whether a signal has been posted over a link. A signal has one poster, so then it always is."""
-        return index in self._from_afar
-
-    def deliver(self, index: int, daemon: bool) -> None:
+    def deliver(self, rank: int, index: int, daemon: bool) -> None:
         assert self._block is not None
-        self._from_afar.add(index)  # before it can be counted
-        self._block.post(index)
-        ring(self._bells[1 if daemon else 0])
+        self._copies[rank].post_to(index, self._block.calls if daemon else self._block.events)
 
     def memory(self, buffer: int) -> memoryview | None:
         return self._memory[buffer] if buffer < len(self._memory) else None
@@ -57,10 +49,10 @@ class Home:
     def notice(self, text: str) -> None:
         if self._block is not None:
             self._block.leave_abort(text)
-        ring(*self._bells)
 
     def lost(self) -> None:
-        ring(*self._bells)
+        if self._block is not None:
+            self._block.wake()
         self._on_loss()
 
     def check(self) -> None:
@@ -80,4 +72,4 @@ class Home:
 
     def close(self) -> None:
         """Let go of the memory; links have ended."""
-        self._block, self._bells, self._memory, self.shown = None, (), [], []
+        self._block, self._copies, self._memory, self.shown = None, {}, [], []

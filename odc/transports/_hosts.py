@@ -14,18 +14,18 @@ from odc.errors import SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.leaving import Closable, release_when, run_all
 from odc.topology import Topology
-from odc.transports import _memfd
-from odc.transports._control import Closing, ControlBlock, control_bytes
+from odc.transports import _control, _memfd
+from odc.transports._control import Closing, ControlBlock, SleepWord, control_bytes
 from odc.transports._descriptors import require_descriptors
 from odc.transports._home import Home
 from odc.transports._link import Link
 from odc.transports._links import Links
-from odc.transports._neighbours import LocalNeighbour, Neighbour, ring
+from odc.transports._neighbours import LocalNeighbour, Neighbour
 from odc.transports._process import WatchedProcess
 from odc.transports._readers import Readers
 from odc.transports._rendezvous import Mesh
 from odc.transports._watched_exchange import WatchedExchange
-from odc.transports.base import HOST, LockOutcome, PeerState, Signs, SymmetricBuffer, Transport
+from odc.transports.base import HOST, PeerState, Signs, SymmetricBuffer, Transport
 
 _PATTERN = 0x0DC
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class HostsTransport(Transport):
     """See :class:`~odc.transports.base.Transport`.
 
-    Between ranks of one host memory is memfd, doorbells are eventfds, and death is a pidfd. With ranks of other hosts
-    there are links (:mod:`._links`), whose thread posts here on their behalf; so a rank waits in one place only.
+    Between ranks of one host memory is memfd, signals are words in it, who waits sleeps on a futex, and death is a
+    pidfd. With ranks of other hosts there are links (:mod:`._links`), which keep a copy of their signals here.
 
     Left to subclasses: for whom it is, and the memory in which tensors travel (:meth:`allocate`).
     """
@@ -48,12 +48,11 @@ class HostsTransport(Transport):
         self._timeout_s = timeout_s
         self._rank = topology.rank
         self._world = range(topology.world_size)
-        self._here = topology.ranks_here()
+        self._here, self._elsewhere = topology.ranks_here(), topology.ranks_elsewhere()
         self._peers = [rank for rank in self._world if rank != self._rank]
         self._buffers: list[SymmetricBuffer] = []
-        self._blocks: dict[int, ControlBlock] = {}  # of the ranks of this host
+        self._blocks: dict[int, ControlBlock] = {}  # of the ranks of this host; of others, this rank's copies
         self._neighbours: dict[int, Neighbour] = {}
-        self._bells: tuple[int, ...] = ()  # this rank's own: of the training loop, of the daemon
         self._processes: dict[int, WatchedProcess] = {}
         self._home = Home(topology, self._note_loss)
         self._links: Links | None = None
@@ -105,7 +104,7 @@ class HostsTransport(Transport):
             os.close(os.pidfd_open(os.getpid()))
         except OSError as problem:
             return f"processes cannot be watched here (pidfd_open: {problem.strerror}): a sandbox forbids it"
-        return None
+        return _control.problem()
 
     @staticmethod
     def no_way_out(topology: Topology) -> str | None:
@@ -138,15 +137,17 @@ class HostsTransport(Transport):
     # Set-up
 
     def open(self, *, num_signals: int, num_locks: int) -> None:
-        buffer = self.allocate_host(control_bytes(num_signals, num_locks), "control")
-        self._blocks = {rank: ControlBlock(buffer.peer(rank), num_signals, num_locks) for rank in self._here}
+        num_bytes = control_bytes(num_signals, num_locks)
+        buffer = self.allocate_host(num_bytes, "control")
+        for rank in self._world:
+            memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(num_bytes, dtype=torch.uint8)
+            self._blocks[rank] = ControlBlock(memory, num_signals, num_locks)
         self._own.initialise()
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
-        self._bells = (os.eventfd(0, flags), os.eventfd(0, flags))
-        # The swap comes after initialise(): a peer that has our doorbells may post.
-        for rank, (_, fds) in self._swap(0, self._bells).items():
-            self._neighbours[rank] = LocalNeighbour(self._processes.pop(rank), self._blocks[rank], (fds[0], fds[1]))
-        self._home.open(self._own, self._bells)
+        self._home.open(self._own, self._blocks)
+        self.exchange.all_gather(b"")  # nobody uses a block before its owner has made it
+        for rank, process in self._processes.items():
+            self._neighbours[rank] = LocalNeighbour(process, self._blocks[rank])
+        self._processes = {}
         if self._links is not None:
             self._neighbours.update(self._links.by_rank)
             links, own = self._links, self._own
@@ -264,41 +265,51 @@ class HostsTransport(Transport):
 
     # Signals
 
-    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
-        if rank == self._rank:
-            self._own.post(index)
-            ring(self._bells[1 if daemon else 0])
+    def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
+        if to is not None and to not in self._here:
+            self._link(to).post(index, daemon)
+        elif to is not None and daemon:
+            self._own.post_to(index, self._blocks[to].calls)
         else:
-            self._neighbours[rank].post(index, daemon)
+            self._own.post(index)
+            if to is None and self._links is not None:
+                for link in self._links.by_rank.values():
+                    link.post(index, False)
 
-    def count(self, index: int) -> int:
-        return self._own.count(index)
+    def count(self, rank: int, index: int) -> int:
+        return self._blocks[rank].count(index)
+
+    def _sleep_word(self, rank: int | None) -> SleepWord:
+        """Links wake this rank on its own word, as do those of its host when anything has failed."""
+        if rank is None:
+            return self._own.calls
+        return (self._blocks[rank] if rank in self._here else self._own).events
+
+    def ticket(self, rank: int | None) -> int:
+        return self._sleep_word(rank).ticket
+
+    def sleep(self, rank: int | None, ticket: int, timeout_s: float) -> None:
+        self._sleep_word(rank).sleep(ticket, timeout_s)
 
     def wake_self(self) -> None:
-        ring(*self._bells)
-
-    def block(self, timeout_s: float, ranks: Sequence[int], *, daemon: bool = False) -> None:
-        bell = self._bells[1 if daemon else 0]
-        poll = select.poll()
-        poll.register(bell, select.POLLIN)
-        for rank in ranks:
-            neighbour = self._neighbours.get(rank)
-            if neighbour is not None and neighbour.death_fd is not None and neighbour.closing is Closing.OPEN:
-                poll.register(neighbour.death_fd, select.POLLIN)
-        for fd, _ in poll.poll(max(timeout_s, 0) * 1000):
-            if fd == bell:
-                os.eventfd_read(bell)
+        self._own.wake()
 
     # Locks
 
-    def lock(self, rank: int, index: int, timeout_s: float) -> LockOutcome:
-        return self._block_of(rank).lock(index, timeout_s)
+    def lock(self, rank: int, index: int, timeout_s: float = 0.0) -> bool:
+        block = self._block_of(rank)
+        if timeout_s > 0:
+            return block.lock(index, self._rank, timeout_s)
+        return block.try_lock(index, self._rank)
+
+    def lock_holder(self, rank: int, index: int) -> int | None:
+        return self._block_of(rank).holder(index)
 
     def unlock(self, rank: int, index: int) -> None:
-        self._block_of(rank).unlock(index)
+        self._blocks[rank].unlock(index)
 
     def _block_of(self, rank: int) -> ControlBlock:
-        if rank not in self._blocks:
+        if rank not in self._here:
             raise UnsupportedError(f"{self.topology.describe(rank)} is on another host: no lock reaches so far")
         return self._blocks[rank]
 
@@ -311,9 +322,6 @@ class HostsTransport(Transport):
     def beat(self) -> None:
         for block in self._home.shown:
             block.beat()
-
-    def progress(self, rank: int) -> int:
-        return self.signs(rank).progress
 
     def signs(self, rank: int) -> Signs:
         return self._own.signs if rank == self._rank else self._neighbours[rank].signs
@@ -367,11 +375,12 @@ class HostsTransport(Transport):
         return self._neighbours[rank].describe() if rank in self._neighbours else "this process"
 
     def abort_peers(self, text: str) -> None:
-        if self._closed or not self._bells:
+        if not self._blocks:
             return
         self._failing = True
         for neighbour in self._neighbours.values():
             neighbour.abort(text)
+        self._own.wake()
 
     def abort_notice(self) -> str | None:
         notice = self._own.abort_notice() if self._blocks else None
@@ -401,6 +410,7 @@ class HostsTransport(Transport):
         finally:
             if self._blocks:
                 self._own.closed = how
+                self._own.wake()
             run_all(partial(neighbour.tell_closed, how) for neighbour in self._neighbours.values())
 
     # [Note: Others still read] Ranks close when their scripts come to it. One that evaluates longer still gathers the
@@ -425,10 +435,9 @@ class HostsTransport(Transport):
         links = [] if self._links is None else [self._links]
         closables: list[Closable] = [*links, *here, *self._processes.values(), self._home]
         steps = [part.close for part in closables] + [buffer.release for buffer in self._buffers]
-        bells = [partial(os.close, bell) for bell in self._bells]
         self._blocks, self._buffers, self._neighbours, self._processes = {}, [], {}, {}
-        self._bells, self._links = (), None
-        run_all([*steps, *bells])
+        self._links = None
+        run_all(steps)
 
     def _let_go(self) -> bool:
         """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""

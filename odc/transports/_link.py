@@ -43,8 +43,8 @@ _MOMENT_S = 5.0  # for which the end of the data waits for news that explain it
 class LinkOwner(Waiting, Protocol):
     """What a link does at its own rank."""
 
-    def deliver(self, index: int, daemon: bool) -> None:
-        """Post signal ``index`` here."""
+    def deliver(self, rank: int, index: int, daemon: bool) -> None:
+        """``rank`` has posted its signal ``index``; wake who waits for it, or the daemon."""
         ...
 
     def memory(self, buffer: int) -> memoryview | None:
@@ -206,7 +206,7 @@ class Link(Neighbour):
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind is Kind.POST:
-            self._owner.deliver(frame.number, bool(frame.a))
+            self._owner.deliver(self._rank, frame.number, bool(frame.a))
         elif frame.kind is Kind.WRITE:
             receive_into(self._data, self._range(frame))
         elif frame.kind is Kind.READ:
@@ -308,6 +308,7 @@ class Link(Neighbour):
         self._send(Frame(Kind.WRITE, buffer, offset, len(source)), source, after_chunk)
 
     def post(self, index: int, daemon: bool) -> None:
+        """Tell it of a signal that this rank has posted."""
         # A rank that has closed needs no signals; of one that has died, whoever waits for its answer reports it.
         with contextlib.suppress(PeerClosedError, PeerDiedError):
             self._send(Frame(Kind.POST, index, int(daemon)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -18,7 +19,6 @@ from pathlib import Path
 import torch
 
 from odc.errors import SetupError
-from odc.transports._libc import libc
 
 # From linux/fcntl.h; the names exist in the fcntl module only since Python 3.11 or on some builds.
 _F_ADD_SEALS = 1033
@@ -32,6 +32,17 @@ _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
 )
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """The process's own C library. Calls release the GIL; ``ctypes.get_errno()`` has their errno."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
 
 
 def require_available(num_bytes: int, label: str) -> None:

@@ -12,11 +12,7 @@ from odc.transports.base import Signs
 
 
 class Neighbour(ABC):
-    """Signals to another rank, and news of it."""
-
-    @abstractmethod
-    def post(self, index: int, daemon: bool) -> None:
-        """Add one to its signal ``index`` and wake its training loop, or its daemon thread."""
+    """News of another rank, and to it."""
 
     @abstractmethod
     def abort(self, text: str) -> None:
@@ -53,7 +49,7 @@ class Neighbour(ABC):
 
     @property
     def death_fd(self) -> int | None:
-        """A descriptor that becomes readable when it dies; None: its death rings this rank's doorbells."""
+        """A descriptor that becomes readable when it dies; None: its death wakes who waits for it."""
         return None
 
     @abstractmethod
@@ -75,18 +71,12 @@ def ring(*bells: int) -> None:
 class LocalNeighbour(Neighbour):
     """A rank of this host: its control block is mapped, its process is watched."""
 
-    def __init__(self, process: WatchedProcess, block: ControlBlock, bells: tuple[int, int]) -> None:
+    def __init__(self, process: WatchedProcess, block: ControlBlock) -> None:
         self._process = process
         self._block = block
-        self._bells = bells
-
-    def post(self, index: int, daemon: bool) -> None:
-        self._block.post(index)
-        ring(self._bells[1 if daemon else 0])
 
     def abort(self, text: str) -> None:
         self._block.leave_abort(text)
-        ring(*self._bells)
 
     @property
     def signs(self) -> Signs:
@@ -116,9 +106,7 @@ class LocalNeighbour(Neighbour):
         return self._process.fileno()
 
     def tell_closed(self, how: Closing) -> None:
-        ring(*self._bells)  # it reads how from this rank's control block
+        """It reads how from this rank's control block, on which all are woken that wait for this rank."""
 
     def close(self) -> None:
-        for fd in self._bells:
-            os.close(fd)
         self._process.close()

@@ -1,8 +1,8 @@
 """What a transport has to provide, and nothing more.
 
-A transport gives the ranks of one group: symmetric memory, signals that are pushed into the waiter's own memory, locks
-that survive their holder's death, and news of the peers (alive, closed, dead, silent). The two primitives and the
-minibatch protocol are built on these and know nothing of the wire. ``tests/test_transport_conformance.py`` is the
+A transport gives the ranks of one group: symmetric memory, signals that all of them see, locks, and news of the peers
+(alive, closed, dead, silent). The two primitives and the minibatch protocol are built on these and know nothing of the
+wire. ``tests/test_transport_conformance.py`` is the
 contract in executable form: every transport must pass it.
 """
 
@@ -90,14 +90,6 @@ class Signs(NamedTuple):
     """Of a thread that does nothing else: they end where the process is stopped."""
 
 
-class LockOutcome(enum.Enum):
-    """Result of trying to take a lock for a while."""
-
-    ACQUIRED = "acquired"
-    RECOVERED = "acquired after its holder died"
-    TIMED_OUT = "timed out"
-
-
 class Transport(ABC):
     """One-sided memory, signals, locks and liveness between the ranks of one group.
 
@@ -124,7 +116,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, *, num_signals: int, num_locks: int) -> None:
-        """Create ``num_signals`` signals (all 0) and ``num_locks`` locks on every rank."""
+        """Create ``num_signals`` signals (all 0) and ``num_locks`` locks for every rank."""
 
     @property
     def engine(self) -> Engine:
@@ -232,24 +224,29 @@ class Transport(ABC):
         target = buffer.peer(rank)[offset_bytes : offset_bytes + len(data)]
         target.numpy()[:] = memoryview(data)
 
-    # Signals are counters in the waiter's own memory. post() is a release, count() an acquire: whatever the poster
-    # wrote before its n-th post is visible to the reader that counts n. What the poster's *stream* writes has only been
-    # asked for by then: order_after() carries the order on to the reader's stream.
+    # Signals. Each rank has counters of its own, which it alone advances and all others see: on one host where they
+    # lie, across hosts in a copy at each. post() is a release, count() an acquire: whatever the poster wrote before its
+    # n-th post is visible to the reader that counts n. What the poster's *stream* writes has only been asked for by
+    # then: order_after() carries the order on to the reader's stream.
 
     @abstractmethod
-    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
-        """Add one to signal ``index`` of ``rank`` and wake its training loop, or its daemon thread.
+    def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
+        """Add one to signal ``index`` of this rank, and wake who waits for this rank.
 
-        A signal has one poster: the same thread of the same rank, or at least never two at a time.
+        Never by two threads at a time.
+
+        Args:
+            to: the only rank that counts it; None: all do.
+            daemon: wake the daemon of ``to`` instead.
         """
 
     @abstractmethod
-    def count(self, index: int) -> int:
-        """How often signal ``index`` of this rank has been posted. One thread per signal may count it."""
+    def count(self, rank: int, index: int) -> int:
+        """How often ``rank`` has posted its signal ``index``."""
 
-    def order_after(self, index: int, count: int) -> None:
+    def order_after(self, rank: int, index: int, count: int) -> None:
         """What this thread's current stream is given from now on runs after all that the poster's stream had been
-        given before the ``count``-th post of signal ``index`` of this rank.
+        given before the ``count``-th post of signal ``index`` of ``rank``.
 
         Only after :meth:`count` has returned at least ``count``. A stream thus waits only for work that has been
         submitted already, so streams cannot wait for each other in a circle, and a host that waits for its device
@@ -257,23 +254,31 @@ class Transport(ABC):
         """
         return
 
-    @abstractmethod
-    def block(self, timeout_s: float, ranks: Sequence[int], *, daemon: bool = False) -> None:
-        """Sleep until a signal arrives, one of ``ranks`` dies, or the time is over; may return early.
+    # Sleeping: take a ticket, look whether what is awaited has come, sleep with that ticket.
 
-        ``daemon`` selects the doorbell of the daemon thread, so that it and the training loop do not steal each
-        other's wake-ups.
-        """
+    @abstractmethod
+    def ticket(self, rank: int | None) -> int:
+        """For a wait for ``rank``; None: of this rank's daemon, for anybody."""
+
+    @abstractmethod
+    def sleep(self, rank: int | None, ticket: int, timeout_s: float) -> None:
+        """Until ``rank`` (None: anybody, for the daemon) has posted a signal since the ticket was taken, or anything
+        has failed; may return early. That ``rank`` dies is not noticed here."""
 
     @abstractmethod
     def wake_self(self) -> None:
-        """Ring both doorbells of this rank."""
+        """End :meth:`sleep` of this rank's daemon, and of all who wait for this rank."""
 
-    # Locks: number ``index`` of ``rank``.
+    # Locks: number ``index`` of ``rank``, which has to be on this host. A holder that dies keeps its lock, and ends the
+    # job.
 
     @abstractmethod
-    def lock(self, rank: int, index: int, timeout_s: float) -> LockOutcome:
-        """Try for up to ``timeout_s`` to take a lock."""
+    def lock(self, rank: int, index: int, timeout_s: float = 0.0) -> bool:
+        """Take a lock, trying for up to ``timeout_s``; whether it has been taken."""
+
+    @abstractmethod
+    def lock_holder(self, rank: int, index: int) -> int | None:
+        """Which rank has the lock, for messages; None: nobody, or one that has not signed yet."""
 
     @abstractmethod
     def unlock(self, rank: int, index: int) -> None:
@@ -284,10 +289,6 @@ class Transport(ABC):
     @abstractmethod
     def tick(self) -> None:
         """Count one step of progress of this rank, visible to the others."""
-
-    @abstractmethod
-    def progress(self, rank: int) -> int:
-        """How often ``rank`` has ticked."""
 
     @abstractmethod
     def signs(self, rank: int) -> Signs:

@@ -1,9 +1,9 @@
 """The ``cuda_ipc`` transport: GPUs of one host, each rank reading and writing the others' memory by CUDA IPC.
 
-Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`): the owner's daemon sleeps on an
-eventfd, and no multiprocessor polls. What a stream has done travels beside each signal as a *word* in host memory that
-all ranks have mapped and registered with their device. Posting lets the poster's stream set the reader's word;
-:meth:`CudaIpcTransport.order_after` lets the reader's stream wait for it. The reader's host has seen the signal by
+Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`): the owner's daemon sleeps on a futex,
+and no multiprocessor polls. What a stream has done is shown beside each signal by a *word* in host memory that all
+ranks have mapped and registered with their device. Posting lets the poster's stream set its word;
+:meth:`CudaIpcTransport.order_after` lets the reader's stream wait for that. The reader's host has seen the signal by
 then, so the stream waits for work that has been submitted, and for nobody's host.
 """
 
@@ -53,8 +53,8 @@ class CudaIpcTransport(HostsTransport):
         self._words: dict[int, npt.NDArray[np.uint32]] = {}  # of the ranks of this host
         self._word_addresses: dict[int, int] = {}
         self._extra_bytes = 0
-        self._released: npt.NDArray[np.uint32] | None = None  # the words that hold nobody back
-        self._posted: dict[tuple[int, int], int] = {}
+        self._released: dict[int, npt.NDArray[np.uint32]] = {}  # words that hold nobody back
+        self._posted: dict[int, int] = {}
         super().__init__(exchange, topology, timeout_s, device)
         try:
             self._together(self._start_device)
@@ -150,23 +150,26 @@ class CudaIpcTransport(HostsTransport):
     # or from streams that are ordered: else the second could be overtaken by the first. They are: a unit is published
     # and a push acknowledged by one stream, and the next push to an owner waits for its acknowledgement.
 
-    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
-        count = self._posted[rank, index] = self._posted.get((rank, index), 0) + 1
-        self._cuda.write_value(self._word_addresses[rank] + 4 * index, count % (2 * _HALF))
-        super().post(rank, index, daemon=daemon)
+    def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
+        count = self._posted[index] = self._posted.get(index, 0) + 1
+        self._cuda.write_value(self._word_addresses[self._rank] + 4 * index, count % (2 * _HALF))
+        super().post(index, to=to, daemon=daemon)
 
-    def order_after(self, index: int, count: int) -> None:
+    def order_after(self, rank: int, index: int, count: int) -> None:
         # Reached already? Then whatever this thread submits next comes later, without the device being asked.
-        if (int(self._words[self._rank][index]) - count) % (2 * _HALF) >= _HALF:
-            self._cuda.wait_value(self._word_addresses[self._rank] + 4 * index, count % (2 * _HALF))
+        if (int(self._words[rank][index]) - count) % (2 * _HALF) >= _HALF:
+            self._cuda.wait_value(self._word_addresses[rank] + 4 * index, count % (2 * _HALF))
+
+    # [Note: Words of a job that has failed] The words that a stream waits for are those of the rank that posts, and all
+    # ranks of the host wait for the same ones. So whoever lets its own streams go on lets those of the others go on: it
+    # has told them before that the job has failed, and what they compute then is not used.
 
     def release_streams(self) -> None:
-        if self._words:
-            self._failing = True
-            words = self._words[self._rank]
-            if self._released is None:
-                self._released = words + np.uint32(_FAR)
-            words[:] = self._released
+        self._failing = True
+        for rank, words in self._words.items():
+            if rank not in self._released:
+                self._released[rank] = words + np.uint32(_FAR)
+            words[:] = self._released[rank]
 
     # The end
 
@@ -177,7 +180,12 @@ class CudaIpcTransport(HostsTransport):
         end, which does all of it.
         """
         self.abort_notice()
-        if self._failing or not self._is_idle():
+        is_idle = not self._failing and self._is_idle()
+        if not is_idle:
+            if not self._failing:
+                self.abort_peers(
+                    f"{self.topology.whoami}: its device has not come to rest within {_CLOSE_S:g} s of close()"
+                )
             self.release_streams()
             _still_registered.append(self._words)
             return False

@@ -39,7 +39,7 @@ class NvshmemTransport(CudaIpcTransport):
     staging_bytes: ClassVar[int] = _STAGING_BYTES
 
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
-        self._heap_words = 0
+        self._heap_words = self._num_words = 0
         self._word_view: torch.Tensor | None = None
         self._staging: dict[str, torch.Tensor] = {}
         super().__init__(exchange, topology, timeout_s, device)
@@ -63,8 +63,10 @@ class NvshmemTransport(CudaIpcTransport):
 
     def open(self, *, num_signals: int, num_locks: int) -> None:
         super().open(num_signals=num_signals, num_locks=num_locks)
-        self._heap_words = self._malloc(_WORD_BYTES * max(num_signals, 1))
-        self._word_view = self._cuda.tensor(self._heap_words, _WORD_BYTES * max(num_signals, 1)).view(torch.int64)
+        self._num_words = max(num_signals, 1)  # of each rank, at each rank
+        num_bytes = _WORD_BYTES * self._num_words * self.topology.world_size
+        self._heap_words = self._malloc(num_bytes)
+        self._word_view = self._cuda.tensor(self._heap_words, num_bytes).view(torch.int64)
         for purpose in ("read", "write"):
             self._extra_bytes += self.staging_bytes
             self._staging[purpose] = self._cuda.tensor(self._malloc(self.staging_bytes), self.staging_bytes)
@@ -142,18 +144,21 @@ class NvshmemTransport(CudaIpcTransport):
 
     # Signals, and the order of streams
 
-    def post(self, rank: int, index: int, *, daemon: bool = False) -> None:
-        if rank in self._here:
-            super().post(rank, index, daemon=daemon)
-            return
-        self._heap.signal(self._heap_words + _WORD_BYTES * index, rank)
-        self._neighbours[rank].post(index, daemon)
+    def _word(self, rank: int, index: int) -> int:
+        """Where this rank and all others have the word of ``rank``'s signal ``index``."""
+        return self._heap_words + _WORD_BYTES * (rank * self._num_words + index)
 
-    def order_after(self, index: int, count: int) -> None:
-        if count and self._home.is_from_afar(index):
-            self._heap.wait(self._heap_words + _WORD_BYTES * index, count)
-        else:
-            super().order_after(index, count)
+    def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
+        for rank in self._elsewhere if to is None else [to]:
+            if rank not in self._here:
+                self._heap.signal(self._word(self._rank, index), rank)
+        super().post(index, to=to, daemon=daemon)
+
+    def order_after(self, rank: int, index: int, count: int) -> None:
+        if rank in self._here:
+            super().order_after(rank, index, count)
+        elif count:
+            self._heap.wait(self._word(rank, index), count)
 
     def release_streams(self) -> None:
         super().release_streams()

@@ -1,0 +1,394 @@
+"""Where pushed gradients are summed at their owner.
+
+Two stores share one interface: :class:`SharedStore`, one sum per unit into which all clients add, and
+:class:`PerClientStore`, one per client, for gradients that are equal to the bit whatever the timing.
+:class:`StorePlan` chooses.
+
+[Note: Sums in place] A client adds where the sum lies. If it dies or is interrupted in the middle, a part of its push
+is in the sum, and that sum gets into no step: the client's ``done`` of this minibatch never comes, without which no
+rank has final gradients of it; its failure is told to all ranks, or seen as a death; and a runtime that has failed
+refuses every further operation. (To write beside the sum and commit by one word takes a third pass over the memory.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odc.config import RuntimeConfig
+from odc.engine import Engine
+from odc.errors import ConfigError, ProtocolError
+from odc.transports.base import SymmetricBuffer, aligned
+from odc.units import UnitSpec, segments
+from odc.waiting import Endpoint
+
+_LOCK_SLICE_S = 0.05
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Which store, and whether clients add to it themselves."""
+
+    kind: type[SharedStore] | type[PerClientStore]
+    is_direct: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, engine: Engine, num_hosts: int) -> StorePlan:
+        """On host memory "auto" is direct: one pass less over the gradient. On a device it is the daemon: an owner's
+        addition stays in its own memory, where it is fastest, and a push is one plain copy. So it is between hosts,
+        where nobody else can add.
+
+        Raises:
+            ConfigError: "direct" was asked for where it cannot be: between hosts, or on a device in float64.
+        """
+        if config.accumulate == "direct" and num_hosts > 1:
+            raise ConfigError(
+                f"accumulate='direct' adds in the owner's memory, which the ranks of {num_hosts} hosts do not share: "
+                "use 'daemon' or 'auto'"
+            )
+        if config.accumulate == "direct" and engine.has_streams and config.accumulate_dtype != torch.float32:
+            raise ConfigError(
+                f"accumulate='direct' on a device adds float32 atomically, not {config.accumulate_dtype}: use 'daemon'"
+            )
+        suits = not engine.has_streams and num_hosts == 1
+        is_direct = config.accumulate == "direct" or (config.accumulate == "auto" and suits)
+        return cls(PerClientStore if config.deterministic else SharedStore, is_direct, config.accumulate_dtype)
+
+    def num_locks(self, units: Sequence[UnitSpec], engine: Engine) -> int:
+        """How many transport locks of each rank the store uses: one per unit, where several processors add."""
+        return len(units) if self.kind is SharedStore and self.is_direct and not engine.has_streams else 0
+
+    def make(self, end: Endpoint, units: Sequence[UnitSpec]) -> AccumulatorStore:
+        return self.kind(end, units, self.dtype, self.is_direct)
+
+    def shared_bytes(self, units: Sequence[UnitSpec], world_size: int) -> int:
+        """What :meth:`make` will ask of ``Transport.allocate``, at most."""
+        if not self.is_direct:
+            return 0
+        copies = world_size if self.kind is PerClientStore else 1
+        return copies * sum(aligned(unit.grad_numel * self.dtype.itemsize) for unit in units)
+
+
+class AccumulatorStore(ABC):
+    """Sums of the pushes to each owner, minibatch by minibatch.
+
+    Beside the sums of an owner lie 64-bit words: which minibatch each unit accepts pushes of (that of the last one,
+    negative, while its sum is final and may still be read; 0 before the first), and in which minibatch each unit, as a
+    whole, and each parameter was pushed last, for each :meth:`_clients` that have a sum of their own.
+
+    Args:
+        is_direct: clients add themselves; else the owner's daemon does, and nobody else sees the sums.
+    """
+
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
+        self._end = end
+        self._units = units
+        self._dtype = dtype
+        self._rank = end.rank
+        self._engine = end.engine
+        self._after_chunk = end.waiter.after_scatter_chunk
+        transport, sizes = end.transport, [unit.grad_numel for unit in units]
+        self._offsets = list(itertools.accumulate((self._aligned(numel) for numel in sizes), initial=0))
+        allocate = transport.allocate if is_direct else transport.allocate_private
+        self._buffer: SymmetricBuffer = allocate(self._clients() * self._offsets[-1] * dtype.itemsize, "accumulators")
+        self._params_at = list(itertools.accumulate((len(unit.params) for unit in units), initial=0))
+        self._words_per_client = 2 * len(units) + self._params_at[-1]
+        num_words = len(units) + self._clients() * self._words_per_client
+        self._state = transport.allocate_host(_WORD_BYTES * max(num_words, 1), "accumulator state")
+        self._owners = [
+            _OwnerSums(self._sums_of(rank), self._state.peer(rank), len(units), self._clients(), self._params_at[-1])
+            if self._state.reaches(rank) and (is_direct or rank == self._rank)
+            else None
+            for rank in range(end.world_size)
+        ]
+
+    @abstractmethod
+    def _clients(self) -> int:
+        """How many sums there are of each unit."""
+
+    def _aligned(self, numel: int) -> int:
+        return aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
+
+    def _sums_of(self, owner: int) -> list[list[torch.Tensor]]:
+        """By client and unit, flat."""
+        if not self._buffer.reaches(owner):
+            return []
+        flat, size = self._buffer.peer(owner).view(self._dtype), self._offsets[-1]
+        starts = [(client * size + at, unit) for client in range(self._clients()) for at, unit in self._places()]
+        views = [flat[start : start + unit.grad_numel] for start, unit in starts]
+        return [views[client * len(self._units) : (client + 1) * len(self._units)] for client in range(self._clients())]
+
+    def _places(self) -> list[tuple[int, UnitSpec]]:
+        return list(zip(self._offsets, self._units, strict=False))
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of one sum per unit."""
+        return self._offsets[-1] * self._dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this rank's part."""
+        return self._buffer.num_bytes + self._state.num_bytes
+
+    @abstractmethod
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        grads: torch.Tensor,
+        present: Sequence[bool] | None,
+        minibatch: int,
+        client: int | None = None,
+    ) -> None:
+        """Add one push to ``owner``'s sum of ``unit``.
+
+        Args:
+            grads: flat: the gradients of the ``present`` parameters (None: of all), back to back.
+            client: whose push it is; None: this rank's own.
+
+        Raises:
+            ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
+        """
+
+    @abstractmethod
+    def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
+        """This rank's final sum of ``unit`` (flat, accumulator dtype) and which parameters received a gradient.
+
+        None if nobody pushed the unit. Only after every client is done. Valid until the next call and until the unit
+        is opened again; the caller may change it.
+        """
+
+    def open(self, unit: int, minibatch: int) -> None:
+        """From now on pushes of ``minibatch`` to ``unit`` are welcome. Called before the other ranks are told so."""
+        self._of(self._rank).accepts[unit] = minibatch
+
+    def close(self, minibatch: int) -> None:
+        """From now on pushes of ``minibatch`` are late, to any unit; those of the next one are early."""
+        accepts = self._of(self._rank).accepts
+        for unit in range(len(self._units)):
+            accepts[unit] = -minibatch
+
+    def release(self) -> None:
+        """Let go of all memory of the transport."""
+        self._owners = []
+
+    def _of(self, owner: int) -> _OwnerSums:
+        sums = self._owners[owner]
+        assert sums is not None, "only the owner adds, or those of its host"
+        return sums
+
+    def _fill(
+        self, total: torch.Tensor, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, first: bool
+    ) -> None:
+        """``total += grads``, or ``total = grads`` for the first push."""
+        if present is None:
+            (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
+            return
+        for segment in segments(self._units[unit], present):
+            part = total[segment.offset : segment.offset + segment.numel]
+            if segment.source is not None:
+                addend = grads[segment.source : segment.source + segment.numel]
+                (self._engine.copy if first else self._engine.add)(part, addend, self._after_chunk)
+            elif first:
+                self._engine.zero(part, self._after_chunk)
+
+    def _note(self, words: _Pushed, unit: int, present: Sequence[bool] | None, minibatch: int) -> None:
+        """A push is in the sum."""
+        self._end.faults.hit("scatter.added")
+        if present is None:
+            words.whole[unit] = minibatch
+        else:
+            start = self._params_at[unit]
+            for index, here in enumerate(present):
+                if here:
+                    words.params[start + index] = minibatch
+        words.units[unit] = minibatch
+
+    def _touched(self, words: _Pushed, unit: int, minibatch: int) -> list[bool]:
+        params = words.params[self._params_at[unit] : self._params_at[unit + 1]].tolist()
+        return [words.whole[unit] == minibatch or pushed == minibatch for pushed in params]
+
+    def _check_open(self, owner: int, minibatch: int, unit: int, client: int) -> None:
+        accepted = self._of(owner).accepts[unit]
+        if accepted == minibatch and accepted > 0:
+            return
+        if accepted > 0:
+            state = f"it accepts minibatch {accepted} now"
+        elif accepted < 0:
+            state = f"its sum of minibatch {-accepted} is final, and it has not published the unit for the next one yet"
+        else:
+            state = "it has not published the unit yet"
+        raise ProtocolError(
+            f"push of rank {self._end.name(client)} for minibatch {minibatch}, unit {self._units[unit].name!r}, "
+            f"refused by rank {self._end.name(owner)}: {state}"
+        )
+
+
+class _Pushed:
+    """In which minibatch each unit was pushed last, in part or as a whole, and each parameter by itself."""
+
+    def __init__(self, words: memoryview, num_units: int) -> None:
+        self.units, self.whole, self.params = (
+            words[:num_units],
+            words[num_units : 2 * num_units],
+            words[2 * num_units :],
+        )
+
+
+class _OwnerSums:
+    """What one owner has, as this rank sees it."""
+
+    def __init__(
+        self, sums: list[list[torch.Tensor]], state: torch.Tensor, num_units: int, num_clients: int, num_params: int
+    ) -> None:
+        self.sums = sums
+        words = state.numpy().data.cast("B").cast("q")
+        self.accepts = words[:num_units]
+        size = 2 * num_units + num_params
+        starts = [num_units + client * size for client in range(num_clients)]
+        self.pushed = [_Pushed(words[start : start + size], num_units) for start in starts]
+
+
+class SharedStore(AccumulatorStore):
+    """One sum per unit: the first push of a minibatch is written there, each later one is added.
+
+    Processors add under the lock of that owner and unit. Devices, which work later than a lock of the host could keep
+    them apart, add element by element with remote atomics, to a sum that its owner has zeroed when it opened it.
+    """
+
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
+        super().__init__(end, units, dtype, is_direct)
+        self._by_atomics = is_direct and end.engine.has_streams
+        self._by_locks = is_direct and not end.engine.has_streams
+
+    def _clients(self) -> int:
+        return 1
+
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        grads: torch.Tensor,
+        present: Sequence[bool] | None,
+        minibatch: int,
+        client: int | None = None,
+    ) -> None:
+        client = self._rank if client is None else client
+        if self._by_atomics:
+            self._check_open(owner, minibatch, unit, client)
+            self._add_atomically(owner, unit, grads, present, minibatch)
+            return
+        sums = self._of(owner)
+        pushed, total = sums.pushed[0], sums.sums[0][unit]
+        if self._by_locks and not self._end.transport.lock(owner, unit):
+            self._await_lock(owner, unit)
+        try:
+            if sums.accepts[unit] != minibatch or minibatch <= 0:
+                self._check_open(owner, minibatch, unit, client)
+            self._fill(total, unit, grads, present, first=pushed.units[unit] != minibatch)
+            self._note(pushed, unit, present, minibatch)
+        finally:
+            if self._by_locks:
+                self._end.transport.unlock(owner, unit)
+
+    def _await_lock(self, owner: int, unit: int) -> None:
+        transport, is_held = self._end.transport, False
+
+        def try_it(timeout_s: float = 0.0) -> None:
+            nonlocal is_held
+            is_held = is_held or transport.lock(owner, unit, timeout_s)
+
+        def pending() -> list[int]:
+            try_it()
+            if is_held:
+                return []
+            holder = transport.lock_holder(owner, unit)
+            return [owner if holder is None else holder]
+
+        try:
+            self._end.waiter.wait(
+                pending,
+                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {self._end.name(owner)}",
+                block=lambda timeout_s: try_it(min(timeout_s, _LOCK_SLICE_S)),
+            )
+        except BaseException:
+            if is_held:  # Ctrl-C, say, between the lock and here
+                transport.unlock(owner, unit)
+            raise
+
+    def _add_atomically(
+        self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int
+    ) -> None:
+        sums = self._of(owner)
+        total = sums.sums[0][unit]
+        for segment in segments(self._units[unit], present or [True] * len(self._units[unit].params)):
+            if segment.source is not None:
+                part = total[segment.offset : segment.offset + segment.numel]
+                addend = grads[segment.source : segment.source + segment.numel]
+                self._engine.add_atomically(part, addend, self._after_chunk)
+        self._note(sums.pushed[0], unit, present, minibatch)  # all clients write the same number
+
+    def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
+        sums = self._of(self._rank)
+        pushed = sums.pushed[0]
+        if pushed.units[unit] != minibatch:
+            return None
+        return sums.sums[0][unit], self._touched(pushed, unit, minibatch)
+
+    def open(self, unit: int, minibatch: int) -> None:
+        if self._by_atomics:
+            self._engine.zero(self._of(self._rank).sums[0][unit])
+        super().open(unit, minibatch)
+
+
+class PerClientStore(AccumulatorStore):
+    """One sum per client, added in rank order at the end: bit-equal whatever the order of arrival.
+
+    A client is the only writer of its sum, in its own program order, so there is no lock; and a sum is read only
+    after its client is done. Costs ``world_size`` shards, that is one full gradient, of memory per rank.
+    """
+
+    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
+        super().__init__(end, units, dtype, is_direct)
+        largest = max((unit.grad_numel for unit in units), default=0)
+        self._sum = torch.empty(largest, dtype=dtype, device=self._buffer.local.device)
+
+    def _clients(self) -> int:
+        return self._end.world_size
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self._sum.nbytes
+
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        grads: torch.Tensor,
+        present: Sequence[bool] | None,
+        minibatch: int,
+        client: int | None = None,
+    ) -> None:
+        client = self._rank if client is None else client
+        self._check_open(owner, minibatch, unit, client)
+        sums = self._of(owner)
+        pushed = sums.pushed[client]
+        self._fill(sums.sums[client][unit], unit, grads, present, first=pushed.units[unit] != minibatch)
+        self._note(pushed, unit, present, minibatch)
+
+    def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
+        sums, total = self._of(self._rank), self._sum[: self._units[unit].grad_numel]
+        clients = [client for client, pushed in enumerate(sums.pushed) if pushed.units[unit] == minibatch]
+        for client in clients:
+            (self._engine.copy if client == clients[0] else self._engine.add)(total, sums.sums[client][unit])
+        if not clients:
+            return None
+        touched = [self._touched(sums.pushed[client], unit, minibatch) for client in clients]
+        return total, [any(flags) for flags in zip(*touched, strict=True)]
