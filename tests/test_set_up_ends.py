@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from training import Net, build, shard
 
 import odc
-from odc import exchange, rollcall
+from odc import exchange
 
 LIMIT_S = 30.0  # two seconds, and a busy machine; far below the limits of set-up and of the process group
 
@@ -92,11 +92,11 @@ def test_a_rank_of_another_group_is_named_through_those_in_between() -> None:
 
 
 def second_time(rank: int, world_size: int) -> str | None:
-    call = rollcall.RollCall(None, range(world_size), rank)
+    call = exchange.RollCall(None, range(world_size), rank)
     call.enter()
     dist.barrier()
     assert call.absent() == []
-    again = rollcall.RollCall(None, range(world_size), rank)
+    again = exchange.RollCall(None, range(world_size), rank)
     if rank == 0:
         again.enter()
         assert again.absent() == [1]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from odc.errors import SetupError
 from odc.exchange import BrokenExchangeError, Exchange, no_op
 
-_MOMENT_S = 1.0  # a process that ends closes its connections first, and is seen to be dead a little later
-_POLL_S = 0.02
+_MOMENT_S = 0.5  # for which an exchange goes on without a rank that has ended: it may have brought its part before
 
 
 class WatchedExchange:
@@ -29,18 +28,23 @@ class WatchedExchange:
         self._notice = notice
 
     def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
+        gone_since: float | None = None
+
         def check_all() -> None:
+            nonlocal gone_since
             check()
             if (notice := self._notice()) is not None:
                 raise SetupError(f"set-up failed on {notice}")
+            gone = self._gone()
+            if not gone:
+                gone_since = None
+                return
+            gone_since = time.monotonic() if gone_since is None else gone_since
+            if time.monotonic() - gone_since > _MOMENT_S:
+                raise SetupError(f"set-up cannot go on: {'; '.join(gone)}")
 
         try:
             return self._exchange.all_gather(payload, check_all)
-        except BrokenExchangeError as problem:
+        except BrokenExchangeError:
             check_all()  # its own account of what happened is better than ours
-            deadline = time.monotonic() + _MOMENT_S
-            while not (gone := self._gone()):
-                if time.monotonic() > deadline:
-                    raise SetupError(str(problem)) from None
-                time.sleep(_POLL_S)
-            raise SetupError(f"set-up cannot go on: {'; '.join(gone)}") from None
+            raise
