@@ -25,8 +25,8 @@ from odc._version import __version__
 from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
 from odc.copier import CopyThread
-from odc.cuda.transfers import TransferTable
 from odc.daemon import AccumulationDaemon
+from odc.engine import TransferTable
 from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
 from odc.exchange import Exchange, raise_together, require_agreement, together
 from odc.faults import FaultInjector
@@ -37,7 +37,7 @@ from odc.stats import Stats
 from odc.timeline import Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports._descriptors import require_descriptors
+from odc.transports._rendezvous import require_descriptors
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Endpoint, Failure, Waiter

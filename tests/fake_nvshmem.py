@@ -16,17 +16,16 @@ from typing import ClassVar
 import torch
 from fake_cuda import _WAIT_LIMIT_S, FakeCuda, end_of_fake
 
+from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json, raise_together
-from odc.nvshmem.checks import heap_problem
-from odc.nvshmem.heap import NvshmemHeap
 from odc.topology import Topology
 from odc.transports import _memfd
 from odc.transports.nvshmem import NvshmemTransport
 
 
 class FakeHeap:
-    """A :class:`odc.nvshmem.heap.NvshmemHeap`."""
+    """A :class:`odc.cuda.nvshmem.NvshmemHeap`."""
 
     def __init__(self, fake: FakeCuda, heap_bytes: int | None) -> None:
         self._fake = fake

@@ -23,8 +23,8 @@ from process_ranks import start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, ConfigError, OdcError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
-from odc.cuda import checks, driver
-from odc.cuda.transfers import TransferTable
+from odc.cuda import runtime as cuda_runtime
+from odc.engine import TransferTable
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology
 from odc.transports import registry
@@ -113,14 +113,14 @@ def test_a_handle_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_missing_package_is_named_with_the_command(broken: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == broken else object())
-    reason = checks.unavailable(torch.device("cuda"))
+    monkeypatch.setattr(cuda_runtime.importlib.util, "find_spec", lambda name: None if name == broken else object())
+    reason = cuda_runtime.unavailable(torch.device("cuda"))
     assert reason is not None
     assert reason.startswith(words)
 
 
 def test_no_driver_and_an_old_one_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_library", driver._library.__wrapped__)  # without its cache
+    monkeypatch.setattr(cuda_runtime, "_library", cuda_runtime._library.__wrapped__)  # without its cache
 
     def load(library: object) -> str:
         def open_library(name: str) -> object:
@@ -129,7 +129,7 @@ def test_no_driver_and_an_old_one_are_told_apart(monkeypatch: pytest.MonkeyPatch
             return library
 
         monkeypatch.setattr(ctypes, "CDLL", open_library)
-        return driver.problem() or ""
+        return cuda_runtime.driver_problem() or ""
 
     assert "install the NVIDIA driver (in docker: --gpus all)" in load(None)
     assert "needs CUDA 12" not in load(None)
@@ -148,9 +148,9 @@ def test_a_driver_call_that_fails_is_named_with_its_reason(monkeypatch: pytest.M
             text._obj.value = b"operation not supported"
             return 0
 
-    monkeypatch.setattr(driver, "_library", Library)
+    monkeypatch.setattr(cuda_runtime, "_library", Library)
     with pytest.raises(OdcError, match="cuStreamWaitValue32_v2 failed with code 801: operation not supported"):
-        driver.wait_value(0, 4096, 1, False)
+        cuda_runtime.wait_value(0, 4096, 1, False)
 
 
 def test_cpu_tensors_are_not_its_business() -> None:
@@ -216,7 +216,7 @@ def test_memory_that_a_peer_still_reads_is_freed_when_it_has_closed_too(monkeypa
 def test_memory_that_a_stopped_peer_may_read_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("odc.transports._readers.Readers.left", lambda *_: [])  # as at the end of the process
+    monkeypatch.setattr("odc.transports._peers.Readers.left", lambda *_: [])  # as at the end of the process
 
     def body(exchange: ThreadExchange) -> list[str]:
         runtime = create(exchange)

@@ -15,7 +15,7 @@ import pytest
 
 from odc.errors import SetupError
 from odc.threads import HelperThread
-from odc.transports._door import MOST_WAITING, Door
+from odc.transports._rendezvous import MOST_WAITING, Door
 
 
 class Listener(socket.socket):

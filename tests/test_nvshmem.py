@@ -22,9 +22,8 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
 from odc.config import nvshmem_heap_bytes
-from odc.nvshmem import checks
-from odc.nvshmem.checks import heap_problem
-from odc.nvshmem.heap import Nvshmem4pyHeap
+from odc.cuda import nvshmem
+from odc.cuda.nvshmem import Nvshmem4pyHeap, heap_problem
 
 NUMEL = 1000
 UNITS = [UnitSpec("layers.0", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
@@ -184,7 +183,7 @@ def test_a_call_that_never_returns_ends_the_process_and_says_what_to_look_at() -
     script = """
 import threading, time
 from odc import pausing
-from odc.nvshmem import limit
+from odc.cuda import nvshmem as limit
 pausing.FIRST_REMINDER_S = 0.2
 warned = threading.Event()
 limit.logger.addFilter(lambda record: warned.set() or True)
@@ -202,17 +201,17 @@ with limit.time_limit("NVSHMEM's allocation", 1.0):
 
 @pytest.mark.parametrize("missing", ["nvshmem", "bitcode"])
 def test_a_missing_piece_is_named_with_the_command(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.checks, "unavailable", lambda device: None)
+    monkeypatch.setattr(nvshmem.runtime, "unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     present = None if missing == "nvshmem" else object()
-    monkeypatch.setattr(checks.checks.importlib.util, "find_spec", lambda name: present)
+    monkeypatch.setattr(nvshmem.runtime.importlib.util, "find_spec", lambda name: present)
 
     def find_bitcode(arch: str, folder: str | None) -> None:
         assert arch == "sm_90"
         raise FileNotFoundError("no NVSHMEM device library for sm_90: pip install nvidia-nvshmem-cu13")
 
-    monkeypatch.setattr(checks, "find_bitcode", find_bitcode)
-    reason = checks.unavailable(torch.device("cuda"))
+    monkeypatch.setattr(nvshmem, "find_bitcode", find_bitcode)
+    reason = nvshmem.unavailable(torch.device("cuda"))
     assert reason is not None
     assert "pip install" in reason
     assert ("nvshmem4py" in reason) == (missing == "nvshmem")

@@ -32,7 +32,7 @@ from odc.exchange import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
 from odc.transports._hosts import HostsTransport
-from odc.transports._neighbours import ring
+from odc.transports._peers import ring
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 

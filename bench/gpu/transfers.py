@@ -13,8 +13,7 @@ import torch
 from odc.bench.gpu.ranks import Rank
 from odc.bench.gpu.setting import TableData
 from odc.bench.gpu.timing import size_text
-from odc.cuda.transfers import COPY_ENGINE, KERNEL, TransferTable
-from odc.engine import Engine
+from odc.engine import COPY_ENGINE, KERNEL, Engine, TransferTable
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology
 from odc.transports import registry

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from odc.cuda.transfers import TransferTable
-from odc.engine import AfterChunk, Engine, no_op
+from odc.engine import AfterChunk, Engine, TransferTable, no_op
 from odc.errors import SetupError, UnsupportedError
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill

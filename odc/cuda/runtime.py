@@ -1,11 +1,18 @@
-"""The CUDA runtime as the transport needs it: a small interface, and its implementation by cupy.
+"""The CUDA runtime as the transport needs it: a small interface, its implementation by cupy, and what has to be there.
 
 Memory is plain cudaMalloc memory: what torch's caching allocator hands out cannot always be exported (expandable
 segments, cudaMallocAsync), and cannot be kept from being reused while a peer still reads it.
+
+Stream memory operations are the calls of the driver that neither torch nor cupy offers. They let a stream wait for, and
+set, a word in memory without occupying a multiprocessor. The word lies in host memory that all ranks of a host have
+mapped and registered, so the host can read it, and can release a stream whose peer has died.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.util
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,9 +20,122 @@ from typing import Any, Protocol
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from odc.cuda import driver
+from odc._version import DISTRIBUTION
 from odc.engine import Engine
 from odc.errors import OdcError, SetupError
+
+# From cuda.h.
+_SUCCESS = 0
+_WAIT_GEQ = 0x0  # until (int32)(*address - value) >= 0
+_WAIT_FLUSH = 1 << 30  # and writes of other devices that came before the word have arrived
+_WRITE_DEFAULT = 0x0  # what the stream did before is visible to whoever sees the value
+_HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_ulonglong
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """libcuda, with prototypes.
+
+    Raises:
+        SetupError: there is no NVIDIA driver, or one from before CUDA 12.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuStreamWaitValue32_v2.argtypes = [_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint]
+        library.cuStreamWriteValue32_v2.argtypes = [_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint]
+        library.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint]
+        library.cuMemGetAddressRange_v2.argtypes = [
+            ctypes.POINTER(_ADDRESS), ctypes.POINTER(ctypes.c_size_t), _ADDRESS,
+        ]  # fmt: skip
+        library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    except OSError:
+        raise SetupError("libcuda.so.1 was not found: install the NVIDIA driver (in docker: --gpus all)") from None
+    except AttributeError as missing:
+        raise SetupError(
+            f"the NVIDIA driver is too old ({missing}): stream memory operations need CUDA 12, driver 525 or newer"
+        ) from None
+    return library
+
+
+def driver_problem() -> str | None:
+    """Why these calls cannot be made on this machine, or None."""
+    try:
+        _library()
+    except SetupError as error:
+        return str(error)
+    return None
+
+
+def _call_driver(name: str, *arguments: Any) -> None:
+    library = _library()
+    code = getattr(library, name)(*arguments)
+    if code != _SUCCESS:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(code, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise OdcError(f"{name} failed with code {code}: {reason}")
+
+
+def wait_value(stream: int, address: int, value: int, flush: bool) -> None:
+    """Let ``stream`` go on when the 32-bit word at ``address`` has reached ``value`` (modulo 2**32).
+
+    Args:
+        flush: for devices that can and may need it (``CAN_FLUSH_REMOTE_WRITES``).
+    """
+    _call_driver("cuStreamWaitValue32_v2", stream, address, value, _WAIT_GEQ | (_WAIT_FLUSH if flush else 0))
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Let ``stream`` set the word when all it was given before is done, and visible to who reads the word."""
+    _call_driver("cuStreamWriteValue32_v2", stream, address, value, _WRITE_DEFAULT)
+
+
+def device_address(host_address: int) -> int:
+    """Where the device sees registered host memory."""
+    found = _ADDRESS()
+    _call_driver("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host_address, 0)
+    return int(found.value)
+
+
+def allocation_base(address: int) -> int:
+    """First byte of the allocation that ``address`` lies in: what an IPC handle names."""
+    base, size = _ADDRESS(), ctypes.c_size_t()
+    _call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    return int(base.value)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this rank cannot use CUDA IPC on ``device``, or None. Makes no context."""
+    if device.type != "cuda":
+        return f"it serves CUDA tensors, the model is on {device.type}"
+    return missing_module("cupy", "allocates the memory that is shared", extra()) or (
+        missing_module("triton", "compiles the kernels", "triton") or driver_problem() or _cupy_problem()
+    )
+
+
+def missing_module(name: str, purpose: str, package: str) -> str | None:
+    """What to say if a module is not installed; it is not imported."""
+    if importlib.util.find_spec(name) is None:
+        return f"{name}, which {purpose}, is not installed: pip install {package}"
+    return None
+
+
+def extra() -> str:
+    """This project with the extra that fits the CUDA which torch was built for, quoted for ``pip install``."""
+    version = torch.version.cuda
+    return f"'{DISTRIBUTION}[{'cuda12' if version and version.startswith('12') else 'cuda13'}]'"
+
+
+def _cupy_problem() -> str | None:
+    import cupy
+
+    try:
+        cupy.cuda.runtime.driverGetVersion()
+        cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        return f"cupy cannot use the driver ({error}): update the driver, or install the cupy for its CUDA version"
+    return None
+
 
 HANDLE_BYTES = 64
 GRANULARITY = 2 << 20
@@ -190,7 +310,7 @@ class CupyRuntime:
 
     def export(self, address: int) -> tuple[bytes, int]:
         handle = bytes(self._call(self._cupy.cuda.runtime.ipcGetMemHandle, address))
-        return handle, address - int(self._call(driver.allocation_base, address))
+        return handle, address - int(self._call(allocation_base, address))
 
     def open(self, handle: bytes) -> int:
         return int(self._call(self._cupy.cuda.runtime.ipcOpenMemHandle, handle))
@@ -207,7 +327,7 @@ class CupyRuntime:
 
     def register(self, address: int, num_bytes: int) -> int:
         self._call(self._cupy.cuda.runtime.hostRegister, address, num_bytes, _REGISTER_PORTABLE_MAPPED)
-        return int(self._call(driver.device_address, address))
+        return int(self._call(device_address, address))
 
     def unregister(self, address: int) -> None:
         self._call(self._cupy.cuda.runtime.hostUnregister, address)
@@ -219,7 +339,7 @@ class CupyRuntime:
     # Handle 0, the default stream, is that of the current device.
 
     def wait_value(self, address: int, value: int) -> None:
-        self._call(driver.wait_value, self._stream, address, value, self._can_flush)
+        self._call(wait_value, self._stream, address, value, self._can_flush)
 
     def write_value(self, address: int, value: int) -> None:
-        self._call(driver.write_value, self._stream, address, value)
+        self._call(write_value, self._stream, address, value)

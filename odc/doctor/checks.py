@@ -106,7 +106,7 @@ def _limit(name: str) -> limits.Limit:
 
 
 def _descriptors(_: Facts) -> Finding:
-    from odc.transports._descriptors import PER_PEER, SPARE
+    from odc.transports._rendezvous import PER_PEER, SPARE
 
     return limits.descriptors(_limit("RLIMIT_NOFILE"), len(os.listdir("/proc/self/fd")), PER_PEER, SPARE)
 

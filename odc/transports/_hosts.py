@@ -16,15 +16,12 @@ from odc.leaving import Closable, release_when, run_all
 from odc.topology import Topology
 from odc.transports import _control, _memfd
 from odc.transports._control import Closing, ControlBlock, SleepWord, control_bytes
-from odc.transports._descriptors import require_descriptors
 from odc.transports._home import Home
 from odc.transports._link import Link
 from odc.transports._links import Links
-from odc.transports._neighbours import LocalNeighbour, Neighbour
+from odc.transports._peers import LocalNeighbour, Neighbour, Readers, WatchedExchange
 from odc.transports._process import WatchedProcess
-from odc.transports._readers import Readers
-from odc.transports._rendezvous import Mesh
-from odc.transports._watched_exchange import WatchedExchange
+from odc.transports._rendezvous import Mesh, require_descriptors
 from odc.transports.base import HOST, PeerState, Signs, SymmetricBuffer, Transport
 
 _PATTERN = 0x0DC

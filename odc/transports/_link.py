@@ -30,8 +30,8 @@ from odc.leaving import run_all
 from odc.threads import HelperThread
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, MAX_TEXT_BYTES, Frame, Kind, receive, receive_into
-from odc.transports._neighbours import Neighbour
 from odc.transports._news import News, Pulse
+from odc.transports._peers import Neighbour
 from odc.transports._silence import SLICE_S, Silence, Waiting
 from odc.transports.base import Signs
 

@@ -1,23 +1,182 @@
-"""A mesh of Unix sockets on which the ranks of one host pass file descriptors during set-up.
+"""How the ranks of one host meet in set-up: file descriptors are passed on a mesh of Unix sockets.
 
 Abstract addresses: no file, no port. Every connection must come from the same user (SO_PEERCRED) and show the key of
 this job, which travelled over the process group; a frame has a fixed size, so there is nothing to parse and no length
 to lie about. The mesh is closed when set-up ends.
+
+A :class:`Door`, of this mesh or of the links to other hosts, is open while set-up lasts: ranks come in side by side,
+and no stranger holds anybody up. Anybody can connect: a port scanner, a rank of another job, somebody who says nothing
+or one byte a second. Whoever does not prove within the first bytes that it belongs here costs one descriptor, for as
+long as there is room.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import secrets
+import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from odc.errors import SetupError
 from odc.exchange import OutOfReachError
+from odc.leaving import run_all
+from odc.threads import HelperThread
 from odc.topology import Topology
-from odc.transports._door import Door
+from odc.transports._peers import ring
+
+PER_PEER = 3  # pidfd, and during set-up a socket and a passed descriptor
+PER_LINK = 3
+SPARE = 32  # more than strangers at the door can hold
+_FOLDER = "/proc/self/fd"
+_GUESS = 64  # where there is no such folder
+
+
+def require_descriptors(num_here: int, num_elsewhere: int = 0, *, now: int | None = None) -> None:
+    """For a group with so many ranks on this host, and on others.
+
+    Args:
+        now: how many have to be free at present; default: all that will be needed.
+
+    Raises:
+        SetupError: the process may not have so many beside those in use.
+    """
+    needed = PER_PEER * num_here + PER_LINK * num_elsewhere + SPARE
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    used = _num_used(limit)
+    if used + (needed if now is None else now) > limit:
+        raise SetupError(
+            f"too few file descriptors: {used} in use, {needed} needed, limit {limit}. Raise it with "
+            f"`ulimit -n {max(4096, used + needed)}`."
+        )
+
+
+def _num_used(limit: int) -> int:
+    if not os.path.isdir(_FOLDER):
+        return _GUESS
+    try:
+        return len(os.listdir(_FOLDER))
+    except OSError:
+        return limit  # none is left to look with
+
+
+MOST_WAITING = 16  # connections that have not proved anything yet; the oldest goes when another one comes
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Door:
+    """A thread that accepts connections from :meth:`open` to :meth:`close`."""
+
+    def __init__(self, listener: socket.socket, num_bytes: int, admit: Callable[[socket.socket, bytes], bool]) -> None:
+        """
+        Args:
+            listener: bound and listening; the door's from now on.
+            num_bytes: of the greeting with which every rank begins.
+            admit: given a connection, which does not block, and its greeting: answers it, and keeps it or not. Called
+                by the thread.
+        """
+        self._listener = listener
+        self._num_bytes = num_bytes
+        self._admit = admit
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._waiting: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor, the oldest first
+        self._thread = HelperThread(self._serve, "odc-door")
+        self._closed = False
+        self.problem: OSError | None = None
+        """Why nobody is accepted any more."""
+
+    def open(self) -> None:
+        """
+        Raises:
+            SetupError: no thread can be started.
+        """
+        self._listener.setblocking(False)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()  # who calls is refused, instead of waiting for an answer
+            raise
+
+    def _serve(self) -> None:
+        door_fd = self._listener.fileno()
+        for fd in (self._stop_fd, door_fd):
+            self._poll.register(fd, select.POLLIN)
+        try:
+            while True:
+                ready = [fd for fd, _ in self._poll.poll()]
+                if self._stop_fd in ready:
+                    return
+                for fd in ready:
+                    if fd in self._waiting:
+                        self._listen_to(fd)
+                if door_fd in ready:
+                    self._accept_some()
+        except OSError as problem:
+            self.problem = problem
+        finally:  # a door that nobody looks after must not seem open
+            self._listener.close()
+            while self._waiting:
+                self._send_oldest_away()
+
+    def _accept_some(self) -> None:
+        """Those who knock; not so many that those who are in have to wait."""
+        for _ in range(MOST_WAITING):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as problem:
+                if problem.errno in _EXHAUSTED:
+                    if not self._waiting:
+                        raise
+                    self._send_oldest_away()
+                continue  # any other error is that of a connection that has ended already
+            connection.setblocking(False)
+            fd = connection.fileno()
+            self._waiting[fd] = connection, bytearray()
+            self._poll.register(fd, select.POLLIN)
+            self._listen_to(fd)
+            if len(self._waiting) > MOST_WAITING:
+                self._send_oldest_away()
+
+    def _listen_to(self, fd: int) -> None:
+        connection, greeting = self._waiting[fd]
+        try:
+            part = connection.recv(self._num_bytes - len(greeting))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        greeting += part
+        if part and len(greeting) < self._num_bytes:
+            return
+        del self._waiting[fd]
+        self._poll.unregister(fd)
+        if len(greeting) < self._num_bytes or not self._admit(connection, bytes(greeting)):
+            connection.close()
+
+    def _send_oldest_away(self) -> None:
+        fd = next(iter(self._waiting))
+        connection, _ = self._waiting.pop(fd)
+        self._poll.unregister(fd)
+        connection.close()
+
+    def close(self) -> None:
+        """Local, idempotent. Connections that were kept are not touched."""
+        if self._closed:
+            return
+        self._closed = True
+        ring(self._stop_fd)
+        run_all([self._thread.end, self._listener.close, partial(os.close, self._stop_fd)])
+
 
 _FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
 _MAGIC = b"odc-shm1"

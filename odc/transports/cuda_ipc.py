@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odc.cuda.checks import unavailable
-from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime
+from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
 from odc.errors import OdcError, SetupError
 from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
 from odc.transports._control import Closing
 from odc.transports._hosts import HostsTransport
-from odc.transports._neighbours import Neighbour
+from odc.transports._peers import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
 
 logger = logging.getLogger("odc")

@@ -15,12 +15,11 @@ from typing import ClassVar
 
 import torch
 
+from odc.cuda.nvshmem import Nvshmem4pyHeap, NvshmemHeap, unavailable
 from odc.engine import AfterChunk, no_op
 from odc.exchange import Exchange
-from odc.nvshmem.checks import unavailable
-from odc.nvshmem.heap import Nvshmem4pyHeap, NvshmemHeap
 from odc.topology import Topology
-from odc.transports._neighbours import Neighbour
+from odc.transports._peers import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
 from odc.transports.cuda_ipc import CudaIpcTransport
 
@@ -171,7 +170,7 @@ class NvshmemTransport(CudaIpcTransport):
 
     def _let_go(self) -> bool:
         done = super()._let_go()
-        self._owned.clear()  # the heap's memory is the process's, see odc/nvshmem/heap.py
+        self._owned.clear()  # the heap's memory is the process's, see odc/cuda/nvshmem.py
         return done
 
     def _borrowers(self) -> dict[int, Neighbour]:

@@ -9,18 +9,99 @@ process's end does it all.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from odc.config import nvshmem_heap_bytes, set_nvshmem_heap_bytes
-from odc.cuda.checks import extra
+from odc.config import nvshmem_folder, nvshmem_heap_bytes, set_nvshmem_heap_bytes
+from odc.cuda import runtime
+from odc.cuda.runtime import extra
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json, together
-from odc.nvshmem.checks import bitcode_for, heap_problem
-from odc.nvshmem.limit import time_limit
+from odc.kernels.nvshmem import find_bitcode
+from odc.pausing import Reminder
+from odc.threads import HelperThread
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this rank cannot use NVSHMEM on ``device``, or None. Makes no context, initialises nothing."""
+    reason = runtime.unavailable(device)
+    if reason is not None:
+        return reason
+    reason = runtime.missing_module("nvshmem", "is the Python side of NVSHMEM (nvshmem4py)", extra())
+    if reason is not None:
+        return reason
+    try:
+        bitcode_for(device)
+    except FileNotFoundError as problem:
+        return str(problem)
+    return None
+
+
+def bitcode_for(device: torch.device) -> Path:
+    """NVSHMEM's device library for a device: that of ``NVSHMEM_LIB_DIR``, or the installed one.
+
+    Raises:
+        FileNotFoundError: there is none; says what to install.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    return find_bitcode(f"sm_{major}{minor}", nvshmem_folder())
+
+
+def heap_problem(needed_bytes: int, heap_bytes: int | None) -> str | None:
+    """Why a heap of ``heap_bytes`` (None: not set by the user) will not do for ``needed_bytes``, or None."""
+    if heap_bytes is None or heap_bytes >= needed_bytes:
+        return None
+    return (
+        f"the NVSHMEM heap is too small: NVSHMEM_SYMMETRIC_SIZE={heap_bytes} ({heap_bytes / 2**20:.0f} MiB), and this "
+        f"model on this many ranks needs NVSHMEM_SYMMETRIC_SIZE={needed_bytes} ({needed_bytes / 2**20:.0f} MiB). Set "
+        "it to that, or unset it: ODC then asks for what it needs"
+    )
+
+
+logger = logging.getLogger("odc")
+
+_ADVICE = (
+    "A rank has not come so far, or hosts do not reach each other: NVSHMEM_DEBUG=INFO tells more, "
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME chooses the network"
+)
+
+
+@contextmanager
+def time_limit(what: str, limit_s: float) -> Iterator[None]:
+    """Warn of a call inside that takes long, and end this process if it has not returned after ``limit_s``.
+
+    No exception could end it: the call is inside NVSHMEM, which never looks. The other ranks hang in the same call, or
+    notice that this one is gone. The call must release the interpreter's lock.
+    """
+    returned = threading.Event()
+    watch = HelperThread(_watch, "odc-nvshmem-limit", (returned, what, limit_s))
+    watch.start()
+    try:
+        yield
+    finally:
+        returned.set()
+        watch.join()
+
+
+def _watch(returned: threading.Event, what: str, limit_s: float) -> None:
+    started, reminder = time.monotonic(), Reminder()
+    while not returned.wait(min(reminder.due_s, limit_s) - (time.monotonic() - started)):
+        waited_s = time.monotonic() - started
+        if waited_s >= limit_s and not returned.is_set():
+            logger.critical("odc: %s has not returned for %.0f s; ending this process. %s", what, waited_s, _ADVICE)
+            os._exit(1)
+        if reminder.is_due(waited_s):
+            logger.warning("odc: %s has not returned for %.0f s. %s", what, waited_s, _ADVICE)
+
 
 _LIBRARY = "libnvshmem_host.so.3"  # which nvshmem4py has loaded
 _MARGIN_BYTES = 64 << 20  # NVSHMEM keeps some of its heap for itself
