@@ -9,19 +9,83 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+SILENCE_LIMIT_S = 600.0  # of all ranks of run_ranks: they report their progress
 _END_LIMIT_S = 20.0
 _PR_SET_PDEATHSIG = 1
 # torch._dynamo: fully_shard and optimizers import it when first used, which is most of a short rank's time.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch", "odc.transports.shm"]
+
+
+class RankFailedError(RuntimeError):
+    """A rank of :func:`run_ranks` has failed; its traceback is on standard error."""
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    on_progress: Callable[[float], object] = lambda amount: None,
+) -> list[Any]:
+    """What ``body(report, rank, world_size, *arguments)`` returned on every CPU rank, inside a gloo group.
+
+    Args:
+        body: a function of a module; what it gives to ``report`` reaches ``on_progress``.
+
+    Raises:
+        RankFailedError: a rank failed or ended, or none said anything for ten minutes. The others do not outlive it.
+    """
+    results: list[Any] = [None] * world_size
+    with rank_processes(world_size, _run_body, (body, arguments)) as pipes:
+        awaited = {pipe: rank for rank, pipe in enumerate(pipes)}
+        while awaited:
+            ready = wait(list(awaited), SILENCE_LIMIT_S)
+            if not ready:
+                raise RankFailedError(f"ranks {sorted(awaited.values())} said nothing for {SILENCE_LIMIT_S:g} s")
+            for pipe in [pipe for pipe in awaited if pipe in ready]:
+                kind, payload = _receive(pipe, awaited[pipe])
+                if kind == "progress":
+                    on_progress(payload)
+                else:
+                    results[awaited.pop(pipe)] = payload
+    return results
+
+
+def _receive(pipe: Connection, rank: int) -> tuple[str, Any]:
+    try:
+        kind, payload = pipe.recv()
+    except EOFError:
+        raise RankFailedError(f"rank {rank} ended without a result") from None
+    if kind == "error":
+        raise RankFailedError(f"rank {rank}: {payload}")
+    return kind, payload
+
+
+def _run_body(
+    rank: int, world_size: int, store: str, pipe: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        meet(rank, world_size, store, "gloo", SILENCE_LIMIT_S)
+        dist.barrier()  # one that ends before the others have all their connections takes theirs along
+        pipe.send(("value", body(lambda amount: pipe.send(("progress", amount)), rank, world_size, *arguments)))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        pipe.close()
+        os._exit(1)  # a failed rank does nothing collective on its way out
+    pipe.close()
+    dist.destroy_process_group()
 
 
 @contextmanager

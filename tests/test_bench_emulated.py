@@ -1,0 +1,103 @@
+"""Layer 3: ranks as processes. The benchmark with emulated compute, on two ranks and few small minibatches."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from odc.bench.emulated import NUM_UNTIMED, Clock, RankRun, Settings, run, shares, table, work_of
+from odc.timeline import Span, Timeline
+
+TINY = Settings(ranks=2, layers=2, minibatches=3, minibatch_size=2, scale=0.05, optimizer_s=0.002)
+
+
+@pytest.fixture(scope="module", params=["lb-mini", "lb-micro"])
+def entry(request: pytest.FixtureRequest) -> dict[str, Any]:
+    progress: list[float] = []
+    entry = run(request.param, TINY, progress.append)
+    assert sum(progress) == TINY.minibatches + NUM_UNTIMED
+    return entry
+
+
+def test_the_planned_rate_is_that_of_the_plans(entry: dict[str, Any]) -> None:
+    comm = {"lb-mini": "odc", "lb-micro": "collective"}[entry["policy"]]
+    assert entry["comm"] == comm
+    idle = total = 0.0
+    for plan, row in zip(TINY.plans(entry["policy"]), entry["minibatches"], strict=True):
+        times = plan.microbatch_times()
+        makespan = times.sum(axis=1).max() if comm == "odc" else times.max(axis=0).sum()
+        assert row["planned_bubble"] == pytest.approx(1 - times.sum() / (TINY.ranks * makespan))
+        idle += TINY.ranks * makespan - times.sum()
+        total += TINY.ranks * makespan
+    assert entry["planned_bubble"] == pytest.approx(idle / total)
+    assert entry["difference_points"] == pytest.approx(100 * (entry["bubble"] - entry["planned_bubble"]))
+
+
+def test_parts_add_up_and_ranks_sleep_as_planned(entry: dict[str, Any]) -> None:
+    for row in (entry, *entry["minibatches"]):
+        assert row["compute"] + row["bubble"] == pytest.approx(1)
+        assert row["waiting"] + row["host_work"] + row["loop"] == pytest.approx(row["bubble"])
+        assert 0 <= row["waiting"] < 1
+        assert 0 < row["host_work"] < 1
+        assert 0 < row["loop"] < 1
+        assert 0 < row["compute_s"] < row["minibatch_s"]
+        assert row["cpu_s"] > 0
+    assert entry["compute_s"] >= TINY.scale * 0.99  # a sleep is never too short
+    assert json.loads(json.dumps(entry)) == entry
+
+
+def test_table_shows_both_rates(entry: dict[str, Any]) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table([entry]))
+    text = console.export_text()
+    for number in (f"{100 * entry['planned_bubble']:.2f}", f"{100 * entry['bubble']:.2f}"):
+        assert number in text
+    assert "…" not in text
+
+
+def test_ranks_compute_as_long_as_the_scale_says_on_average() -> None:
+    plans = TINY.plans("lb-mini")
+    works = [work_of(plans, TINY.seconds_per_cost(plans), rank) for rank in range(TINY.ranks)]
+    assert [len(work) for work in works] == [NUM_UNTIMED + TINY.minibatches] * 2
+    assert [len(microbatches) for microbatches in works[0][NUM_UNTIMED:]] == [p.num_microbatches[0] for p in plans]
+    timed = sum(seconds for work in works for microbatches in work[NUM_UNTIMED:] for seconds in microbatches)
+    assert timed == pytest.approx(TINY.scale * TINY.ranks * TINY.minibatches)
+    assert plans == TINY.plans("lb-mini")
+
+
+def test_a_sleep_that_is_too_long_is_taken_off_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns, asked = [0], []
+
+    def sleep(seconds: float) -> None:
+        asked.append(round(seconds * 1e3, 6))
+        now_ns[0] += round(seconds * 1e9) + 3_000_000
+
+    fake = SimpleNamespace(sleep=sleep, monotonic_ns=lambda: now_ns[0])
+    monkeypatch.setattr("odc.bench.emulated.time", fake)
+    clock = Clock()
+    for milliseconds in (10, 10, 2, 2, 10):
+        clock.compute(milliseconds / 1e3)
+    assert asked == [10, 7, 1, 7]  # 3 too long each; the first 2 are slept already
+    assert clock.take() == 37_000_000
+    assert clock.take() == 0
+
+
+def test_time_is_shared_out_without_the_optimizer() -> None:
+    timeline = Timeline(0)
+    timeline.spans = [
+        Span("gather", "minibatch", 0, 20, 0),
+        Span("gather", "layer0", 5, 15, 0),  # of the runtime itself: within the same operation
+        Span("wait", "gather", 10, 15, 0),
+        Span("publish", "minibatch", 90, 100, 0),
+        Span("minibatch", "0", 0, 110, 0),
+    ]
+    found = shares([RankRun(timeline, compute_ns=[60], optimizer_ns=[10], cpu_ns=[30])], [0], "odc")
+    assert found["bubble"] == pytest.approx(0.4)
+    assert (found["waiting"], found["host_work"], found["loop"]) == pytest.approx((0.05, 0.25, 0.10))
+    assert found["minibatch_s"] == pytest.approx(100e-9)
+    assert found["cpu_s"] == pytest.approx(30e-9)
