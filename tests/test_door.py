@@ -131,6 +131,6 @@ def test_a_thread_that_cannot_start_names_the_limits(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(SetupError) as caught:
-        HelperThread(print, "odc-news").start()
-    for words in ("can't start new thread (odc-news)", "(ulimit -u)", "(ulimit -v)", "run fewer ranks"):
+        HelperThread(print, "odc-links").start()
+    for words in ("can't start new thread (odc-links)", "(ulimit -u)", "(ulimit -v)", "run fewer ranks"):
         assert words in str(caught.value)

@@ -111,8 +111,9 @@ def unit() -> UnitSpec:
     return UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
 
 
-def have_collected(runtime: Runtime, thread: str) -> Callable[[], None]:
-    """Have garbage collected in that thread of the runtime, once the returned function is called; it returns then."""
+def have_collected(runtime: Runtime, thread: str, within: str) -> Callable[[], None]:
+    """Have garbage collected in that thread of the runtime, once the returned function is called; it returns then.
+    ``within``: at what the thread of the links takes in."""
     dropped, collected = threading.Event(), threading.Event()
 
     def collect(*_: object) -> None:
@@ -127,7 +128,10 @@ def have_collected(runtime: Runtime, thread: str) -> Callable[[], None]:
     else:
         transport: Any = runtime._transport
         link = next(iter(transport._links.by_rank.values()))
-        link.__dict__["hear" if thread == "odc-news" else "_handle"] = collect
+        if within == "control":
+            link.__dict__["_take_control"] = collect
+        else:
+            link._owner.__dict__["deliver"] = collect
 
     def drop() -> None:
         dropped.set()
@@ -136,8 +140,8 @@ def have_collected(runtime: Runtime, thread: str) -> Callable[[], None]:
     return drop
 
 
-@pytest.mark.parametrize("thread", ["odc-copy", "odc-news", "odc-link-receive"])
-def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str) -> None:
+@pytest.mark.parametrize(("thread", "within"), [("odc-copy", ""), ("odc-links", "control"), ("odc-links", "data")])
+def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str, within: str) -> None:
     """Which cannot join itself; everything is closed all the same, and the other rank learns of it."""
     before = descriptors()
 
@@ -147,14 +151,14 @@ def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str) -> None:
         runtime.publish(0, lambda shard: shard.fill_(1.0))
         runtime.begin()
         if exchange.rank == 0:
-            drop = have_collected(runtime, thread)
+            drop = have_collected(runtime, thread, within)
         exchange.all_gather(b"")
         if exchange.rank == 0:
             runtime.__dict__["itself"] = runtime  # only a collection frees it
             del runtime
             drop()
             return
-        runtime._transport.post(0)  # for the link's thread
+        runtime._transport.post(0, 0)  # for the thread of the links
         with runtime, pytest.raises(PeerClosedError, match="rank 0 .*closed its session"):
             runtime.finish()
 

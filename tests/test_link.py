@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from selectors import EVENT_READ
 
 import pytest
 
@@ -19,6 +20,7 @@ from odc.transports import _link
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
+from odc.transports._links import LinkThread
 from odc.transports.base import Signs
 
 
@@ -56,16 +58,14 @@ class Owner:
 
 
 class Pair:
-    """A link and the bare sockets at its other end; news are read by a thread, as :class:`Links` does."""
+    """A link, the thread that serves it, and the bare sockets at its other end."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        (self.far, data), (self.news, news), (self.pulse, pulse) = (self._connection() for _ in range(3))
+        (self.far, data), (self.control, control), (self.keepalive, keepalive) = (self._connection() for _ in range(3))
         self.owner = Owner()
-        self.link = Link(7, "rank 7", data, news, pulse, self.owner, timeout_s)
-        self.link.start()
-        self._ending = False
-        self._reader = threading.Thread(target=self._read_news)
-        self._reader.start()
+        self.thread = LinkThread()
+        self.link = Link(7, "rank 7", data, control, keepalive, self.owner, timeout_s, self.thread.ask_for_service)
+        self.thread.start([self.link], lambda: (Signs(0, 0, 0), None))
 
     @staticmethod
     def _connection() -> tuple[socket.socket, socket.socket]:
@@ -74,19 +74,14 @@ class Pair:
             far.settimeout(30.0)
             return far, listener.accept()[0]
 
-    def _read_news(self) -> None:
-        while not self._ending and self.link.news.read():
-            time.sleep(0.002)
-
     def __enter__(self) -> Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending = True
-        self._reader.join()
         self.far.close()
-        self.news.close()
-        self.pulse.close()
+        self.control.close()
+        self.keepalive.close()
+        self.thread.close()
         self.link.close()
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -99,8 +94,16 @@ class Pair:
     def receive(connection: socket.socket, num_bytes: int) -> bytes:
         data = b""
         while len(data) < num_bytes:
-            data += connection.recv(num_bytes - len(data))
+            part = connection.recv(num_bytes - len(data))
+            assert part
+            data += part
         return data
+
+    def receive_control(self) -> Frame:
+        """The next control frame that is not about how the link's rank is doing."""
+        while (frame := Frame.unpack(self.receive(self.control, HEADER.size))).kind is Kind.STATUS:
+            continue
+        return frame
 
 
 def test_frames_do_what_they_say() -> None:
@@ -112,14 +115,14 @@ def test_frames_do_what_they_say() -> None:
         assert pair.receive(pair.far, HEADER.size + 3) == Frame(Kind.DATA, a=0, b=3, c=99).pack() + b"abc"
 
 
-def test_news_come_in_pieces_and_several_at_a_time() -> None:
+def test_control_frames_come_in_pieces_and_several_at_a_time() -> None:
     with Pair() as pair:
         news = Frame(Kind.STATUS, a=41, b=3).pack() + Frame(Kind.ABORT, b=2).pack() + "é".encode()
         for byte in news[:40]:
-            pair.news.sendall(bytes([byte]))
+            pair.control.sendall(bytes([byte]))
         pair.until(lambda: (pair.link.signs.progress, pair.link.waiting_on) == (41, 2))
         assert not pair.owner.notices
-        pair.news.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
+        pair.control.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
         pair.until(lambda: pair.link.closing is Closing.FAILED)
         assert pair.owner.notices == ["é"]
         assert not pair.link.is_dead
@@ -136,7 +139,7 @@ BAD_DATA = [
     (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + bytes(64), "71 is not a valid Kind"),
     (b"\x80\x04\x95" + bytes(64), "128 is not a valid Kind"),
 ]
-BAD_NEWS = [
+BAD_CONTROL = [
     (Frame(Kind.CLOSED, a=77).pack(), "77 is not a valid Closing"),
     (Frame(Kind.POST, 1).pack(), "news of kind POST"),
     (Frame(Kind.ABORT, b=10**9).pack(), "news of kind ABORT with 1000000000, which cannot be"),
@@ -144,13 +147,13 @@ BAD_NEWS = [
 
 
 @pytest.mark.parametrize(
-    ("data", "words", "by"), [(*row, "far") for row in BAD_DATA] + [(*row, "news") for row in BAD_NEWS]
+    ("data", "words", "by"), [(*row, "far") for row in BAD_DATA] + [(*row, "control") for row in BAD_CONTROL]
 )
 def test_what_does_not_fit_ends_the_link_and_touches_nothing(
     data: bytes, words: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault test 21, once connected: garbage, HTTP, a pickle, lengths, offsets and numbers that lie."""
-    monkeypatch.setattr(_link, "_MOMENT_S", 0.1)  # no news will explain it
+    monkeypatch.setattr(_link, "_EXPLANATION_S", 0.1)  # nothing will explain it
     with Pair() as pair:
         getattr(pair, by).sendall(data)
         pair.until(lambda: pair.link.is_dead)
@@ -163,10 +166,12 @@ def test_what_does_not_fit_ends_the_link_and_touches_nothing(
 
 def test_status_is_a_sign_of_life_and_names_ranks_of_the_whole_job() -> None:
     with Pair() as pair:
-        pair.news.sendall(Frame(Kind.STATUS, a=1, b=9000, c=5).pack() + Frame(Kind.STATUS, a=2, b=10_000, c=6).pack())
+        pair.control.sendall(
+            Frame(Kind.STATUS, a=1, b=9000, c=5).pack() + Frame(Kind.STATUS, a=2, b=10_000, c=6).pack()
+        )
         pair.until(lambda: pair.link.signs == (2, 6, 2))
         assert pair.link.waiting_on == 9999
-        pair.news.sendall(Frame(Kind.STATUS, a=3, b=MAX_RANKS + 1).pack())
+        pair.control.sendall(Frame(Kind.STATUS, a=3, b=MAX_RANKS + 1).pack())
         pair.until(lambda: pair.link.is_dead)
         assert pair.link.signs.progress == 2
 
@@ -220,7 +225,7 @@ def interrupted() -> None:
 
 
 @pytest.mark.parametrize("cause", ["silence", "another rank's failure", "Ctrl-C"])
-def test_half_a_frame_ends_the_data_but_not_the_news(cause: str) -> None:
+def test_half_a_frame_ends_the_data_but_not_the_control_frames(cause: str) -> None:
     """Nothing can follow half a frame; the other rank hears why, and that there is nothing more to come."""
     with Pair(timeout_s=0.2) as pair:
         expected: type[BaseException] = {"silence": PeerSilentError, "Ctrl-C": KeyboardInterrupt}.get(cause, OdcError)
@@ -231,8 +236,8 @@ def test_half_a_frame_ends_the_data_but_not_the_news(cause: str) -> None:
             pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
         assert not pair.link.is_dead  # it may be well: who waits for a signal of it sees for how long it is silent
         pair.link.abort("rank 0: it was so")
-        frame = Frame.unpack(pair.receive(pair.news, HEADER.size))
-        assert pair.receive(pair.news, frame.b) == b"rank 0: it was so"
+        frame = pair.receive_control()
+        assert pair.receive(pair.control, frame.b) == b"rank 0: it was so"
         while pair.far.recv(1 << 20):  # what was sent, and then the end
             continue
 
@@ -267,7 +272,7 @@ def test_closing_waits_for_no_transfer(what: str) -> None:
         assert all("because this rank has closed its session" in end or "given up" in end for end in ends)
 
 
-def test_news_overtake_data() -> None:
+def test_control_frames_overtake_data() -> None:
     with Pair() as pair:
         ends: list[str] = []
 
@@ -281,7 +286,7 @@ def test_news_overtake_data() -> None:
         stuck.start()
         pair.receive(pair.far, HEADER.size + 1)  # it has begun; nobody takes in the rest
         pair.link.abort("first things first")
-        assert Frame.unpack(pair.receive(pair.news, HEADER.size)).kind is Kind.ABORT
+        assert pair.receive_control().kind is Kind.ABORT
         assert stuck.is_alive()
         pair.far.close()
         stuck.join()
@@ -293,7 +298,7 @@ def test_the_end_of_the_connection_wakes_a_reader() -> None:
 
         def leave() -> None:
             pair.far.close()
-            pair.news.close()
+            pair.control.close()
 
         timer = threading.Timer(0.1, leave)
         timer.start()
@@ -304,24 +309,24 @@ def test_the_end_of_the_connection_wakes_a_reader() -> None:
 
 
 def test_a_rank_that_has_closed_is_told_from_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "_MOMENT_S", 30.0)  # however long the farewell is on its way
+    monkeypatch.setattr(_link, "_EXPLANATION_S", 30.0)  # however long the farewell is on its way
     with Pair() as pair:
         pair.far.close()  # the data's end may be seen before the farewell
-        pair.news.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
+        pair.control.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
         pair.until(lambda: pair.link.is_dead)
         with pytest.raises(PeerClosedError, match="rank 7 has closed its session"):
             pair.link.write(0, 0, memoryview(b"x"))
         pair.link.post(0, False)  # it needs none any more
 
 
-@pytest.mark.parametrize("news_end", [False, True], ids=["farewell", "farewell, and the end of the news"])
-def test_a_rank_has_left_only_when_all_that_it_posted_is_here(news_end: bool) -> None:
-    """News overtake data: the last signals of a rank that closes may come after its farewell."""
+@pytest.mark.parametrize("control_ends", [False, True], ids=["farewell", "farewell, and the end of control"])
+def test_a_rank_has_left_only_when_all_that_it_posted_is_here(control_ends: bool) -> None:
+    """Control frames overtake data: the last signals of a rank that closes may come after its farewell."""
     with Pair() as pair:
-        pair.news.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
-        if news_end:
-            pair.news.close()
-            pair.until(lambda: pair.link._explained.is_set() and not pair._reader.is_alive())
+        pair.control.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
+        if control_ends:
+            pair.control.close()
+            pair.until(lambda: pair.link.control not in pair.thread._selector.get_map())
         pair.until(lambda: pair.link.closing is Closing.COMPLETE)
         assert not pair.link.has_left
         assert not pair.link.is_dead
@@ -333,45 +338,46 @@ def test_a_rank_has_left_only_when_all_that_it_posted_is_here(news_end: bool) ->
 
 def test_a_host_that_vanishes_behind_its_farewell_is_not_waited_for() -> None:
     with Pair() as pair:
-        pair.link.hear(Frame(Kind.CLOSED, a=Closing.COMPLETE.value), b"")
+        pair.control.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
+        pair.until(lambda: pair.link.closing is Closing.COMPLETE)
         assert not pair.link.has_left
-        pair.link.news_ended("no sign of life from its host or the network", is_lost=True)
+        pair.link._lose("no sign of life from its host or the network")
         assert pair.link.has_left
 
 
 def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
     """By the kernel's own timers; that they are set is all that can be shown without cutting a network."""
     with Pair() as pair:
-        pulse = pair.link.pulse._connection
-        assert pulse.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        keepalive = pair.link.keepalive
+        assert keepalive.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
-        assert [pulse.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 1, 6, 0]
-        assert not pair.link._data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
-        for _ in range(1000):  # more than a quarter of an hour of a rank that reads no news
+        assert [keepalive.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 1, 6, 0]
+        assert not pair.link.data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
+        for _ in range(1000):  # more than a quarter of an hour of a rank that reads no control frames
             pair.link.send_status(Signs(1, 0, 0), 2)
         assert not pair.link.is_dead
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH])
-def test_a_pulse_that_stops_ends_the_link(number: int) -> None:
+def test_a_host_that_answers_no_more_ends_the_link(number: int) -> None:
     """However the kernel calls it: the last thing it has heard of the way there is what it reports."""
     with Pair() as pair:
-        assert pair.link.pulse.read()
-        pair.link.pulse._connection.close()
-        pair.link.pulse._connection = Unreachable(number)  # type: ignore[assignment]
-        assert not pair.link.pulse.read()
+        assert pair.link.serve_keepalive(EVENT_READ) == EVENT_READ
+        pair.link.keepalive.close()
+        pair.link.keepalive = Unreachable(number)  # type: ignore[assignment]
+        assert pair.link.serve_keepalive(EVENT_READ) == 0
         assert pair.link.describe() == "no sign of life from its host or the network"
         assert pair.link.is_dead
 
 
-def test_a_pulse_ends_with_its_rank_and_nothing_is_sent_on_it() -> None:
+def test_the_keepalive_connection_ends_with_its_rank_and_nothing_is_sent_on_it() -> None:
     with Pair() as pair:
-        pair.pulse.close()
-        pair.until(lambda: not pair.link.pulse.read())
-        assert not pair.link.is_dead  # the news tell how it has ended
+        pair.keepalive.close()
+        pair.until(lambda: pair.link.keepalive not in pair.thread._selector.get_map())
+        assert not pair.link.is_dead  # control frames tell how it has ended
     with Pair() as pair:
-        pair.pulse.sendall(b"x")
-        pair.until(lambda: not pair.link.pulse.read())
+        pair.keepalive.sendall(b"x")
+        pair.until(lambda: pair.link.is_dead)
         assert "it sent something where nothing belongs" in pair.link.describe()
 
 
@@ -392,10 +398,10 @@ def test_descriptors_beyond_1024_are_as_good_as_others() -> None:
     held = [os.dup(0) for _ in range(1050)]
     try:
         with Pair() as pair:
-            assert pair.link.news.fileno() > 1024
+            assert pair.link.control.fileno() > 1024
             pair.link.abort("x")
             pair.link.tell_closed(Closing.COMPLETE)
-            assert Frame.unpack(pair.receive(pair.news, HEADER.size)).kind is Kind.ABORT
+            assert pair.receive_control().kind is Kind.ABORT
     finally:
         for fd in held:
             os.close(fd)

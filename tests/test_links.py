@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -219,15 +220,15 @@ def test_a_child_of_a_dead_rank_does_not_keep_its_links_open(tmp_path: Path) -> 
 def test_close_does_not_wait_for_a_prefetch_from_a_rank_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for what is queued behind it."""
     is_silent, asked = threading.Event(), threading.Event()
-    answer = Link._queue_answer
+    original = Link._answer
 
-    def queue_answer(self: Link, frame: Frame) -> None:
+    def answer(self: Link, frame: Frame) -> None:
         if is_silent.is_set():
             asked.set()
         else:
-            answer(self, frame)
+            original(self, frame)
 
-    monkeypatch.setattr(Link, "_queue_answer", queue_answer)
+    monkeypatch.setattr(Link, "_answer", answer)
 
     def body(exchange: ThreadExchange) -> float:
         units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
@@ -515,14 +516,15 @@ def test_an_address_that_is_not_this_hosts_fails_on_all_ranks(monkeypatch: pytes
 
 
 def test_a_thread_that_cannot_start_fails_on_all_ranks_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Link.start
+    original = threading.Thread.start
 
-    def start(self: Link) -> None:
-        if "rank 2 " in self._who:
+    def start(self: threading.Thread) -> None:
+        if self.name == "odc-links" and next(starts) == 1:
             raise RuntimeError("can't start new thread")
         original(self)
 
-    monkeypatch.setattr(Link, "start", start)
+    starts = itertools.count()
+    monkeypatch.setattr(threading.Thread, "start", start)
     before = len(os.listdir("/proc/self/fd"))
 
     def body(exchange: ThreadExchange) -> None:

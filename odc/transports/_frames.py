@@ -1,20 +1,27 @@
-"""What travels between two ranks of different hosts: a fixed header, and for some kinds a payload of stated length.
+"""What travels between two ranks of different hosts, and how it is sent and taken in by sockets that do not block.
 
-Nothing is parsed but numbers, and every number is checked where it is used. No pickle.
+A frame is a fixed header, and for some kinds a payload of stated length. Nothing is parsed but numbers, and every
+number is checked where it is used. No pickle.
 """
 
 from __future__ import annotations
 
 import enum
+import select
 import socket
 import struct
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 HEADER = struct.Struct("=BxxxIQQQ")
 KEY_BYTES = 16
 MAX_TEXT_BYTES = 8192
 MAX_RANKS = 1 << 24
+CHUNK_BYTES = 4 << 20
+"""At most so much is sent or received at a time, and is in one frame of an answer."""
 
 
 class Kind(enum.IntEnum):
@@ -46,37 +53,43 @@ class Frame(NamedTuple):
         return HEADER.pack(*self)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Frame:
+    def unpack(cls, data: bytes | bytearray) -> Frame:
         """Raises ValueError for a kind that does not exist."""
         kind, *numbers = HEADER.unpack(data)
         return cls(Kind(kind), *numbers)
 
 
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill ``target``.
+# Receiving
+
+
+def fill(target: memoryview, receive_into: Callable[[memoryview], int]) -> Iterator[None]:
+    """Fill ``target`` as bytes come: yields where there may be none for now, to be resumed when there are.
+
+    Args:
+        receive_into: ``recv_into`` of a socket that does not block.
 
     Raises:
         ConnectionError, OSError: the connection ended before.
     """
     while target:
-        count = connection.recv_into(target)
+        try:
+            count = receive_into(target[:CHUNK_BYTES])
+        except BlockingIOError:
+            yield
+            continue
         if not count:
             raise ConnectionError("its connection ended")
         target = target[count:]
-
-
-def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly so many bytes; see :func:`receive_into`."""
-    data = bytearray(num_bytes)
-    receive_into(connection, memoryview(data))
-    return bytes(data)
+        if target:
+            yield
 
 
 def receive_until(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """As :func:`receive`, all of it before ``deadline`` on the monotonic clock.
+    """Exactly so many bytes, all of them before ``deadline`` on the monotonic clock.
 
     Raises:
-        TimeoutError: it did not come in time.
+        TimeoutError: they did not come in time.
+        ConnectionError, OSError: the connection ended before.
     """
     data = b""
     while len(data) < num_bytes:
@@ -88,3 +101,150 @@ def receive_until(connection: socket.socket, num_bytes: int, deadline: float) ->
         if time.monotonic() > deadline:
             raise TimeoutError
     return data
+
+
+# Sending
+
+
+class Outgoing:
+    """A frame on its way out, and those that follow it: each goes to the end of the queue when the one before is sent,
+    so that a long answer lets others pass."""
+
+    def __init__(
+        self, frame: Frame, payload: memoryview | None = None, rest: Iterator[tuple[Frame, memoryview]] | None = None
+    ) -> None:
+        self.header = memoryview(frame.pack())
+        self.payload = memoryview(b"") if payload is None else payload
+        self.rest = rest
+
+    @property
+    def has_begun(self) -> bool:
+        return len(self.header) < HEADER.size
+
+    @property
+    def is_sent(self) -> bool:
+        return not self.header and not self.payload
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes of it were sent."""
+        of_header = min(num_bytes, len(self.header))
+        self.header = self.header[of_header:]
+        self.payload = self.payload[num_bytes - of_header :]
+
+
+class SendQueue:
+    """Frames on their way out of one connection: each whole, in order, whichever thread sends them.
+
+    A thread that waits until its frame is sent (between :meth:`enter` and :meth:`leave`) sends what is in front of it,
+    too. What nobody waits for is sent by the thread that serves the connection, while no other one sends:
+    :attr:`needs_service`.
+    """
+
+    def __init__(self, connection: socket.socket, ask_for_service: Callable[[], None]) -> None:
+        """
+        Args:
+            connection: does not block.
+            ask_for_service: called, by any thread, when :attr:`needs_service` has become true.
+        """
+        self._connection = connection
+        self._fd = connection.fileno()
+        self._ask_for_service = ask_for_service
+        self._lock = threading.Lock()  # held for as long as it takes to copy a chunk
+        self._frames: deque[Outgoing] = deque()
+        self._awaited: set[Outgoing] = set()
+        self._is_torn = False
+        self.num_sent = 0
+        """In bytes: grows while the other side takes something in."""
+        self.problem: str | None = None
+        """Why nothing is sent any more."""
+
+    def enter(self, outgoing: Outgoing) -> None:
+        """Put a frame at the end. The caller goes on to :meth:`send_some` until it is sent."""
+        with self._lock:
+            self._awaited.add(outgoing)
+            if self.problem is None:
+                self._frames.append(outgoing)
+
+    def leave(self, outgoing: Outgoing) -> None:
+        """Behind each :meth:`enter`."""
+        with self._lock:
+            self._awaited.discard(outgoing)
+        # Not before the lock is free: what serve() finds it taken for is left to whoever has it.
+        if self.needs_service:
+            self._ask_for_service()
+
+    def withdraw(self, outgoing: Outgoing) -> bool:
+        """Send nothing more of a frame. Whether that spoils the connection, because some of it was sent."""
+        with self._lock:
+            if outgoing in self._frames:
+                if outgoing.has_begun:
+                    self._tear()
+                else:
+                    self._frames.remove(outgoing)
+            return self._is_torn
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Put a frame at the end for which nobody waits, and :meth:`serve`."""
+        self._frames.append(outgoing)
+        self.serve()
+
+    @property
+    def needs_service(self) -> bool:
+        """Whether there are frames that no waiting thread sends."""
+        return bool(self._frames) and not self._awaited
+
+    def serve(self) -> None:
+        """By the one thread that serves this connection, which waits for nothing: send a piece of what is in front, if
+        there is room and nobody else is sending."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_front()
+            finally:
+                self._lock.release()
+
+    def send_some(self) -> bool:
+        """Send a piece of what is in front; whether there was room for it. Does not wait for the other side."""
+        with self._lock:
+            return self._send_front()
+
+    def _send_front(self) -> bool:
+        if self.problem is not None or not self._frames:
+            self._frames.clear()
+            return False
+        front = self._frames[0]
+        try:
+            pieces = [front.header, front.payload[:CHUNK_BYTES]]
+            count = self._connection.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.num_sent += count
+            front.advance(count)
+            if front.is_sent:
+                self._frames.popleft()
+                following = None if front.rest is None else next(front.rest, None)
+                if following is not None:
+                    self._frames.append(Outgoing(*following, front.rest))
+        except BlockingIOError:
+            return False
+        except OSError as problem:
+            self.problem = f"its connection ended: {problem.strerror}"
+            self._frames.clear()
+            return False
+        except BaseException:  # Ctrl-C: nobody knows how much was sent
+            self._tear()
+            raise
+        return True
+
+    def _tear(self) -> None:
+        self._is_torn, self.problem = True, "a frame was given up in the middle"
+        self._frames.clear()
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Whether there is some, or the connection has ended."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Nothing is sent any more, and nobody's payload is read."""
+        with self._lock:
+            self.problem = self.problem or "it was closed"
+            self._frames.clear()

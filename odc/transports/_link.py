@@ -1,46 +1,76 @@
 """Three TCP connections to a rank of another host: for what it reads, writes and signals; for news of it; and one that
-shows whether its host is there.
+shows whether its host is there. One thread serves all links of a rank (:class:`odc.transports._links.LinkThread`).
 
-A receiving thread does what the other rank asks for: it posts here on its behalf, writes what it pushes, and queues
-what it wants to read. A sending thread sends what is queued, so that two ranks that read from each other at the same
-time never both wait for the other to receive.
+*Data* (reads, writes, signals). What the other rank asks for is done here as its frames come: signals are posted, what
+it pushes is received straight into the memory it is for, what it reads is queued. The threads of this rank send their
+own frames themselves, while that one goes on receiving: so two ranks that push to each other, or read from each other,
+at the same time never both wait for the other to receive.
 
-News (status, errors, farewells) have a connection of their own, see :mod:`odc.transports._news`: they overtake data,
-and get through when a transfer was given up in the middle. So a rank that has said farewell has left only when the last
-of its data is here too: what it did before may still be on its way. It goes on answering whoever still reads from it.
+*Control* (status, errors, farewells). A few bytes a second, which never fill the other side's buffer. They overtake
+data, and get through when a transfer was given up in the middle. So a rank that has said farewell has left only when
+the last of its data is here too: what it did before may still be on its way. It goes on answering whoever still reads
+from it.
+
+*Keep-alive*. Whether the other host is there at all. Slow is not dead: a rank that computes, is stopped, or holds its
+interpreter's lock is kept alive by its kernel.
+
+[Note: Nothing is sent on the keep-alive connection] While something is under way on a connection, the kernel sends it
+again after 0.2, 0.4, 0.8, ... seconds. After four seconds without a network the next attempt may come seconds after the
+network has come back, so no limit of a few seconds tells a short cut from a lasting one. Where nothing is under way the
+kernels ask for one another every second instead, however long there was no answer, and what is asked needs no process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-import queue
-import select
+import errno
+import logging
 import socket
 import threading
 import time
-import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import Protocol
 
 from odc.engine import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.leaving import run_all
-from odc.threads import HelperThread
+from odc.pausing import Reminder
 from odc.transports._control import Closing
-from odc.transports._frames import HEADER, MAX_TEXT_BYTES, Frame, Kind, receive, receive_into
-from odc.transports._news import News, Pulse
+from odc.transports._frames import (
+    CHUNK_BYTES,
+    HEADER,
+    MAX_RANKS,
+    MAX_TEXT_BYTES,
+    Frame,
+    Kind,
+    Outgoing,
+    SendQueue,
+    fill,
+)
 from odc.transports._peers import Neighbour
-from odc.transports._silence import SLICE_S, Silence, Waiting
 from odc.transports.base import Signs
 
-CHUNK_BYTES = 4 << 20
+logger = logging.getLogger("odc")
+
+SLICE_S = 0.5  # between two looks at aborts, deaths and the clock
 _TAKES_NOTHING, _GIVES_NOTHING = "received nothing", "answered nothing"
-_MOMENT_S = 5.0  # for which the end of the data waits for news that explain it
+_EXPLANATION_S = 5.0  # for which the end of the data waits for a control frame that explains it
+
+# Asked a second after the last answer, and every second; lost a second after the sixth question without an answer. So
+# five seconds without a network change nothing, and seven (and some milliseconds of the kernel's timers) end the link.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 6))
+_CONTROL_TIMEOUT_MS = (
+    60_000  # should the keep-alive connection be cut off by something that lets control frames through
+)
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
+_NO_SIGN_OF_LIFE = "no sign of life from its host or the network"
+_LARGEST = {Kind.STATUS: MAX_RANKS, Kind.ABORT: MAX_TEXT_BYTES, Kind.CLOSED: MAX_TEXT_BYTES}
 
 
-class LinkOwner(Waiting, Protocol):
+class LinkOwner(Protocol):
     """What a link does at its own rank."""
 
     def deliver(self, rank: int, index: int, daemon: bool) -> None:
@@ -59,6 +89,57 @@ class LinkOwner(Waiting, Protocol):
         """Wake whoever waits here: a link has ended."""
         ...
 
+    def check(self) -> None:
+        """Raise if this rank or another one has failed."""
+        ...
+
+    def waits_for(self, rank: int | None) -> None:
+        """Tell the others for which rank this one waits, so that they do not blame this one."""
+        ...
+
+
+class _ProgressTimeout:
+    """Of one transfer for which this rank waits: how long the other one may go without progress.
+
+    A transfer that takes less than a slice tells nobody anything.
+    """
+
+    def __init__(self, owner: LinkOwner, rank: int, who: str, limit_s: float) -> None:
+        self._owner = owner
+        self._rank = rank
+        self._who = who
+        self._limit_s = limit_s
+        self._is_known = False
+        self.restart()
+
+    def restart(self) -> None:
+        """The other rank has made progress."""
+        self._since = time.monotonic()
+        self._reminder = Reminder()
+
+    def check(self, what: str) -> None:
+        """It still has, for example, "received nothing".
+
+        Raises:
+            PeerSilentError: for longer than the limit.
+            AbortedError, OdcError: this rank or another one has failed meanwhile.
+        """
+        self._owner.check()
+        self._owner.waits_for(self._rank)
+        self._is_known = True
+        silent_s = time.monotonic() - self._since
+        if silent_s > self._limit_s:
+            raise PeerSilentError(f"{self._who} has {what} for {self._limit_s:g} s")
+        if self._reminder.is_due(silent_s):
+            logger.warning("%s has %s for %.0f s", self._who, what, silent_s)
+
+    def __enter__(self) -> _ProgressTimeout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_known:
+            self._owner.waits_for(None)
+
 
 @dataclass
 class _Reading:
@@ -70,50 +151,67 @@ class _Reading:
     filling: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
 
+    def receive(self, connection: socket.socket, part: memoryview) -> int:
+        with self.filling:
+            if self.is_over:
+                raise ConnectionError("a transfer from it was given up in the middle")
+            count = connection.recv_into(part)
+        self.left -= count
+        return count
+
 
 class Link(Neighbour):
-    """The other rank, over connected sockets. Threads start with :meth:`start`; :attr:`news` and :attr:`pulse` are
-    read by who has it."""
+    """The other rank, over connected sockets, which are the link's from now on.
+
+    What is called ``serve_...`` is for the one thread that serves it: it is called when a connection is ready, and
+    returns for what to wait next (``selectors.EVENT_...``), 0 when there is nothing more. It waits for nobody.
+    """
 
     def __init__(
         self,
         rank: int,
         who: str,
         data: socket.socket,
-        news: socket.socket,
-        pulse: socket.socket,
+        control: socket.socket,
+        keepalive: socket.socket,
         owner: LinkOwner,
         timeout_s: float,
+        ask_for_service: Callable[[Link], None],
     ) -> None:
+        """
+        Args:
+            ask_for_service: called, by any thread, when :attr:`data_events` has changed.
+        """
         self._rank = rank
         self._who = who
-        self._data = data
-        self.news = News(news, self)
-        self.pulse = Pulse(pulse, self)
+        self.data, self.control, self.keepalive = data, control, keepalive
         self._owner = owner
         self._timeout_s = timeout_s
-        self._sending = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Frame, memoryview | None] | None] = queue.SimpleQueue()
+        self._set_options()
+        self._queue = SendQueue(data, partial(ask_for_service, self))
+        self._incoming_data = self._take_in_data()
+        self._incoming_control = self._take_in_control()
+        self._sending_control = threading.Lock()
         self._readings: dict[int, _Reading] = {}
         self._requests = 0
         self._asking = threading.Lock()
         self._signs, self._waits_for = Signs(0, 0, 0), 0
         self._closing = Closing.OPEN
         self._has_said_all = False
+        self._unexplained: tuple[str, float] | None = None  # why the data have ended, and until when to wait for more
+        self._is_explained = False  # an abort, a farewell or the end of the control frames has come
         self._ended: str | None = None
+        self._has_ended = threading.Event()
         self._gave_up: BaseException | None = None
         self._is_leaving = self._is_closing = self._is_lost = False
-        self._explained = threading.Event()  # an abort, a farewell or the end of the news has come
-        self._threads = [
-            HelperThread(target, f"odc-link-{name}")
-            for name, target in (("receive", self._receive_all), ("send", self._send_queue))
-        ]
-        _close_in_children(self)
 
-    def start(self) -> None:
-        """Begin to serve the other rank."""
-        for thread in self._threads:
-            thread.start()
+    def _set_options(self) -> None:
+        for connection in (self.data, self.control, self.keepalive):
+            connection.setblocking(False)
+        self.control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CONTROL_TIMEOUT_MS)
+        self.keepalive.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            self.keepalive.setsockopt(socket.IPPROTO_TCP, option, value)
 
     # Sending data
 
@@ -124,58 +222,51 @@ class Link(Neighbour):
             PeerDiedError, PeerClosedError, PeerSilentError: the other rank cannot or does not receive.
             AbortedError: another rank reported a failure.
         """
-        with self._silence(self._timeout_s) as silence:
-            while not self._sending.acquire(timeout=SLICE_S):
-                self._require_alive()
-                self._look(silence, _TAKES_NOTHING)
+        outgoing = Outgoing(frame, payload)
+        with self._progress_timeout() as timeout:
             try:
-                self._require_alive()
-                self._send_whole(frame, payload, silence, after_chunk)
+                self._queue.enter(outgoing)
+                self._send_whole(outgoing, timeout, after_chunk)
+            except BaseException as error:
+                if self._queue.withdraw(outgoing):
+                    self._end("a transfer to it was given up in the middle", error)
+                raise
             finally:
-                self._sending.release()
+                self._queue.leave(outgoing)
 
-    def _silence(self, limit_s: float) -> Silence:
-        return Silence(self._owner, self._rank, self._who, limit_s)
+    def _progress_timeout(self) -> _ProgressTimeout:
+        return _ProgressTimeout(self._owner, self._rank, self._who, self._timeout_s)
 
-    def _send_whole(self, frame: Frame, payload: memoryview | None, silence: Silence, after_chunk: AfterChunk) -> None:
-        try:
-            header = memoryview(frame.pack())
-            while header:
-                header = header[self._send_some(header, silence) :]
-            while payload:
-                payload = payload[self._send_some(payload, silence) :]
-                after_chunk()
-        except BaseException as error:
-            self._end("a transfer to it was given up in the middle", error)
-            raise
-
-    def _send_some(self, data: memoryview, silence: Silence) -> int:
-        """Send a piece of ``data`` as soon as there is room for it; how many bytes."""
-        poll = select.poll()
-        poll.register(self._data, select.POLLOUT)
+    def _send_whole(self, outgoing: Outgoing, timeout: _ProgressTimeout, after_chunk: AfterChunk) -> None:
+        num_sent, left = self._queue.num_sent, len(outgoing.payload)
         while True:
             self._require_alive()
-            if poll.poll(SLICE_S * 1000):
-                try:
-                    count = self._data.send(data[:CHUNK_BYTES], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                except BlockingIOError:
-                    continue
-                except OSError as problem:
-                    self._end_explained(f"its connection ended: {problem.strerror}")
-                    continue
-                silence.end()
-                return count
-            self._look(silence, _TAKES_NOTHING)
+            has_room = self._queue.send_some() or self._wait_for_room()
+            if self._queue.num_sent != num_sent:
+                num_sent = self._queue.num_sent
+                timeout.restart()
+            if len(outgoing.payload) < left:
+                left = len(outgoing.payload)
+                after_chunk()
+            if outgoing.is_sent:
+                return
+            if not has_room:
+                self._check(timeout, _TAKES_NOTHING)
 
-    def _look(self, silence: Silence, what: str) -> None:
+    def _wait_for_room(self) -> bool:
+        if self._queue.problem is None:
+            return self._queue.wait_for_room(SLICE_S)
+        return self._has_ended.wait(SLICE_S)  # whoever receives finds out what became of the other rank
+
+    def _check(self, timeout: _ProgressTimeout, what: str) -> None:
         """The other rank still has, for example, "received nothing": whether to go on waiting.
 
         Raises:
-            OdcError: this rank is closing, or as :meth:`Silence.look`.
+            OdcError: this rank is closing, or as :meth:`_ProgressTimeout.check`.
         """
-        if self._is_leaving and silence.is_watched:
+        if self._is_leaving:
             raise OdcError(f"given up, because this rank has closed its session: {self._who} has {what} so far")
-        silence.look(what)
+        timeout.check(what)
 
     def _require_alive(self) -> None:
         if self._ended is not None:
@@ -186,38 +277,45 @@ class Link(Neighbour):
                 raise PeerSilentError(str(self._gave_up))
             raise PeerDiedError(f"{self._who} cannot be reached any more: {self._ended}")
 
-    def _send_queue(self) -> None:
-        # Without a limit of its own: how long the other rank may be silent is for those to say who wait for it here.
-        while (item := self._queue.get()) is not None:
-            with self._sending:
-                try:
-                    self._send_whole(*item, self._silence(math.inf), no_op)
-                except OdcError:
-                    return  # the link has ended, and whoever waits reports what became of it
-
     # Receiving data
 
-    def _receive_all(self) -> None:
-        try:
-            while True:
-                self._handle(Frame.unpack(receive(self._data, HEADER.size)))
-        except Exception as problem:  # whatever was sent must not end this thread unnoticed
-            self._end_explained(str(problem))
+    @property
+    def data_events(self) -> int:
+        """For what the data's connection waits."""
+        return EVENT_READ | EVENT_WRITE if self._queue.needs_service else EVENT_READ
 
-    def _handle(self, frame: Frame) -> None:
-        if frame.kind is Kind.POST:
-            self._owner.deliver(self._rank, frame.number, bool(frame.a))
-        elif frame.kind is Kind.WRITE:
-            receive_into(self._data, self._range(frame))
-        elif frame.kind is Kind.READ:
-            self._queue_answer(frame)
-        elif frame.kind is Kind.DATA:
-            self._take_answer(frame)
-        elif frame.kind is Kind.BYE:
-            self._has_said_all = True
-            self._owner.lost()
-        else:
-            raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
+    def serve_data(self, events: int) -> int:
+        """At most a chunk in each direction, so that other links get their turn."""
+        if events & EVENT_WRITE:
+            self._queue.serve()
+        if events & EVENT_READ:
+            try:
+                next(self._incoming_data)
+            except Exception as problem:  # whatever was sent must not end the thread of all links
+                self._unexplained = str(problem), time.monotonic() + _EXPLANATION_S
+                return 0
+        return self.data_events
+
+    def _take_in_data(self) -> Iterator[None]:
+        """Does what the frames ask for, as they come; see :func:`odc.transports._frames.fill`."""
+        header = bytearray(HEADER.size)
+        while True:
+            yield from fill(memoryview(header), self.data.recv_into)
+            frame = Frame.unpack(header)
+            if frame.kind is Kind.POST:
+                self._owner.deliver(self._rank, frame.number, bool(frame.a))
+            elif frame.kind is Kind.WRITE:
+                yield from fill(self._range(frame), self.data.recv_into)
+            elif frame.kind is Kind.READ:
+                self._answer(frame)
+            elif frame.kind is Kind.DATA:
+                yield from self._take_in_answer(frame)
+            elif frame.kind is Kind.BYE:
+                self._has_said_all = True
+                self._owner.lost()
+            else:
+                raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
+            yield
 
     def _range(self, frame: Frame) -> memoryview:
         memory = self._owner.memory(frame.number)
@@ -226,42 +324,48 @@ class Link(Neighbour):
             raise ValueError(f"it asked for bytes {frame.a} to {frame.a + frame.b} of buffer {frame.number}: {size}")
         return memory[frame.a : frame.a + frame.b]
 
-    def _queue_answer(self, frame: Frame) -> None:
+    def _answer(self, frame: Frame) -> None:
         memory = self._range(frame)
-        for offset in range(0, len(memory), CHUNK_BYTES):
-            part = memory[offset : offset + CHUNK_BYTES]
-            self._queue.put((Frame(Kind.DATA, a=offset, b=len(part), c=frame.c), part))
+        offsets = range(0, max(len(memory), 1), CHUNK_BYTES)
+        parts = ((offset, memory[offset : offset + CHUNK_BYTES]) for offset in offsets)
+        frames = ((Frame(Kind.DATA, a=offset, b=len(part), c=frame.c), part) for offset, part in parts)
+        self._queue.put(Outgoing(*next(frames), frames))
 
-    def _take_answer(self, frame: Frame) -> None:
+    def _take_in_answer(self, frame: Frame) -> Iterator[None]:
         reading = self._readings.get(frame.c)
-        if reading is None or frame.a + frame.b > len(reading.target):
+        if reading is None or frame.b > reading.left or frame.a + frame.b > len(reading.target):
             raise ValueError(f"it sent {frame.b} bytes that nobody had asked for")
-        with reading.filling:
-            if reading.is_over:
-                raise ConnectionError("a transfer from it was given up in the middle")
-            receive_into(self._data, reading.target[frame.a : frame.a + frame.b])
-            reading.left -= frame.b
-            if reading.left <= 0:
-                reading.done.set()
+        yield from fill(reading.target[frame.a : frame.a + frame.b], partial(reading.receive, self.data))
+        if reading.left <= 0:
+            reading.done.set()
 
-    def _end_explained(self, reason: str) -> None:
-        """The data have ended; why, the news may tell in a moment."""
-        deadline = time.monotonic() + _MOMENT_S
+    def settle(self) -> bool:
+        """Behind the end of a connection. If it was the data's: end the link as soon as a control frame explains why,
+        or none has come for a moment. Whether nothing is left to settle."""
+        if self._unexplained is None or self._ended is not None:
+            return True
+        reason, deadline = self._unexplained
         with contextlib.suppress(OdcError):  # another account of what happened is there
-            while not self._explained.wait(SLICE_S) and time.monotonic() < deadline:
-                self._owner.check()
+            self._owner.check()
+            if not self._is_explained and time.monotonic() < deadline:
+                return False
         self._end(reason)
+        return True
 
     def _end(self, reason: str, gave_up: BaseException | None = None) -> None:
         """There will be no more data; ``gave_up``: because this rank itself has given up a transfer."""
-        if self._ended is None:
-            self._ended, self._gave_up = reason, gave_up
-            with contextlib.suppress(OSError):
-                self._data.shutdown(socket.SHUT_RDWR)  # the other side must notice too
-            for reading in list(self._readings.values()):
-                reading.done.set()
-            if not self._is_closing:
-                self._owner.lost()
+        if self._ended is not None:
+            return
+        self._gave_up = gave_up  # before the next line: it is not dead in between
+        self._ended = reason
+        self._queue.close()
+        with contextlib.suppress(OSError):
+            self.data.shutdown(socket.SHUT_RDWR)  # the other side must notice too
+        self._has_ended.set()
+        for reading in list(self._readings.values()):
+            reading.done.set()
+        if not self._is_closing:
+            self._owner.lost()
 
     # Memory of the other rank
 
@@ -278,30 +382,28 @@ class Link(Neighbour):
         try:
             self._send(Frame(Kind.READ, buffer, offset, len(target), request))
             self._await(reading, after_chunk)
+            after_chunk()
         finally:
             del self._readings[request]
-            with reading.filling:  # the receiving thread writes there no more: an ended connection wakes it
-                reading.is_over = True
+            if reading.left > 0:
+                with reading.filling:  # nobody writes there any more
+                    reading.is_over = True
 
     def _await(self, reading: _Reading, after_chunk: AfterChunk) -> None:
+        left = reading.left
         try:
-            self._watch(reading, after_chunk)
+            with self._progress_timeout() as timeout:
+                while not reading.done.wait(SLICE_S):
+                    if reading.left != left:
+                        left = reading.left
+                        timeout.restart()
+                        after_chunk()
+                    self._check(timeout, _GIVES_NOTHING)
         except BaseException as error:
             self._end("a transfer from it was given up in the middle", error)  # its answer may still come
             raise
         if reading.left > 0:
             self._require_alive()
-        after_chunk()
-
-    def _watch(self, reading: _Reading, after_chunk: AfterChunk) -> None:
-        left = reading.left
-        with self._silence(self._timeout_s) as silence:
-            while not reading.done.wait(SLICE_S):
-                if reading.left != left:
-                    left = reading.left
-                    silence.end()
-                    after_chunk()
-                self._look(silence, _GIVES_NOTHING)
 
     def write(self, buffer: int, offset: int, source: memoryview, after_chunk: AfterChunk = no_op) -> None:
         """Put ``source`` into the other rank's copy of a buffer, before the next :meth:`post`."""
@@ -313,10 +415,33 @@ class Link(Neighbour):
         with contextlib.suppress(PeerClosedError, PeerDiedError):
             self._send(Frame(Kind.POST, index, int(daemon)))
 
-    # News
+    # Control frames
 
-    def hear(self, frame: Frame, text: bytes) -> None:
-        """A piece of news has come; see :class:`odc.transports._news.News`."""
+    def serve_control(self, _: int) -> int:
+        """Take in what has come."""
+        try:
+            next(self._incoming_control)
+        except Exception as problem:
+            if isinstance(problem, OSError) and problem.errno in _UNREACHABLE:
+                self._lose(_NO_SIGN_OF_LIFE)
+            else:
+                self._control_ended(str(problem))
+            return 0
+        return EVENT_READ
+
+    def _take_in_control(self) -> Iterator[None]:
+        header = bytearray(HEADER.size)
+        while True:
+            yield from fill(memoryview(header), self.control.recv_into)
+            frame = Frame.unpack(header)
+            if frame.b > _LARGEST.get(frame.kind, -1):
+                raise ValueError(f"it sent news of kind {frame.kind.name} with {frame.b}, which cannot be")
+            text = bytearray(frame.b if frame.kind is Kind.ABORT else 0)
+            yield from fill(memoryview(text), self.control.recv_into)
+            self._take_control(frame, bytes(text))
+            yield
+
+    def _take_control(self, frame: Frame, text: bytes) -> None:
         if frame.kind is Kind.STATUS:
             # Each of these is a beat: it comes from a thread of its own.
             self._signs = Signs(frame.a, frame.c, self._signs.beats + 1)
@@ -327,27 +452,60 @@ class Link(Neighbour):
         else:
             self._closing = Closing(frame.a)
             self._owner.lost()
-        self._explained.set()
+        self._is_explained = True
 
-    def news_ended(self, reason: str, *, is_lost: bool = False) -> None:
-        """There will be no more news: the other rank, its host or the network is gone, or it has closed."""
-        self._explained.set()
-        if is_lost or self._closing is Closing.OPEN:
-            self._is_lost = True
-            self._end(reason)
+    def _control_ended(self, reason: str) -> None:
+        """There will be no more control frames: the other rank is gone, or it has closed."""
+        self._is_explained = True
+        if self._closing is Closing.OPEN:
+            self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        """The other rank, its host or the network is gone: nothing more comes, whatever it has said."""
+        self._is_explained = self._is_lost = True
+        self._end(reason)
+
+    def serve_keepalive(self, _: int) -> int:
+        """Whether its host is still there. If the other rank has ended, its control frames say so."""
+        try:
+            if self.keepalive.recv(1):
+                self._control_ended("it sent something where nothing belongs")
+        except BlockingIOError:
+            return EVENT_READ
+        except OSError as problem:
+            if problem.errno in _UNREACHABLE:
+                self._lose(_NO_SIGN_OF_LIFE)
+        return 0
+
+    def _send_control(self, frame: Frame, text: bytes = b"") -> None:
+        """Never waits, never raises. There is always room, unless the other side has long been lost."""
+        data = frame.pack() + text
+        with self._sending_control:
+            try:
+                sent = self.control.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                return  # serve_control() finds out why
+        if sent < len(data):
+            self._lose("it has not taken in news for long")
 
     def send_status(self, signs: Signs, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""
         waits_for = 0 if waiting_on is None else waiting_on + 1
-        self.news.tell(Frame(Kind.STATUS, a=signs.progress, b=waits_for, c=signs.looks))
+        self._send_control(Frame(Kind.STATUS, a=signs.progress, b=waits_for, c=signs.looks))
 
     def abort(self, text: str) -> None:
         data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
-        self.news.tell(Frame(Kind.ABORT, b=len(data)), data)
+        self._send_control(Frame(Kind.ABORT, b=len(data)), data)
 
     def tell_closed(self, how: Closing) -> None:
-        self.news.tell(Frame(Kind.CLOSED, a=how.value))
-        self._queue.put((Frame(Kind.BYE), None))
+        self._send_control(Frame(Kind.CLOSED, a=how.value))
+        bye = Outgoing(Frame(Kind.BYE))
+        try:
+            self._queue.enter(bye)
+            while not bye.is_sent and self._queue.send_some():
+                continue
+        finally:
+            self._queue.leave(bye)  # if there was no room, the thread that serves this link sends it
 
     @property
     def signs(self) -> Signs:
@@ -380,33 +538,11 @@ class Link(Neighbour):
         self._is_leaving = True
 
     def close(self) -> None:
+        """Behind the end of the thread that serves it."""
         self._is_leaving = self._is_closing = True
-        self._explained.set()
-        self._queue.put(None)
-        with contextlib.suppress(OSError):  # it has ended already
-            self._data.shutdown(socket.SHUT_RDWR)
-        run_all([*(thread.end for thread in self._threads), self._data.close, self.news.close, self.pulse.close])
+        self._end("this rank has closed its links")
+        self.close_sockets()
 
-    def close_in_child(self) -> None:
-        """A forked child must not hold the connections: its parent's death would not end them."""
-        self._data.close()
-        self.news.close()
-        self.pulse.close()
-
-
-# Python knows no way to take a fork handler back, so there is one for all links.
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_has_handler = threading.Event()
-
-
-def _close_in_children(link: Link) -> None:
-    """Have ``link`` closed in every child that this process forks (DataLoader workers)."""
-    if not _has_handler.is_set():
-        _has_handler.set()
-        os.register_at_fork(after_in_child=_close_all)
-    _links.add(link)
-
-
-def _close_all() -> None:
-    for link in list(_links):
-        link.close_in_child()
+    def close_sockets(self) -> None:
+        """And nothing else, in a forked child: there they are another process's connections."""
+        run_all([self.data.close, self.control.close, self.keepalive.close])

@@ -6,11 +6,15 @@ import contextlib
 import hmac
 import os
 import secrets
-import select
+import selectors
 import socket
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from selectors import EVENT_READ
 from typing import Any
 
 from odc.errors import SetupError
@@ -18,10 +22,10 @@ from odc.exchange import OutOfReachError
 from odc.leaving import Closable, run_all
 from odc.threads import HelperThread
 from odc.topology import Topology
-from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
-from odc.transports._link import Link, LinkOwner
-from odc.transports._peers import ring
 from odc.transports._rendezvous import Door
+from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
+from odc.transports._link import SLICE_S, Link, LinkOwner
+from odc.transports._peers import ring
 from odc.transports.base import Signs
 
 WIRE_VERSION = 3  # of what travels between hosts, these greetings included
@@ -30,7 +34,7 @@ _CALL_S = 30.0  # for a connection to come about: beyond that something swallows
 _ATTEMPTS = 100
 _MIN_BACKLOG = 128
 _MAX_REFUSAL_BYTES = 500
-_DATA, _NEWS, _PULSE = _PURPOSES = 0, 1, 2
+_DATA, _CONTROL, _KEEPALIVE = _PURPOSES = 0, 1, 2
 _ADVICE = (
     "If the hosts have several networks, set ODC_ADDRESS on each host to its own address in the one they share; open "
     "TCP between them"
@@ -53,8 +57,8 @@ class Links:
         self.by_rank: dict[int, Link] = {}
         self.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once a link has ended."""
-        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread: HelperThread | None = None
+        self._thread = LinkThread()
+        _close_in_children(self)
 
     # Set-up: each step is this rank's own
 
@@ -115,9 +119,9 @@ class Links:
             if None in sockets:
                 raise SetupError(f"{who} says that it is connected to {self._whoami}, which knows nothing of it")
         for rank in self._remote:
-            data, news, pulse = (self._sockets.pop((rank, purpose)) for purpose in _PURPOSES)
-            who = self._topology.describe(rank)
-            self.by_rank[rank] = Link(rank, who, data, news, pulse, self._owner, self._timeout_s)
+            data, control, keepalive = (self._sockets.pop((rank, purpose)) for purpose in _PURPOSES)
+            who, ask = self._topology.describe(rank), self._thread.ask_for_service
+            self.by_rank[rank] = Link(rank, who, data, control, keepalive, self._owner, self._timeout_s, ask)
 
     @property
     def _whoami(self) -> str:
@@ -224,28 +228,7 @@ class Links:
 
     def start(self, status: Callable[[], tuple[Signs, int | None]]) -> None:
         """Serve the others from now on, and tell them every second how this rank is doing."""
-        for link in self.by_rank.values():
-            link.start()
-        self._thread = HelperThread(self._swap_news, "odc-news", (status,))
-        self._thread.start()
-
-    def _swap_news(self, status: Callable[[], tuple[Signs, int | None]]) -> None:
-        """Read what the others tell, as it comes, and tell them of this rank once a second."""
-        links = list(self.by_rank.values())
-        poll, sources = select.poll(), {source.fileno(): source for link in links for source in (link.news, link.pulse)}
-        for fd in (self._stop_fd, *sources):
-            poll.register(fd, select.POLLIN)
-        next_status = time.monotonic()
-        while True:
-            for fd, _ in poll.poll(max(next_status - time.monotonic(), 0) * 1000):
-                if fd == self._stop_fd:
-                    return
-                if not sources[fd].read():
-                    poll.unregister(fd)
-            if time.monotonic() >= next_status:
-                next_status = time.monotonic() + _STATUS_S
-                for link in links:
-                    link.send_status(*status())
+        self._thread.start(list(self.by_rank.values()), status)
 
     def lost(self) -> None:
         """Make :attr:`loss_fd` readable."""
@@ -263,13 +246,104 @@ class Links:
 
     def close(self) -> None:
         """Close every link, and what set-up left unfinished."""
-        ring(self._stop_fd)
         closables: list[Closable] = [*self.by_rank.values(), *self._sockets.values()]
-        fds = (self.loss_fd, self._stop_fd)
-        steps = [self._join, self._close_door, *(part.close for part in closables)]
+        steps = [self._thread.close, self._close_door, *(part.close for part in closables)]
         self.by_rank, self._sockets = {}, {}
-        run_all([*steps, *(partial(os.close, fd) for fd in fds)])
+        run_all([*steps, partial(os.close, self.loss_fd)])
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.end()
+    def close_in_child(self) -> None:
+        """A forked child must not hold the connections: its parent's death would not end them."""
+        run_all([self._thread.close_in_child, *(link.close_sockets for link in self.by_rank.values())])
+
+
+class LinkThread:
+    """The one thread that serves all links of a rank: it takes in what comes, answers, and tells the others every
+    second how this rank is doing. It waits for no connection in particular."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_fd, EVENT_READ)
+        self._waking = threading.Lock()  # for the descriptor, which is another one's when it has been closed
+        self._asking: deque[Link] = deque()
+        self._unsettled: list[Link] = []
+        self._is_over = False
+        self._thread: HelperThread | None = None
+
+    def start(self, links: Sequence[Link], status: Callable[[], tuple[Signs, int | None]]) -> None:
+        """
+        Raises:
+            SetupError: no thread can be started.
+        """
+        for link in links:
+            self._selector.register(link.data, EVENT_READ, (link, link.serve_data))
+            self._selector.register(link.control, EVENT_READ, (link, link.serve_control))
+            self._selector.register(link.keepalive, EVENT_READ, (link, link.serve_keepalive))
+        self._thread = HelperThread(self._serve, "odc-links", (links, status))
+        self._thread.start()
+
+    def ask_for_service(self, link: Link) -> None:
+        """By any thread: what the data of ``link`` wait for has changed."""
+        self._asking.append(link)
+        with self._waking:
+            if not self._is_over:
+                ring(self._wake_fd)
+
+    def _serve(self, links: Sequence[Link], status: Callable[[], tuple[Signs, int | None]]) -> None:
+        next_status = time.monotonic()
+        while not self._is_over:
+            pause_s = next_status - time.monotonic()
+            for key, events in self._selector.select(max(min(pause_s, SLICE_S) if self._unsettled else pause_s, 0)):
+                self._handle(key, events)
+            self._unsettled = [link for link in self._unsettled if not link.settle()]
+            if time.monotonic() >= next_status:
+                next_status = time.monotonic() + _STATUS_S
+                for link in links:
+                    link.send_status(*status())
+
+    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
+        if key.fd == self._wake_fd:
+            os.eventfd_read(self._wake_fd)
+            while self._asking:
+                link = self._asking.popleft()
+                if link.data in self._selector.get_map():  # not yet at its end
+                    self._selector.modify(link.data, link.data_events, (link, link.serve_data))
+            return
+        link, serve = key.data
+        wanted = serve(events)
+        if not wanted:
+            self._selector.unregister(key.fileobj)
+            self._unsettled.append(link)
+        elif wanted != key.events:
+            self._selector.modify(key.fileobj, wanted, key.data)
+
+    def close(self) -> None:
+        """Join it. Links are closed behind it."""
+        with self._waking:
+            self._is_over = True
+            ring(self._wake_fd)
+        join = [] if self._thread is None else [self._thread.end]
+        run_all([*join, self._selector.close, partial(os.close, self._wake_fd)])
+
+    def close_in_child(self) -> None:
+        """A forked child has the selector, and no such thread."""
+        self._is_over = True
+        self._selector.close()
+
+
+# Python knows no way to take a fork handler back, so there is one for all.
+_inherited: weakref.WeakSet[Links] = weakref.WeakSet()
+_has_handler = threading.Event()
+
+
+def _close_in_children(links: Links) -> None:
+    """Have ``links`` closed in every child that this process forks (DataLoader workers)."""
+    if not _has_handler.is_set():
+        _has_handler.set()
+        os.register_at_fork(after_in_child=_close_inherited)
+    _inherited.add(links)
+
+
+def _close_inherited() -> None:
+    for links in list(_inherited):
+        links.close_in_child()
