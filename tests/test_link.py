@@ -57,22 +57,22 @@ class Owner:
         self.waited_for.append(rank)
 
 
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        far.settimeout(30.0)
+        return far, listener.accept()[0]
+
+
 class Pair:
     """A link, the thread that serves it, and the bare sockets at its other end."""
 
     def __init__(self, timeout_s: float = 30.0) -> None:
-        (self.far, data), (self.control, control), (self.keepalive, keepalive) = (self._connection() for _ in range(3))
+        (self.far, data), (self.control, control), (self.keepalive, keepalive) = (connection() for _ in range(3))
         self.owner = Owner()
         self.thread = LinkThread()
         self.link = Link(7, "rank 7", data, control, keepalive, self.owner, timeout_s, self.thread.ask_for_service)
         self.thread.start([self.link], lambda: (Signs(0, 0, 0), None))
-
-    @staticmethod
-    def _connection() -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            far = socket.create_connection(listener.getsockname())
-            far.settimeout(30.0)
-            return far, listener.accept()[0]
 
     def __enter__(self) -> Pair:
         return self
@@ -141,8 +141,8 @@ BAD_DATA = [
 ]
 BAD_CONTROL = [
     (Frame(Kind.CLOSED, a=77).pack(), "77 is not a valid Closing"),
-    (Frame(Kind.POST, 1).pack(), "news of kind POST"),
-    (Frame(Kind.ABORT, b=10**9).pack(), "news of kind ABORT with 1000000000, which cannot be"),
+    (Frame(Kind.POST, 1).pack(), "control frame of kind POST"),
+    (Frame(Kind.ABORT, b=10**9).pack(), "control frame of kind ABORT with 1000000000, which cannot be"),
 ]
 
 
@@ -291,6 +291,87 @@ def test_control_frames_overtake_data() -> None:
         pair.far.close()
         stuck.join()
         assert ends
+
+
+LARGE = 64 << 20
+ACTIONS = {"push": ("write",), "read": ("read",), "push and read": ("write", "read"), "all": ("write", "read") * 2}
+
+
+@pytest.mark.parametrize("what", ACTIONS)
+def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each_other(what: str) -> None:
+    """However little the sockets hold: while a thread of a rank sends, another one receives, and what is queued goes
+    out between what the threads of the rank send themselves."""
+    pairs = [connection() for _ in range(3)]
+    owners, sources = [Owner(), Owner()], [bytes([41 + rank]) * LARGE for rank in range(2)]
+    threads = [LinkThread(), LinkThread()]
+    links = [
+        Link(1 - rank, f"rank {1 - rank}", *(pair[rank] for pair in pairs), owners[rank], 60.0, thread.ask_for_service)
+        for rank, thread in enumerate(threads)
+    ]
+    for owner in owners:
+        owner.bytes = bytearray(LARGE)
+    both_begin, read, errors = threading.Barrier(2 * len(ACTIONS[what])), [], []
+
+    def transfer(rank: int, action: str) -> None:
+        try:
+            both_begin.wait(30)
+            if action == "write":
+                links[rank].write(0, 0, memoryview(sources[rank]))
+                links[rank].post(rank, False)
+            else:
+                target = bytearray(LARGE)
+                links[rank].read(0, 0, memoryview(target), no_op)
+                read.append(set(target[:: 1 << 16]))
+        except Exception as error:
+            errors.append(error)
+
+    transfers = [threading.Thread(target=transfer, args=(r, action)) for r in range(2) for action in ACTIONS[what]]
+    try:
+        for link, thread in zip(links, threads, strict=True):
+            thread.start([link], lambda: (Signs(0, 0, 0), None))
+        for transfer_thread in transfers:
+            transfer_thread.start()
+        for transfer_thread in transfers:
+            transfer_thread.join(100)
+        assert not errors
+        num_writes, num_reads = (ACTIONS[what].count(action) for action in ("write", "read"))
+        deadline = time.monotonic() + 30
+        while any(len(owner.delivered) < num_writes for owner in owners):  # a post comes behind what was written
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        for rank, owner in enumerate(owners):
+            assert owner.delivered == [(1 - rank, False)] * num_writes
+            assert owner.bytes == (sources[1 - rank] if num_writes else bytes(LARGE))
+        assert len(read) == 2 * num_reads
+        assert all(values <= {0, 41, 42} for values in read)
+    finally:
+        for part in (*threads, *links):
+            part.close()
+
+
+def test_an_answer_that_nobody_takes_holds_up_no_signal() -> None:
+    """The other rank asks for much and receives nothing for a while; then it finds everything, whole and in order."""
+    with Pair() as pair:
+        pair.owner.bytes = bytearray(os.urandom(1 << 20) * 16)
+        pair.far.sendall(Frame(Kind.READ, 0, 0, len(pair.owner.bytes), 5).pack())
+        pair.until(lambda: pair.link._queue.needs_service)
+        pair.far.sendall(Frame(Kind.POST, 1).pack())
+        pair.until(lambda: pair.owner.delivered == [(1, False)])
+        posts = [threading.Thread(target=pair.link.post, args=(index, True)) for index in (2, 3)]
+        for post in posts:
+            post.start()
+        answer, posted, left = bytearray(len(pair.owner.bytes)), [], len(pair.owner.bytes)
+        while left or len(posted) < len(posts):
+            frame = Frame.unpack(pair.receive(pair.far, HEADER.size))
+            if frame.kind is Kind.POST:
+                posted.append(frame.number)
+            else:
+                answer[frame.a : frame.a + frame.b] = pair.receive(pair.far, frame.b)
+                left -= frame.b
+        for post in posts:
+            post.join()
+        assert answer == pair.owner.bytes
+        assert sorted(posted) == [2, 3]
 
 
 def test_the_end_of_the_connection_wakes_a_reader() -> None:

@@ -195,6 +195,69 @@ def test_a_rank_that_waits_for_its_link_is_not_to_blame() -> None:
     assert results[1].error_type == "AbortedError", results[1].error
 
 
+SHARD_BYTES = 16 << 20
+
+
+def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, bool]:
+    """Ranks 0 and 1 read from each other: before rank 2 stops, and when it has. It stops while it reads from both, so
+    answers to it are under way, and rank 0 pushes to it besides."""
+    numel = SHARD_BYTES // 4
+    units = [UnitSpec("u", numel, torch.float32, (ParamSlice("w", numel),))]
+    exchange = ProcessGroupExchange()
+    runtime = Runtime.create(exchange, units, RuntimeConfig.from_environment(timeout_s=90.0))
+    runtime.publish(0, lambda shard: shard.fill_(rank))
+    transport, buffer = runtime._transport, runtime._protocol._buffer
+
+    def read(owner: int, times: int) -> float:
+        started = time.monotonic()
+        for _ in range(times):
+            out = torch.empty(numel)
+            transport.read(out, buffer, owner, 0)
+            assert out.eq(owner).all()
+        return time.monotonic() - started
+
+    exchange.all_gather(b"")
+    before_s = read(1 - rank, 10) if rank < 2 else 0.0
+    exchange.all_gather(b"")
+    if rank == 2:
+        for owner in range(2):
+            threading.Thread(target=read, args=(owner, 10_000), daemon=True).start()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for_stop(runtime.topology.pids[2])
+    slots = runtime._pusher._slots  # type: ignore[attr-defined]
+    push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(numel)), daemon=True)
+    if rank == 0:
+        push.start()
+    after_s = read(1 - rank, 10)
+    return before_s, after_s, push.is_alive()
+
+
+def test_a_stopped_rank_does_not_slow_down_transfers_between_others() -> None:
+    results = start_ranks(3, across, 3, beside_a_stopped_rank).join(120, expendable=[2])
+    assert all(result.error is None for result in results[:2]), results
+    for before_s, after_s, _ in (result.value for result in results[:2]):
+        assert after_s < 4 * before_s + 2.0  # for a busy machine; the stopped rank is waited for 90 s
+    assert results[0].value[2], "the push to the stopped rank has ended: nothing was tested"
+
+
+def test_a_rank_has_one_thread_for_all_others() -> None:
+    def body(exchange: ThreadExchange) -> list[str]:
+        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+        with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=30)):
+            exchange.all_gather(b"")
+            names = [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+            exchange.all_gather(b"")
+        return names
+
+    def threads_per_rank(num_ranks: int) -> dict[str, float]:
+        names = values(run_threads(num_ranks, body))[0]  # those of all ranks, which are threads here
+        return {name: names.count(name) / num_ranks for name in names}
+
+    assert threads_per_rank(2) == threads_per_rank(4)
+    assert threads_per_rank(4)["odc-links"] == 1
+
+
 def with_a_forked_child(rank: int, world_size: int, released: str) -> None:
     """Rank 1 forks a worker that outlives it."""
     model = shard(build(), world_size)

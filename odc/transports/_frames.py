@@ -214,7 +214,7 @@ class SendQueue:
         front = self._frames[0]
         try:
             pieces = [front.header, front.payload[:CHUNK_BYTES]]
-            count = self._connection.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            count = self._connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL)
             self.num_sent += count
             front.advance(count)
             if front.is_sent:

@@ -238,25 +238,22 @@ class Link(Neighbour):
         return _ProgressTimeout(self._owner, self._rank, self._who, self._timeout_s)
 
     def _send_whole(self, outgoing: Outgoing, timeout: _ProgressTimeout, after_chunk: AfterChunk) -> None:
-        num_sent, left = self._queue.num_sent, len(outgoing.payload)
-        while True:
+        queue, num_sent, left = self._queue, self._queue.num_sent, len(outgoing.payload)
+        while not outgoing.is_sent:
             self._require_alive()
-            has_room = self._queue.send_some() or self._wait_for_room()
-            if self._queue.num_sent != num_sent:
-                num_sent = self._queue.num_sent
+            if not queue.send_some() and not outgoing.is_sent and not self._wait_for_room():
+                self._check(timeout, _TAKES_NOTHING)
+            if queue.num_sent != num_sent:
+                num_sent = queue.num_sent
                 timeout.restart()
             if len(outgoing.payload) < left:
                 left = len(outgoing.payload)
                 after_chunk()
-            if outgoing.is_sent:
-                return
-            if not has_room:
-                self._check(timeout, _TAKES_NOTHING)
 
     def _wait_for_room(self) -> bool:
         if self._queue.problem is None:
             return self._queue.wait_for_room(SLICE_S)
-        return self._has_ended.wait(SLICE_S)  # whoever receives finds out what became of the other rank
+        return self._has_ended.wait(SLICE_S)  # the thread that receives finds out what became of the other rank
 
     def _check(self, timeout: _ProgressTimeout, what: str) -> None:
         """The other rank still has, for example, "received nothing": whether to go on waiting.
@@ -435,7 +432,7 @@ class Link(Neighbour):
             yield from fill(memoryview(header), self.control.recv_into)
             frame = Frame.unpack(header)
             if frame.b > _LARGEST.get(frame.kind, -1):
-                raise ValueError(f"it sent news of kind {frame.kind.name} with {frame.b}, which cannot be")
+                raise ValueError(f"it sent a control frame of kind {frame.kind.name} with {frame.b}, which cannot be")
             text = bytearray(frame.b if frame.kind is Kind.ABORT else 0)
             yield from fill(memoryview(text), self.control.recv_into)
             self._take_control(frame, bytes(text))
@@ -482,11 +479,11 @@ class Link(Neighbour):
         data = frame.pack() + text
         with self._sending_control:
             try:
-                sent = self.control.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self.control.send(data, socket.MSG_NOSIGNAL)
             except OSError:
                 return  # serve_control() finds out why
         if sent < len(data):
-            self._lose("it has not taken in news for long")
+            self._lose("it has not taken in control frames for long")
 
     def send_status(self, signs: Signs, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""

@@ -253,7 +253,9 @@ class Links:
 
     def close_in_child(self) -> None:
         """A forked child must not hold the connections: its parent's death would not end them."""
-        run_all([self._thread.close_in_child, *(link.close_sockets for link in self.by_rank.values())])
+        links, sockets = self.by_rank.values(), self._sockets.values()
+        closes = [*(link.close_sockets for link in links), *(connection.close for connection in sockets)]
+        run_all([self._thread.close_in_child, *closes])
 
 
 class LinkThread:

@@ -1,6 +1,6 @@
 """The ``tcp`` transport: CPU ranks of several hosts.
 
-Within a host it is ``shm``. Between hosts the owner's receiving thread serves reads and takes in pushes, over framed
+Within a host it is ``shm``. Between hosts one thread of the owner serves all reads and takes in all pushes, over framed
 sockets with a key of the job; its daemon adds what was pushed.
 """
 
