@@ -158,7 +158,7 @@ def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str, within: 
             del runtime
             drop()
             return
-        runtime._transport.post(0, 0)  # for the thread of the links
+        runtime._transport.post(0)  # for the thread of the links
         with runtime, pytest.raises(PeerClosedError, match="rank 0 .*closed its session"):
             runtime.finish()
 

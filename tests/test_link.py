@@ -35,7 +35,7 @@ class Owner:
         self.failure: Exception | None = None
         self.waited_for: list[int | None] = []
 
-    def deliver(self, index: int, daemon: bool) -> None:
+    def deliver(self, rank: int, index: int, daemon: bool) -> None:
         if index > 3:
             raise IndexError(f"index {index} of 4")
         self.delivered.append((index, daemon))

@@ -22,10 +22,10 @@ from odc.exchange import OutOfReachError
 from odc.leaving import Closable, run_all
 from odc.threads import HelperThread
 from odc.topology import Topology
-from odc.transports._rendezvous import Door
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
 from odc.transports._link import SLICE_S, Link, LinkOwner
 from odc.transports._peers import ring
+from odc.transports._rendezvous import Door
 from odc.transports.base import Signs
 
 WIRE_VERSION = 3  # of what travels between hosts, these greetings included
