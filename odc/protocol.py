@@ -127,6 +127,7 @@ class MinibatchProtocol:
         self.minibatch = 0
         self.state = State.FINISHED
         self.timeline: Timeline | None = None
+        end.waiter.where = self._where
 
     @staticmethod
     def num_signals(num_units: int) -> int:
@@ -194,7 +195,6 @@ class MinibatchProtocol:
         if self.state is State.FINISHED and all(version == self._coming for version in self._versions):
             self.minibatch, self.state = self._coming, State.PUBLISHED
             self._pushes = [0] * len(self._units)
-            self._set_context()
 
     # Inside a minibatch
 
@@ -212,7 +212,6 @@ class MinibatchProtocol:
                 + (" (publish every unit first)" if self.state is State.FINISHED else "")
             )
         self.state = State.OPEN
-        self._set_context()
 
     def gather(self, unit: int, out: torch.Tensor, own_in_place: bool = False) -> None:
         """Read the unit's shards of all owners into ``out``, owner by owner, as each becomes ready.
@@ -357,7 +356,6 @@ class MinibatchProtocol:
         started_ns = time.monotonic_ns()
         self._end.faults.hit("scatter.before")
         self._pushes[unit] += 1
-        self._set_context()
         if present is not None and all(present):
             present = None
         rows = grads.view(self._world_size, -1).unbind()
@@ -404,7 +402,6 @@ class MinibatchProtocol:
         self._store.close(self.minibatch)
         self.state = State.FINISHED
         self._read_ends()
-        self._set_context()
         self._end.transport.tick()
         self._end.stats.minibatches += 1
         self._end.stats.finish_s += self._record("finish", None, started_ns)
@@ -476,10 +473,10 @@ class MinibatchProtocol:
         self._shards, self._ends_of = [], []
         self._store.release()
 
-    def _set_context(self) -> None:
+    def _where(self) -> str:
         microbatch = max(self._pushes, default=0)
         inner = f", microbatch {microbatch}" if self.state is State.OPEN and microbatch else ""
-        self._end.waiter.context = f"minibatch {self.minibatch}{inner}"
+        return f"minibatch {self.minibatch}{inner}"
 
     def _record(self, kind: str, unit: int | None, started_ns: int) -> float:
         ended_ns = time.monotonic_ns()

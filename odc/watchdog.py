@@ -21,10 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odc.errors import PeerDiedError, PeerSilentError
-from odc.job import Job
 from odc.threads import HelperThread
 from odc.transports.base import PeerState, Transport
-from odc.waiting import Failure, Patience
+from odc.waiting import Failure, Job, Patience
 
 logger = logging.getLogger("odc")
 
