@@ -28,7 +28,7 @@ class Kind(enum.IntEnum):
     """Kinds of frames, with the meaning of their numbers."""
 
     HELLO = 1  # number: rank; a: what the connection is for; b: the rank that is called; c: version; see _links
-    POST = 2  # number: signal; a: 1 for the daemon's doorbell
+    POST = 2  # number: the poster's signal; a: 1 to wake the daemon
     WRITE = 3  # number: buffer; a: offset; b: bytes, which follow
     READ = 4  # number: buffer; a: offset; b: bytes; c: request
     DATA = 5  # a: offset in what was asked for; b: bytes, which follow; c: request

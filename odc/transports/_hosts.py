@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import torch
 
-from odc.errors import SetupError, UnsupportedError
+from odc.errors import AbortedError, SetupError, UnsupportedError
 from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.leaving import Closable, release_when, run_all
+from odc.threads import in_helper
 from odc.topology import Topology
 from odc.transports import _control, _memfd
 from odc.transports._control import Closing, ControlBlock, SleepWord, control_bytes
-from odc.transports._home import Home
 from odc.transports._link import Link
 from odc.transports._links import Links
 from odc.transports._peers import LocalNeighbour, Neighbour, Readers, WatchedExchange
@@ -51,7 +51,9 @@ class HostsTransport(Transport):
         self._blocks: dict[int, ControlBlock] = {}  # of the ranks of this host; of others, this rank's copies
         self._neighbours: dict[int, Neighbour] = {}
         self._processes: dict[int, WatchedProcess] = {}
-        self._home = Home(topology, self._note_loss)
+        self._shown: list[ControlBlock] = []  # where this rank shows its progress and its waits
+        self._own_check: Callable[[], None] | None = None  # raises what else has failed at this rank
+        self._far_memory: list[memoryview | None] = []  # by number of the buffer: for other hosts
         self._links: Links | None = None
         self._closed = self._has_said_farewell = False
         self._failing = False  # this rank or another one has reported an error
@@ -72,14 +74,10 @@ class HostsTransport(Transport):
         self._together(self._mesh.complete)
         self._together(self._watch_peers)
         if self.topology.num_hosts > 1:
-            links = self._links = Links(self.topology, self._home, self._timeout_s)
+            links = self._links = Links(self.topology, self, self._timeout_s)
             doors = gather_json(self.exchange, self._together(links.listen))
             self._together(lambda: links.connect(doors))
             self._together(links.complete)
-
-    def _note_loss(self) -> None:
-        if self._links is not None:
-            self._links.lost()
 
     def _link(self, rank: int) -> Link:
         assert self._links is not None
@@ -140,7 +138,7 @@ class HostsTransport(Transport):
             memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(num_bytes, dtype=torch.uint8)
             self._blocks[rank] = ControlBlock(memory, num_signals, num_locks)
         self._own.initialise()
-        self._home.open(self._own, self._blocks)
+        self._shown = [self._own]
         self.exchange.all_gather(b"")  # nobody uses a block before its owner has made it
         for rank, process in self._processes.items():
             self._neighbours[rank] = LocalNeighbour(process, self._blocks[rank])
@@ -169,8 +167,18 @@ class HostsTransport(Transport):
         finally:
             for fd in fds.values():
                 os.close(fd)
-        number = self._home.num_buffers - 1
-        buffer = SymmetricBuffer(self._rank, [views.get(rank) for rank in self._world], label, number)
+        return self._keep([views.get(rank) for rank in self._world], label, views[self._rank])
+
+    def _keep(
+        self, views: Sequence[torch.Tensor | None], label: str, far_memory: torch.Tensor | None = None
+    ) -> SymmetricBuffer:
+        """The next buffer. All ranks allocate in the same order, so it has one number on all.
+
+        Args:
+            far_memory: what ranks of other hosts read and write over links.
+        """
+        self._far_memory.append(None if far_memory is None else far_memory.numpy().data)
+        buffer = SymmetricBuffer(self._rank, views, label, len(self._far_memory) - 1)
         self._buffers.append(buffer)
         return buffer
 
@@ -184,9 +192,7 @@ class HostsTransport(Transport):
             raise
 
     def _map_all(self, fds: Mapping[int, int], num_bytes: int, views: dict[int, torch.Tensor]) -> None:
-        """Map every rank's memory into ``views``, and let links use this rank's."""
         views.update({rank: self._map(fd, num_bytes) for rank, fd in fds.items()})
-        self._home.add(views[self._rank])
 
     def _require_one_size(self, num_bytes: int, label: str) -> None:
         for rank, size in enumerate(gather_json(self.exchange, num_bytes)):
@@ -249,7 +255,7 @@ class HostsTransport(Transport):
             buffer.release()
 
     def use_check(self, check: Callable[[], None]) -> None:
-        self._home.own_check = check
+        self._own_check = check
 
     def allocate_private(self, num_bytes: int, label: str) -> SymmetricBuffer:
         return self._together(lambda: super(HostsTransport, self).allocate_private(num_bytes, label))
@@ -313,24 +319,24 @@ class HostsTransport(Transport):
     # News of peers
 
     def tick(self) -> None:
-        for block in self._home.shown:
+        for block in self._shown:
             block.tick()
 
     def beat(self) -> None:
-        for block in self._home.shown:
+        for block in self._shown:
             block.beat()
 
     def signs(self, rank: int) -> Signs:
         return self._own.signs if rank == self._rank else self._neighbours[rank].signs
 
     def set_waiting_on(self, rank: int | None) -> None:
-        for block in self._home.shown:
+        for block in self._shown:
             block.waiting_on = rank
 
     def mirror(self, other: Transport) -> None:
         if not isinstance(other, HostsTransport):
             raise UnsupportedError(f"{other.name} keeps what ranks show elsewhere")
-        self._home.shown.append(other._own)
+        self._shown.append(other._own)
 
     def waiting_on(self, rank: int) -> int | None:
         return self._own.waiting_on if rank == self._rank else self._neighbours[rank].waiting_on
@@ -384,6 +390,45 @@ class HostsTransport(Transport):
         self._failing |= notice is not None
         return notice
 
+    # What links do here: see odc.transports._link.LinkOwner
+
+    def deliver(self, rank: int, index: int, daemon: bool) -> None:
+        """``rank`` of another host has posted its signal ``index``."""
+        own = self._own
+        self._blocks[rank].post_to(index, own.calls if daemon else own.events)
+
+    def memory(self, buffer: int) -> memoryview | None:
+        """This rank's copy of a buffer, if other hosts may use it."""
+        return self._far_memory[buffer] if buffer < len(self._far_memory) else None
+
+    def notice(self, text: str) -> None:
+        """A rank of another host has failed."""
+        if self._blocks:
+            self._own.leave_abort(text)
+
+    def lost(self) -> None:
+        """A link has ended, or said that it will."""
+        if self._blocks:
+            self._own.wake()
+        if self._links is not None:
+            self._links.lost()
+
+    def check(self) -> None:
+        """Raise if this rank or another one has failed."""
+        if self._own_check is not None:
+            self._own_check()
+        if (notice := self.abort_notice()) is not None:
+            raise AbortedError(f"rank {self.topology.me} aborted because {notice}")
+
+    def waits_for(self, rank: int | None) -> None:
+        """This rank waits for ``rank`` in a transfer, or no more."""
+        if in_helper():  # what that waits for, the training loop does not
+            return
+        for block in self._shown:
+            if rank is None:
+                block.tick()  # before the next line: nobody may see "not waiting, long silent"
+            block.waiting_on = None if rank is None else self.topology.global_rank(rank)
+
     def lend(self) -> None:
         self._lends = True
 
@@ -427,14 +472,16 @@ class HostsTransport(Transport):
         return dict(self._links.by_rank) if self._lends and not self._failing and self._links is not None else {}
 
     def _release_all(self) -> None:
-        # Links first: their threads use the memory. Processes: those that set-up has not got round to.
+        # Links first: their thread uses the rest. Processes: those that set-up has not got round to.
         here = [neighbour for neighbour in self._neighbours.values() if not isinstance(neighbour, Link)]
         links = [] if self._links is None else [self._links]
-        closables: list[Closable] = [*links, *here, *self._processes.values(), self._home]
+        closables: list[Closable] = [*links, *here, *self._processes.values()]
         steps = [part.close for part in closables] + [buffer.release for buffer in self._buffers]
+        run_all([*steps, self._forget])
+
+    def _forget(self) -> None:
         self._blocks, self._buffers, self._neighbours, self._processes = {}, [], {}, {}
-        self._links = None
-        run_all(steps)
+        self._links, self._shown, self._far_memory = None, [], []
 
     def _let_go(self) -> bool:
         """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""

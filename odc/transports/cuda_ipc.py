@@ -113,10 +113,7 @@ class CudaIpcTransport(HostsTransport):
         num_bytes = max(num_bytes, 1)
         rows = self.exchange.all_gather(self._together(lambda: self._export(num_bytes)))
         views = self._together(lambda: [self._view(rank, rows[rank], num_bytes, label) for rank in self._world])
-        self._home.add(None)
-        buffer = SymmetricBuffer(self._rank, views, label, self._home.num_buffers - 1)
-        self._buffers.append(buffer)
-        return buffer
+        return self._keep(views, label)
 
     @property
     def extra_bytes(self) -> int:

@@ -83,10 +83,7 @@ class NvshmemTransport(CudaIpcTransport):
         for ranks in (far, *([rank] for rank in far)):
             if ranks:
                 self._heap.announce(ranks)
-        self._home.add(None)
-        buffer = SymmetricBuffer(self._rank, views, label, self._home.num_buffers - 1)
-        self._buffers.append(buffer)
-        return buffer
+        return self._keep(views, label)
 
     def _view_at(self, address: int, num_bytes: int, rank: int) -> torch.Tensor | None:
         """Memory of ranks of this host counts as this device's own; that of other hosts has no address here."""
