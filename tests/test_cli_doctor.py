@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from odc.cli.app import app
 from odc.config import foreign_variables
 from odc.doctor import CHECKS, Check, Facts, Finding, Status, examine
-from odc.doctor import transports as doctor_transports
+from odc.doctor import checks as doctor_transports
 from odc.doctor.cuda import CudaDevice, CudaDriver
-from odc.doctor.facts import TorchBuild
-from odc.doctor.rdma import RdmaPort
+from odc.doctor.nvshmem import RdmaPort
+from odc.doctor.software import TorchBuild
 from odc.transports import registry
 
 
@@ -137,10 +137,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     mig = CudaDevice("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 96 << 30, (12, 0), mig=True)
     apart = frozenset((a, b) for a in range(16) for b in range(16) if (a < 8) != (b < 8))
     driver = CudaDriver("580.65.06", "13.0", (H200,) * 8 + (mig,) * 8, apart)
-    monkeypatch.setattr("odc.doctor.facts.read_driver", lambda: driver)
-    monkeypatch.setattr("odc.doctor.facts.installed", dict)
+    monkeypatch.setattr("odc.doctor.software.read_driver", lambda: driver)
+    monkeypatch.setattr("odc.doctor.software.installed", dict)
     port = RdmaPort("mlx5_0", "1", "InfiniBand", "400 Gb/sec (4X NDR)", True)
-    monkeypatch.setattr("odc.doctor.facts.read_ports", lambda: (port,) * 8)
+    monkeypatch.setattr("odc.doctor.software.read_ports", lambda: (port,) * 8)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -167,14 +167,14 @@ def test_the_table_fits_80_columns() -> None:
 
 def test_text_from_outside_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("[red]H200[/nonsense]", 1 << 30, (9, 0))
-    monkeypatch.setattr("odc.doctor.facts.read_driver", lambda: CudaDriver("580", "13.0", (device,)))
+    monkeypatch.setattr("odc.doctor.software.read_driver", lambda: CudaDriver("580", "13.0", (device,)))
     result = call()
     assert result.exit_code == 0, result.output
     assert "[red]H200[/nonsense]" in result.stdout
 
 
 def test_status_1_if_something_required_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.doctor.facts.read_torch", lambda: TorchBuild("2.8.0"))
+    monkeypatch.setattr("odc.doctor.software.read_torch", lambda: TorchBuild("2.8.0"))
     result = call("--json")
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (1, False)
     result = call()

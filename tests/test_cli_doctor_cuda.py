@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 from doctor_rows import DRIVER, FIX, H200, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
 
-from odc.doctor import Status, cuda, nvshmem, rdma
+from odc.doctor import Status, cuda, nvshmem
 from odc.doctor.cuda import CudaDevice, CudaDriver
-from odc.doctor.nvshmem import NvshmemFile
-from odc.doctor.rdma import RdmaPort
+from odc.doctor.nvshmem import NvshmemFile, RdmaPort
 
 # CUDA
 
@@ -262,17 +261,17 @@ def test_rdma_ports_are_read(tmp_path: Path) -> None:
     for name, text in (("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)"), ("state", "4: ACTIVE")):
         (port / name).write_text(f"{text}\n")
     (tmp_path / "mlx5_1/ports/1").mkdir(parents=True)
-    found = rdma.read_ports(tmp_path)
+    found = nvshmem.read_ports(tmp_path)
     assert found == (
         RdmaPort("mlx5_0", "1", "InfiniBand", "400 Gb/sec (4X NDR)", True),
         RdmaPort("mlx5_1", "1", "unknown", "unknown", False),
     )
-    assert rdma.read_ports(tmp_path / "nowhere") == ()
+    assert nvshmem.read_ports(tmp_path / "nowhere") == ()
 
 
 def test_rdma() -> None:
     up, down = (RdmaPort("mlx5_0", "1", "InfiniBand", "400 Gb/sec", active) for active in (True, False))
-    says(rdma.ports([]), NOT_NEEDED, "no InfiniBand")
-    says(rdma.ports([down, up], True), OK, "mlx5_0 port 1: InfiniBand, 400 Gb/sec, active")
-    says(rdma.ports([down], True), WARNING, "down", "ibstat")
-    says(rdma.ports([up], False), WARNING, "no /dev/infiniband", "--device /dev/infiniband")
+    says(nvshmem.ports([]), NOT_NEEDED, "no InfiniBand")
+    says(nvshmem.ports([down, up], True), OK, "mlx5_0 port 1: InfiniBand, 400 Gb/sec, active")
+    says(nvshmem.ports([down], True), WARNING, "down", "ibstat")
+    says(nvshmem.ports([up], False), WARNING, "no /dev/infiniband", "--device /dev/infiniband")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
 
-from odc.doctor import Finding, Status, limits, primitives
-from odc.doctor.limits import UNLIMITED, Limit
+from odc.doctor import Finding, Status, machine
+from odc.doctor.machine import UNLIMITED, Limit
 from odc.transports import _control
 from odc.transports._control import ControlBlock, SleepWord
 
@@ -18,12 +18,12 @@ from odc.transports._control import ControlBlock, SleepWord
 
 
 def test_memory_and_shm() -> None:
-    says(limits.memory(16 << 30), OK, "16.0 GiB")
-    says(limits.memory(500 << 20), WARNING, "500 MiB", "docker run --memory")
-    says(limits.memory(None), WARNING, "unknown", "/proc")
-    says(limits.shm_folder(8 << 30), OK, "8.0 GiB")
-    says(limits.shm_folder(64 << 20), WARNING, "64 MiB", "--shm-size=8g")
-    says(limits.shm_folder(None), WARNING, "no /dev/shm", "--shm-size=8g")
+    says(machine.memory(16 << 30), OK, "16.0 GiB")
+    says(machine.memory(500 << 20), WARNING, "500 MiB", "docker run --memory")
+    says(machine.memory(None), WARNING, "unknown", "/proc")
+    says(machine.shm_folder(8 << 30), OK, "8.0 GiB")
+    says(machine.shm_folder(64 << 20), WARNING, "64 MiB", "--shm-size=8g")
+    says(machine.shm_folder(None), WARNING, "no /dev/shm", "--shm-size=8g")
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,16 @@ def test_memory_and_shm() -> None:
     ],
 )
 def test_descriptors(soft: int, hard: int, status: Status, found: str, advice: str) -> None:
-    says(limits.descriptors(Limit(soft, hard), used=10, per_rank=5, spare=32), status, found, advice)
+    says(machine.descriptors(Limit(soft, hard), used=10, per_rank=5, spare=32), status, found, advice)
 
 
 def test_memory_limits() -> None:
     unlimited, small = Limit(UNLIMITED, UNLIMITED), Limit(8 << 20, 8 << 20)
-    says(limits.locked_memory(unlimited, has_rdma=True), OK, "unlimited")
-    says(limits.locked_memory(small, has_rdma=False), NOT_NEEDED, "8 MiB")
-    says(limits.locked_memory(small, has_rdma=True), WARNING, "8 MiB", "ulimit -l unlimited, or docker run")
-    says(limits.address_space(unlimited), OK, "unlimited")
-    says(limits.address_space(small), WARNING, "8 MiB", "ulimit -v unlimited")
+    says(machine.locked_memory(unlimited, has_rdma=True), OK, "unlimited")
+    says(machine.locked_memory(small, has_rdma=False), NOT_NEEDED, "8 MiB")
+    says(machine.locked_memory(small, has_rdma=True), WARNING, "8 MiB", "ulimit -l unlimited, or docker run")
+    says(machine.address_space(unlimited), OK, "unlimited")
+    says(machine.address_space(small), WARNING, "8 MiB", "ulimit -v unlimited")
 
 
 @pytest.mark.parametrize(
@@ -63,30 +63,30 @@ def test_memory_limits() -> None:
     ],
 )
 def test_cores(affinity: int, quota: float | None, local_ranks: str | None, status, found: str, advice: str) -> None:
-    says(limits.cores(affinity, quota, local_ranks), status, found, advice)
+    says(machine.cores(affinity, quota, local_ranks), status, found, advice)
 
 
 def test_cpu_quota_of_either_version_of_control_groups(tmp_path: Path) -> None:
     maximum, quota, period = (tmp_path / name for name in ("max", "quota", "period"))
-    assert limits.cpu_quota(maximum, quota, period) is None
+    assert machine.cpu_quota(maximum, quota, period) is None
     quota.write_text("-1\n")
     period.write_text("100000\n")
-    assert limits.cpu_quota(maximum, quota, period) is None
+    assert machine.cpu_quota(maximum, quota, period) is None
     quota.write_text("150000\n")
-    assert limits.cpu_quota(maximum, quota, period) == 1.5
+    assert machine.cpu_quota(maximum, quota, period) == 1.5
     maximum.write_text("max 100000\n")
-    assert limits.cpu_quota(maximum, quota, period) is None
+    assert machine.cpu_quota(maximum, quota, period) is None
     maximum.write_text("400000 100000\n")
-    assert limits.cpu_quota(maximum, quota, period) == 4
+    assert machine.cpu_quota(maximum, quota, period) == 4
 
 
 def test_ptrace(tmp_path: Path) -> None:
     path = tmp_path / "scope"
-    assert limits.ptrace_scope(path) is None
+    assert machine.ptrace_scope(path) is None
     path.write_text("1\n")
-    assert limits.ptrace_scope(path) == "1"
-    says(limits.ptrace("1"), NOT_NEEDED, "ptrace_scope=1", "--cap-add SYS_PTRACE")
-    assert limits.ptrace("0") == limits.ptrace(None) == Finding(NOT_NEEDED, "unrestricted")
+    assert machine.ptrace_scope(path) == "1"
+    says(machine.ptrace("1"), NOT_NEEDED, "ptrace_scope=1", "--cap-add SYS_PTRACE")
+    assert machine.ptrace("0") == machine.ptrace(None) == Finding(NOT_NEEDED, "unrestricted")
 
 
 # What the shared-memory transport is made of
@@ -95,15 +95,15 @@ def test_ptrace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        primitives.shared_memory,
-        primitives.descriptor_passing,
-        primitives.process_watching,
-        primitives.signals,
-        primitives.locks,
+        machine.shared_memory,
+        machine.descriptor_passing,
+        machine.process_watching,
+        machine.signals,
+        machine.locks,
     ],
 )
 def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(primitives, "_SLEEP_S", 60.0)  # a thread may be slow to wake
+    monkeypatch.setattr(machine, "_SLEEP_S", 60.0)  # a thread may be slow to wake
     assert check().status is OK  # whatever the first use opens for good
     before = set(os.listdir("/proc/self/fd"))
     assert check().status is OK
@@ -113,11 +113,11 @@ def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeyp
 @pytest.mark.parametrize(
     ("call", "check", "advice"),
     [
-        ("os.memfd_create", primitives.shared_memory, "seccomp"),
-        ("fcntl.fcntl", primitives.shared_memory, "F_ADD_SEALS"),
-        ("os.eventfd", primitives.descriptor_passing, "eventfd"),
-        ("socket.send_fds", primitives.descriptor_passing, "SCM_RIGHTS"),
-        ("os.pidfd_open", primitives.process_watching, "Linux 5.3"),
+        ("os.memfd_create", machine.shared_memory, "seccomp"),
+        ("fcntl.fcntl", machine.shared_memory, "F_ADD_SEALS"),
+        ("os.eventfd", machine.descriptor_passing, "eventfd"),
+        ("socket.send_fds", machine.descriptor_passing, "SCM_RIGHTS"),
+        ("os.pidfd_open", machine.process_watching, "Linux 5.3"),
     ],
 )
 def test_a_sandbox_that_refuses_a_call(
@@ -135,9 +135,9 @@ def test_a_sandbox_that_refuses_a_call(
 @pytest.mark.parametrize(
     ("name", "check"),
     [
-        ("memfd_create", primitives.shared_memory),
-        ("eventfd", primitives.descriptor_passing),
-        ("pidfd_open", primitives.process_watching),
+        ("memfd_create", machine.shared_memory),
+        ("eventfd", machine.descriptor_passing),
+        ("pidfd_open", machine.process_watching),
     ],
 )
 def test_a_system_without_a_call(name: str, check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,33 +147,33 @@ def test_a_system_without_a_call(name: str, check: Callable[[], Finding], monkey
 
 def test_a_bell_that_does_not_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "eventfd_write", lambda *_: None)
-    says(primitives.descriptor_passing(), ERROR, "does not work", "eventfd")
+    says(machine.descriptor_passing(), ERROR, "does not work", "eventfd")
 
 
 def test_a_pidfd_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.transports._process.WatchedProcess.is_dead", lambda _: True)
-    says(primitives.process_watching(), ERROR, "this process is dead", "sandbox")
+    says(machine.process_watching(), ERROR, "this process is dead", "sandbox")
 
 
 def test_signals_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlBlock, "count", lambda *_: 0)
-    says(primitives.signals(), ERROR, "posted once, counted 0", "sandbox")
+    says(machine.signals(), ERROR, "posted once, counted 0", "sandbox")
 
 
 def test_futexes_that_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SleepWord, "advance", lambda _: None)
-    monkeypatch.setattr(primitives, "_SLEEP_S", 0.2)
-    says(primitives.signals(), ERROR, "does not wake", "FUTEX_WAKE_OP")
+    monkeypatch.setattr(machine, "_SLEEP_S", 0.2)
+    says(machine.signals(), ERROR, "does not wake", "FUTEX_WAKE_OP")
 
 
 def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_control.platform, "machine", lambda: "pdp11")
-    says(primitives.signals(), ERROR, "not known for pdp11", "glibc")
+    says(machine.signals(), ERROR, "not known for pdp11", "glibc")
 
 
 def test_locks_that_do_not_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlBlock, "try_lock", lambda *_: True)
-    says(primitives.locks(), ERROR, "should be had at first and at last", "glibc")
+    says(machine.locks(), ERROR, "should be had at first and at last", "glibc")
 
 
 def test_locks_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,4 +181,4 @@ def test_locks_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("sem_init failed")
 
     monkeypatch.setattr(ControlBlock, "initialise", refuse)
-    says(primitives.locks(), ERROR, "sem_init failed", "glibc")
+    says(machine.locks(), ERROR, "sem_init failed", "glibc")

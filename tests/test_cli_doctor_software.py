@@ -8,7 +8,7 @@ from doctor_rows import DRIVER, ERROR, FIX, MISSING, NO_DRIVER, NOT_NEEDED, OK, 
 
 from odc.doctor import Facts, Status, software
 from odc.doctor.cuda import CudaDriver
-from odc.doctor.facts import TorchBuild, installed
+from odc.doctor.software import TorchBuild, installed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ functions of what they are given; :class:`Facts` collects, once and without a CU
 from __future__ import annotations
 
 from odc.doctor.checks import CHECKS, Check, Report, examine
-from odc.doctor.facts import Facts
 from odc.doctor.finding import Finding, Row, Status
+from odc.doctor.software import Facts
 
 __all__ = ["CHECKS", "Check", "Facts", "Finding", "Report", "Row", "Status", "examine"]

@@ -1,4 +1,6 @@
-"""All checks in the order in which they are shown, and how they are run."""
+"""All checks in the order in which they are shown, and how they are run; and which transport a runtime would choose
+here, by the registry's own rules.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,67 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from odc._version import __version__
-from odc.doctor import cuda, limits, nvshmem, primitives, rdma, software, transports
-from odc.doctor.facts import Facts
-from odc.doctor.finding import Finding, Row, Status, error, warning
+from odc.doctor import cuda, machine, nvshmem, software
+from odc.doctor.finding import Finding, Row, Status, error, missing, not_needed, ok, warning
+from odc.doctor.software import Facts
+
+
+def _choose(device: str, transport: str) -> str:
+    """The transport that two ranks of this host would get.
+
+    Raises:
+        ConfigError, SetupError: none; the message has the reasons.
+    """
+    import torch
+
+    from odc.topology import Topology
+    from odc.transports import registry
+
+    host, pid = os.uname().nodename, os.getpid()
+    topology = Topology(0, (host, host), (host, host), (pid, pid))
+    return registry.choose(transport, topology, torch.device(device)).name
+
+
+def variables() -> Finding:
+    """Whether the ODC_* variables have values that can be used."""
+    from odc.config import RuntimeConfig
+    from odc.errors import ConfigError
+    from odc.faults import FaultSpec
+
+    try:
+        config = RuntimeConfig.from_environment()
+        if config.fault:
+            FaultSpec.parse(config.fault)
+    except ConfigError as problem:
+        return error(str(problem), "Correct the variable, or unset it.")
+    if config.fault:
+        return warning(f"ODC_FAULT={config.fault}: a fault will be injected", "unset ODC_FAULT")
+    if config.host_id:
+        return warning(f"ODC_HOST_ID={config.host_id}: ranks pose as another host", "unset ODC_HOST_ID")
+    return ok(f"transport={config.transport}, accumulate={config.accumulate}, timeout {config.timeout_s:g} s")
+
+
+def for_cpu() -> Finding:
+    """What CPU ranks of this host would use."""
+    from odc.config import RuntimeConfig
+    from odc.errors import OdcError
+
+    try:
+        return ok(_choose("cpu", RuntimeConfig.from_environment().transport))
+    except OdcError as problem:
+        return error(str(problem), "See the rows above; unset ODC_TRANSPORT if it is set.")
+
+
+def for_cuda(*, has_gpu: bool) -> Finding:
+    """What CUDA ranks of this host would use; nothing but a transport's own word for it is asked."""
+    from odc.errors import OdcError
+
+    if not has_gpu:
+        return not_needed("no CUDA device")
+    try:
+        return ok(_choose("cuda", "auto"))
+    except OdcError as problem:
+        return missing(str(problem), "See the rows above on cupy, NVSHMEM and the devices.")
 
 
 @dataclass(frozen=True)
@@ -88,31 +148,31 @@ def _cuda_ipc(facts: Facts) -> Finding:
 def _memory(_: Facts) -> Finding:
     from odc.transports._memfd import available_bytes
 
-    return limits.memory(available_bytes())
+    return machine.memory(available_bytes())
 
 
 def _shm_folder(_: Facts) -> Finding:
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
-        return limits.shm_folder(None)
-    return limits.shm_folder(status.f_blocks * status.f_frsize)
+        return machine.shm_folder(None)
+    return machine.shm_folder(status.f_blocks * status.f_frsize)
 
 
-def _limit(name: str) -> limits.Limit:
+def _limit(name: str) -> machine.Limit:
     import resource  # not on every system
 
-    return limits.Limit(*resource.getrlimit(getattr(resource, name)))
+    return machine.Limit(*resource.getrlimit(getattr(resource, name)))
 
 
 def _descriptors(_: Facts) -> Finding:
     from odc.transports._rendezvous import PER_PEER, SPARE
 
-    return limits.descriptors(_limit("RLIMIT_NOFILE"), len(os.listdir("/proc/self/fd")), PER_PEER, SPARE)
+    return machine.descriptors(_limit("RLIMIT_NOFILE"), len(os.listdir("/proc/self/fd")), PER_PEER, SPARE)
 
 
 def _cores(facts: Facts) -> Finding:
-    return limits.cores(len(os.sched_getaffinity(0)), limits.cpu_quota(), limits.local_ranks(facts.variables))
+    return machine.cores(len(os.sched_getaffinity(0)), machine.cpu_quota(), machine.local_ranks(facts.variables))
 
 
 def _trainer(name: str) -> Check:
@@ -123,19 +183,19 @@ CHECKS = (
     Check("Python", _python, required=True),
     Check("system", _system, required=True),
     Check("torch", lambda facts: software.torch(facts.torch, has_gpu=facts.has_gpu), required=True),
-    Check("ODC variables", lambda _: transports.variables(), required=True),
-    Check("shared memory", lambda _: primitives.shared_memory(), required=True),
-    Check("passing files", lambda _: primitives.descriptor_passing(), required=True),
-    Check("watching ranks", lambda _: primitives.process_watching(), required=True),
-    Check("signals", lambda _: primitives.signals(), required=True),
-    Check("locks", lambda _: primitives.locks(), required=True),
+    Check("ODC variables", lambda _: variables(), required=True),
+    Check("shared memory", lambda _: machine.shared_memory(), required=True),
+    Check("passing files", lambda _: machine.descriptor_passing(), required=True),
+    Check("watching ranks", lambda _: machine.process_watching(), required=True),
+    Check("signals", lambda _: machine.signals(), required=True),
+    Check("locks", lambda _: machine.locks(), required=True),
     Check("memory", _memory),
     Check("/dev/shm", _shm_folder),
     Check("open files", _descriptors),
-    Check("address space", lambda _: limits.address_space(_limit("RLIMIT_AS"))),
+    Check("address space", lambda _: machine.address_space(_limit("RLIMIT_AS"))),
     Check("CPU cores", _cores),
-    Check("ptrace", lambda _: limits.ptrace(limits.ptrace_scope())),
-    Check("CPU transport", lambda _: transports.for_cpu(), required=True),
+    Check("ptrace", lambda _: machine.ptrace(machine.ptrace_scope())),
+    Check("CPU transport", lambda _: for_cpu(), required=True),
     Check("CUDA driver", lambda facts: cuda.driver(facts.cuda, facts.torch.cuda)),
     Check("CUDA devices", lambda facts: cuda.devices(facts.cuda, facts.variables)),
     Check("peer access", lambda facts: cuda.peer_access(facts.cuda)),
@@ -145,8 +205,8 @@ CHECKS = (
     Check("nvshmem4py", lambda facts: software.nvshmem4py(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
     Check("NVSHMEM library", _nvshmem_library),
     Check("NVSHMEM bitcode", _nvshmem_bitcode),
-    Check("RDMA", lambda facts: rdma.ports(facts.rdma)),
-    Check("locked memory", lambda facts: limits.locked_memory(_limit("RLIMIT_MEMLOCK"), has_rdma=bool(facts.rdma))),
-    Check("CUDA transport", lambda facts: transports.for_cuda(has_gpu=facts.has_gpu)),
+    Check("RDMA", lambda facts: nvshmem.ports(facts.rdma)),
+    Check("locked memory", lambda facts: machine.locked_memory(_limit("RLIMIT_MEMLOCK"), has_rdma=bool(facts.rdma))),
+    Check("CUDA transport", lambda facts: for_cuda(has_gpu=facts.has_gpu)),
     *map(_trainer, ("transformers", "accelerate", "trl")),
 )
