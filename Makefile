@@ -19,21 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(PY) -m odc.bench.demo --out runs/demo
 
-# Tests that need one core, and then those that mostly wait, run beside the others, which start ranks that compute.
-# (A shell makes what runs beside it deaf to Ctrl-C.)
-BESIDE := $(filter-out tests/test_balance_loader%,$(wildcard tests/test_balance_*.py)) \
-	$(filter-out tests/test_bench_gpu%,$(wildcard tests/test_bench_*.py)) \
-	$(wildcard tests/test_cli_*.py tests/test_kernels_*.py) \
-	$(wildcard tests/test_faults*.py tests/test_link*.py) \
-	tests/test_closing.py tests/test_network.py tests/test_set_up_ends.py tests/test_soak.py
-
-test: $(STAMP)  ## the tests, cheapest layer first
-	env --default-signal=INT $(PY) -m pytest $(BESIDE) > .test-beside.log 2>&1 & beside=$$!; \
-	$(PY) -m pytest tests $(addprefix --ignore=,$(BESIDE)); ranks=$$?; \
-	wait $$beside; status=$$?; cat .test-beside.log; rm -f .test-beside.log; exit $$((ranks + status))
+test: $(STAMP)  ## the tests, in two processes
+	env --default-signal=INT $(PY) tests/sharing.py
 
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
-	env --default-signal=INT $(PY) -m pytest tests -m "extended or not extended"
+	env --default-signal=INT $(PY) tests/sharing.py -m "extended or not extended"
 
 TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
 

@@ -28,7 +28,22 @@ outside: int | None = None
 """The machine's own mount namespace, as a descriptor, where this process has left it."""
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="END:FOLDER", help="this process's part of the tests: see tests/sharing.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    share = config.getoption("--share")
+    if share:
+        from sharing import Share
+
+        end, _, folder = share.partition(":")
+        config.pluginmanager.register(Share(Path(folder), end), "share")
+    _leave_dev_shm()
+
+
+def _leave_dev_shm() -> None:
     """Give this process and all that descend from it a /dev/shm of their own, where the machine permits it (root).
 
     What is left there by any of them is then known to be theirs, and nothing that another program does is seen.

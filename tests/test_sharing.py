@@ -1,0 +1,57 @@
+"""Layer 1: what two processes leave each other of the tests, without any of these tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from sharing import ENDS, FOLDER, SECONDS, Share, missing_or_twice, position
+
+
+class File:
+    """As much of a collected test as is looked at: one per file."""
+
+    def __init__(self, name: str) -> None:
+        self.path, self.nodeid = Path(name), f"tests/{name}::test"
+
+
+NAMES = [path.name for path in sorted(FOLDER.glob("test_*.py"))]
+
+
+def collect(share: Share) -> list[Any]:
+    items: list[Any] = [File(name) for name in NAMES]
+    share.pytest_collection_modifyitems(cast(list[pytest.Item], items))
+    return items
+
+
+def test_each_test_runs_in_one_process_and_both_meet(tmp_path: Path) -> None:
+    shares = [Share(tmp_path, end) for end in ENDS]
+    left = [iter(collect(share)) for share in shares]
+    for turn in [0, 1, 1, 0, 0, 0] * len(NAMES):  # the first one is quicker
+        item = next(left[turn], None)
+        if item is not None:
+            assert (shares[turn].pytest_runtest_protocol(item) is None) == (item.nodeid in shares[turn].ran)
+    for share in shares:
+        share.pytest_sessionfinish()
+    found = [json.loads((tmp_path / f"{end}.json").read_text()) for end in ENDS]
+    assert found[0]["collected"] == found[1]["collected"][::-1]
+    assert all(len(one["ran"]) > len(NAMES) // 4 for one in found)
+    assert missing_or_twice(found) == []
+
+
+def test_what_did_not_run_once_is_told() -> None:
+    every = ["a", "b", "c"]
+    found = [{"collected": every, "ran": ["a", "b"]}, {"collected": every[::-1], "ran": ["b"]}]
+    assert missing_or_twice(found) == ["b", "c"]
+
+
+def test_ranks_that_compute_come_first_and_the_longest_files_at_the_ends() -> None:
+    seconds = {"test_ends.py": 9.0, "test_sessions.py": 2.0, "test_soak.py": 3.0, "test_cli_plan.py": 8.0}
+    names = sorted([*seconds, "test_new.py"], key=lambda name: position(name, seconds))
+    assert names == ["test_ends.py", "test_sessions.py", "test_new.py", "test_soak.py", "test_cli_plan.py"]
+
+
+def test_recorded_seconds_are_of_files_that_exist() -> None:
+    assert set(json.loads(SECONDS.read_text())) <= set(NAMES)
