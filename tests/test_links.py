@@ -35,6 +35,7 @@ from odc import (
     SetupError,
     UnitSpec,
 )
+from odc.accumulators import StorePlan
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology, route_address
 from odc.transports import _links
@@ -225,7 +226,8 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_stop(runtime.topology.pids[2])
-    slots = runtime._pusher._slots  # type: ignore[attr-defined]
+    assert runtime._daemon is not None
+    slots = runtime._daemon._slots
     push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(numel)), daemon=True)
     if rank == 0:
         push.start()
@@ -319,19 +321,20 @@ def test_close_does_not_wait_for_a_prefetch_from_a_rank_that_is_silent(monkeypat
 
 
 @pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("step", ["_make_pusher", "_complete"])
+@pytest.mark.parametrize("step", [(StorePlan, "make"), (Runtime, "_complete")], ids=["sums", "the rest"])
 def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
-    hosts: int, step: str, monkeypatch: pytest.MonkeyPatch
+    hosts: int, step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only those failures that the ranks ask one another about."""
-    original = getattr(Runtime, step)
+    original = getattr(*step)
 
-    def fail(self: Runtime, *args: Any) -> Any:
-        if self.topology.rank == 1:
+    def fail(self: Any, *args: Any) -> Any:
+        rank = self.topology.rank if isinstance(self, Runtime) else args[0].rank
+        if rank == 1:
             raise LookupError("nobody has thought of this")
         return original(self, *args)
 
-    monkeypatch.setattr(Runtime, step, fail)
+    monkeypatch.setattr(*step, fail)
     has_failed = threading.Barrier(2)
 
     def body(exchange: ThreadExchange) -> str:
