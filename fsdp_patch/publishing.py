@@ -1,35 +1,33 @@
-"""Publishing: a unit's new shard goes out as soon as nothing can change it any more, and nothing may change it then."""
+"""Publishing: a unit's new shard goes out as soon as nothing can change it any more."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from odc.errors import MisuseError, ProtocolError
-from odc.fsdp_patch.comparison import comparison_for
+from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.unit import Unit, spread
 from odc.protocol import State
 from odc.runtime import Runtime
 
 
 class Publisher:
-    """Publishes the units of one session and keeps watch over what was published."""
+    """Publishes the units of one session, and knows what of them an optimizer has updated."""
 
-    def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
+    def __init__(self, units: Sequence[Unit], runtime: Runtime, guard: Guard) -> None:
         self._units = units
         self._runtime = runtime
+        self._guard = guard
         self._parameters: list[list[nn.Parameter]] = []  # kept: the id of one that is gone may be given to another
         self._trainable: list[set[int]] = []
         self._all_trainable: set[int] = set()
         self._full: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by id of the full parameter
         self._without_full: set[int] = set()  # units that had no full parameters yet when last looked at
         self._look_up_parameters()
-        self._comparison = comparison_for(units[0].device if units else torch.device("cpu"))
         self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated (or skipped) since finish
         self._ever_stepped: set[int] = set()  # in any minibatch
         self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
@@ -37,8 +35,6 @@ class Publisher:
         self._changes: dict[int, int] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
-        self._versions: list[list[tuple[str, int]]] = [[] for _ in units]
-        self._verified = [False] * len(units)  # published shard compared with the parameters, since publication
         self.reloaded = False  # a checkpoint was loaded over published parameters
 
     def _look_up_parameters(self) -> None:
@@ -164,19 +160,17 @@ class Publisher:
         unit = self._units[index]
         self._by_hand |= self._changed_by_hand(index)
         self._runtime.publish(index, unit.fill_shard)
-        self._versions[index] = unit.versions()
+        self._guard.note(index)
         self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
-        self._verified[index] = False
 
     def is_any_changed(self) -> bool:
         """Whether any parameter differs from what was published, or was written since."""
-        if any(unit.versions() != then for unit, then in zip(self._units, self._versions, strict=True)):
+        if self._guard.is_any_written():
             return True
-        pairs = (pair for i, unit in enumerate(self._units) for pair in unit.beside(self._runtime.published_shard(i)))
-        through_data = not all(torch.equal(left, right) for left, right in pairs)
+        through_data = self._guard.is_any_changed()
         self._through_data |= through_data
         return through_data
 
@@ -189,49 +183,6 @@ class Publisher:
         now."""
         self._look_up_parameters()
         self.reloaded |= any(self._runtime.is_published(index) for index in range(len(self._units)))
-
-    def check_unchanged(self, index: int, whole: bool = False) -> None:
-        """Refuse to compute with parameters that are not the ones the other ranks read: before they are used, where the
-        comparison answers at once.
-
-        By version counters every time. They miss changes through ``param.data`` and checkpoints loaded in place, so
-        bits are compared too: all of them at the first check of a publication and where ``whole`` asks for it (once per
-        minibatch; at every gather it would cost as much as the gather), a sample of each parameter otherwise. On a GPU
-        the bits' answer comes late, see :class:`~odc.fsdp_patch.comparison.DeviceComparison`, and where nothing is
-        trainable, so that no minibatch comes, all are compared each time: its memory is faster than the wire.
-        """
-        unit = self._units[index]
-        versions = unit.versions()
-        changed = [now[0] for now, then in zip(versions, self._versions[index], strict=True) if now != then]
-        # Written is not changed: FSDP1's summon_full_params writes back what it has read, torch 2.9 gives padded shards
-        # new tensors at the first forward, and a step with a learning rate of 0 changes nothing.
-        is_seldom_seen = not self._comparison.answers_at_once and not self._all_trainable
-        whole = whole or bool(changed) or not self._verified[index] or is_seldom_seen
-        if whole or self._comparison.answers_at_once:
-            what = f"parameter {changed[0]!r}" if changed else f"a parameter of unit {unit.name!r}"
-            found = self._comparison.compare(unit.beside(self._runtime.published_shard(index), whole), what)
-        else:
-            found = self._comparison.found()
-        if found is not None:
-            self._fail_changed(found)
-        if whole:
-            self._versions[index], self._verified[index] = versions, True
-
-    def check_answers(self) -> None:
-        """Refuse to use gradients of parameters that a comparison has found changed since it was asked."""
-        found = self._comparison.found()
-        if found is not None:
-            self._fail_changed(found)
-
-    def _fail_changed(self, what: str) -> NoReturn:
-        text = (
-            f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
-            "or call session.publish() on every rank after changing them (odc.session_of(model) finds the session)."
-        )
-        if self._comparison.answers_at_once:
-            raise MisuseError(text)
-        with self._runtime.reporting():  # the answer came late: they have been used
-            raise ProtocolError(text)
 
 
 def _num_changes(parameter: nn.Parameter) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 
 from odc.errors import MisuseError, OdcError
 from odc.fsdp_patch import ends
+from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.listeners import Reader
 from odc.fsdp_patch.memory import MemoryReport, report
 from odc.fsdp_patch.publishing import Publisher
@@ -45,7 +46,8 @@ class Session:
         self._replicas = Replicas(replica_group, runtime, units[0].device) if replica_group and units else None
         for unit in units:
             unit.replicas = self._replicas
-        self._publisher = Publisher(self._units, runtime)
+        self._guard = Guard(self._units, runtime)
+        self._publisher = Publisher(self._units, runtime, self._guard)
         self._undo: list[Callable[[], None]] = []
         self._watch = GradientWatch(self, self._publisher, runtime)
         self._closed = False
@@ -141,7 +143,7 @@ class Session:
         own = End(kind, self._watch.notes_for(reader))
         ends = self._finish_on_all(own)
         with self._runtime.reporting():
-            self._publisher.check_answers()
+            self._guard.check_answers()
             self._watch.ended(ends, own)
             for unit in self._units:
                 unit.discard_gathered()
@@ -160,7 +162,7 @@ class Session:
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
             unit.check_hooks()
-            self._publisher.check_unchanged(index, whole=True)
+            self._guard.compare(index)
         self._runtime.begin()
 
     def publish(self) -> None:
@@ -231,12 +233,14 @@ class Session:
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if self._runtime.state is not State.FINISHED:
-            self._publisher.check_unchanged(unit)
+            self._guard.check_gather(unit, self._watch.is_training)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
         if self._runtime.state is State.PUBLISHED:
             self._begin()  # used without the context manager: the first backward opens the minibatch
+        else:
+            self._guard.check_push(unit)
         self._watch.pushed(unit)
         self._runtime.scatter_accumulate(unit, grads, present=present)
 

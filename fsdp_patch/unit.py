@@ -40,6 +40,20 @@ class FinalSum(NamedTuple):
     touched: list[bool]
 
 
+class Watched(NamedTuple):
+    """What tells that one parameter was changed."""
+
+    name: str
+    counted: tuple[torch.Tensor, ...]
+    """The version counter of one of these moves with every change that torch counts."""
+
+    memory: torch.Tensor
+    """What this rank's part of the parameter lies in: flat and contiguous."""
+
+    part: slice
+    """Where in it."""
+
+
 class Unit(ABC):
     """One group of parameters that FSDP gathers and reduces together."""
 
@@ -80,8 +94,8 @@ class Unit(ABC):
     # Its parameters
 
     @abstractmethod
-    def versions(self) -> list[tuple[str, int]]:
-        """Name and version of every parameter; a version grows with every in-place change of this rank's shard."""
+    def watched(self) -> list[Watched]:
+        """What tells that a parameter was changed, for each of them."""
 
     @abstractmethod
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -100,12 +114,8 @@ class Unit(ABC):
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
 
     @abstractmethod
-    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, as :func:`bits`.
-
-        Args:
-            whole: all of it; else only a sample of each parameter, see :func:`spread`.
-        """
+    def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype."""
 
     @abstractmethod
     def check_hooks(self) -> None:
@@ -205,8 +215,3 @@ def spread(numel: int) -> torch.Tensor:
     """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
     count = min(numel, SAMPLE_SIZE)
     return torch.arange(count) * (numel - 1) // max(count - 1, 1)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers of the same width: NaN equals itself and 0.0 is not -0.0."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

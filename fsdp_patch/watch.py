@@ -216,6 +216,11 @@ class GradientWatch(Listener):
         return not self._sent and not self.in_block and not self._is_computing
 
     @property
+    def is_training(self) -> bool:
+        """In a forward that keeps a graph, or in backward: gradients will be pushed, unless something goes wrong."""
+        return self._in_training_forward or torch._C._current_graph_task_id() != -1
+
+    @property
     def _is_computing(self) -> bool:
         """Hooks in backward see what FSDP has at that moment."""
         return self._in_forward or torch._C._current_graph_task_id() != -1

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from training import build, loss_of, shard, tokens, wrap
 
 import odc
-from odc.fsdp_patch.comparison import DeviceComparison
+from odc.fsdp_patch.guard import SAMPLE_BYTES, SAMPLE_PLACES, DeviceComparison
 from odc.fsdp_patch.unit import SAMPLE_SIZE, spread
 
 
@@ -47,8 +47,9 @@ def few_elements(model: Any, rank: int) -> None:
     evaluated(model)
     for parameter in model.parameters():
         local = parameter.data._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        if local.numel() > 2 * SAMPLE_SIZE:
-            local.data.view(-1)[1].add_(1.0)  # nor does the version of the local tensor tell
+        if local.nbytes > 2 * SAMPLE_PLACES * SAMPLE_BYTES:
+            place = local.numel() // 2 // SAMPLE_PLACES  # between two places of the sample
+            local.data.view(-1)[place].add_(1.0)  # nor does the version of the local tensor tell
     loss_of(model, tokens(0, rank, 0)).backward()
 
 
@@ -63,7 +64,7 @@ def frozen_teacher(model: Any, rank: int) -> None:
 def teacher_on_a_device(model: Any, rank: int) -> None:
     """The answers come late there, and no sample is looked at."""
     session = odc.session_of(model)
-    session._publisher._comparison = DeviceComparison(read_at_once)
+    session._guard._comparison = DeviceComparison(read_at_once)
     evaluated(model)
     for parameter in model.parameters():
         parameter.data.mul_(0.5)

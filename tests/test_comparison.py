@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from odc.fsdp_patch.comparison import Comparison, DeviceComparison, HostComparison, Verdict, comparison_for
+from odc.fsdp_patch.guard import Comparison, DeviceComparison, HostComparison, Verdict, comparison_for
 
 ONE, TWO = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
 

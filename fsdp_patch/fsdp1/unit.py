@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.doors import untraced
-from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, spread, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 _COMMUNICATES = "on-demand communication moves memory of other ranks here"
@@ -112,11 +111,15 @@ class Fsdp1Unit(Unit):
 
     # Its parameters
 
-    def versions(self) -> list[tuple[str, int]]:
+    def watched(self) -> list[Watched]:
         # Tensors that share memory through .data do not share version counters, and any of them may be updated.
         flat = self.flat_param
-        whole = (f"{self.name} (flat)", flat._local_shard._version + flat._version)
-        return [(name, p._version) for name, p in zip(self._names, flat._params or [], strict=False)] + [whole]
+        shard, parts = flat._local_shard, {index: part for index, _, part in self._in_shard()}
+        whole = Watched(f"{self.name} (flat)", (flat, shard), shard, slice(None))
+        return [
+            Watched(name, (p, flat, shard), shard, parts.get(index, slice(0)))
+            for index, (name, p) in enumerate(zip(self._names, flat._params or (), strict=False))
+        ] or [whole]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
@@ -128,19 +131,8 @@ class Fsdp1Unit(Unit):
             self.handle._writeback_orig_params()  # FSDP1 itself takes over a `param.data = ...` in its next unshard
         out.copy_(self.flat_param._local_shard)
 
-    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        shard = self.flat_param._local_shard
-        if not whole:
-            shard, published = shard.index_select(0, self._sample), published.index_select(0, self._sample)
-        yield bits(published), bits(shard.to(published.dtype))
-
-    @cached_property
-    def _sample(self) -> torch.Tensor:
-        """Where some elements of each parameter are in the flat shard."""
-        infos = [info for info in self.flat_param._shard_param_infos if info.in_shard]
-        places = [info.offset_in_shard + spread(info.numel_in_shard) for info in infos]
-        flat = self.flat_param._local_shard
-        return torch.cat([*places, torch.empty(0, dtype=torch.int64)]).to(flat.device)
+    def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield published, self.flat_param._local_shard.to(published.dtype)
 
     def check_hooks(self) -> None:
         """FSDP1 never calls hooks of original parameters that are set after its initialisation."""

@@ -50,11 +50,6 @@ class FsdpParam:
         return self.dtype if keeps_own else self.compute_dtype(param_dtype)
 
     @property
-    def version(self) -> int:
-        """Grows with every in-place change of the shard, through the DTensor or through its local tensor."""
-        return self.sharded._version + self.local._version
-
-    @property
     def has_gradient(self) -> bool:
         """Whether backward has left an unsharded gradient that the next reduction will take."""
         if not self.was_unsharded:

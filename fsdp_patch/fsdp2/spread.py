@@ -82,9 +82,9 @@ class SpreadUnit(Fsdp2Unit):
         super().fill_shard(rows[self.replicas.rank])
         self.replicas.all_gather(rows, f"parameters of {self.name!r}")
 
-    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         assert self.replicas is not None
-        return super().beside(published.view(self._groups, -1)[self.replicas.rank], whole)
+        return super().beside(published.view(self._groups, -1)[self.replicas.rank])
 
     # See [Note: Three orders of rows].
 
@@ -106,9 +106,8 @@ class SpreadUnit(Fsdp2Unit):
 
     def _gather_numel(self, param: int) -> int:
         """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
-        inner = self.params[param]
-        bytes_each = inner.compute_dtype(self.param_dtype).itemsize if self.gather_dtype == torch.uint8 else 1
-        return inner.padded.numel() * bytes_each
+        bytes_each = self.compute_dtypes[param].itemsize if self.gather_dtype == torch.uint8 else 1
+        return self.params[param].padded.numel() * bytes_each
 
     def _push(self, index: int, communication: Communication, grads: torch.Tensor) -> None:
         by_place = grads.view(self._groups, self._places, -1).transpose(0, 1)

@@ -23,7 +23,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
 from odc.fsdp_patch.fsdp2.comms import OdcAllGather, OdcReduceScatter
 from odc.fsdp_patch.fsdp2.params import FsdpParam
-from odc.fsdp_patch.unit import Communication, Undo, Unit, bits, spread, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -76,10 +76,15 @@ class Fsdp2Unit(Unit):
         dtype: torch.dtype | None = mp_policy(self.group).param_dtype
         return dtype
 
+    @cached_property
+    def compute_dtypes(self) -> list[torch.dtype]:
+        """Of the parameters: what FSDP casts each to for the all-gather."""
+        return [p.compute_dtype(self.param_dtype) for p in self.params]
+
     @property
     def gather_dtype(self) -> torch.dtype:
         """dtype of the all-gather: the parameters' common compute dtype, or bytes if they have several."""
-        dtypes = {p.compute_dtype(self.param_dtype) for p in self.params}
+        dtypes = set(self.compute_dtypes)
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
@@ -93,7 +98,8 @@ class Fsdp2Unit(Unit):
     def spec(self) -> UnitSpec:
         mixed = self.gather_dtype == torch.uint8
         numel = sum(
-            p.padded.numel() * (p.compute_dtype(self.param_dtype).itemsize if mixed else 1) for p in self.params
+            p.padded.numel() * (dtype.itemsize if mixed else 1)
+            for p, dtype in zip(self.params, self.compute_dtypes, strict=True)
         )
         return UnitSpec(
             name=self.name,
@@ -112,8 +118,8 @@ class Fsdp2Unit(Unit):
 
     # Its parameters
 
-    def versions(self) -> list[tuple[str, int]]:
-        return [(p.name, p.version) for p in self.params]
+    def watched(self) -> list[Watched]:
+        return [Watched(p.name, (p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p.sharded for p in self.trainable]
@@ -125,43 +131,19 @@ class Fsdp2Unit(Unit):
         for part, data in self._parts(out):
             part.copy_(data)
 
-    def beside(self, published: torch.Tensor, whole: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        if whole:
-            yield from ((bits(part), bits(data.to(part.dtype))) for part, data in self._parts(published))
-            return
-        places, in_flat = self._sample
-        pairs = zip(self.params, places, strict=True)
-        ours = [self._as_published(p, p.padded.index_select(0, at), published.dtype) for p, at in pairs]
-        yield bits(published.index_select(0, in_flat)), bits(torch.cat(ours))
-
-    @cached_property
-    def _sample(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Some elements of each parameter, and where these are in a flat shard."""
-        places, in_flat, offset = [], [], 0
-        for param in self.params:
-            dtype = param.compute_dtype(self.param_dtype)
-            width = dtype.itemsize if dtype != self.gather_dtype else 1  # a mixed unit travels as bytes
-            at = spread(param.local.numel())
-            places.append(at.to(param.padded.device))
-            in_flat.append((offset + at[:, None] * width + torch.arange(width)).flatten())
-            offset += param.padded.numel() * width
-        return places, torch.cat(in_flat)
-
-    def _as_published(self, param: FsdpParam, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Some of a parameter's data as a flat shard of ``dtype`` has it."""
-        data = data.to(param.compute_dtype(self.param_dtype))
-        return data if data.dtype == dtype else data.view(torch.uint8)
+    def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((part, data.to(part.dtype)) for part, data in self._parts(published))
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter's place in a flat shard, and its data, of equal length."""
         offset = 0
-        for param in self.params:
-            dtype = param.compute_dtype(self.param_dtype)
+        for param, dtype in zip(self.params, self.compute_dtypes, strict=True):
             data = param.padded
             if flat.dtype != dtype:  # several compute dtypes in one unit travel as bytes
                 data = data.to(dtype).view(torch.uint8)
-            yield flat[offset : offset + data.numel()], data
-            offset += data.numel()
+            end = offset + data.numel()
+            yield flat[offset:end], data
+            offset = end
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if any(touched) and any(param.has_gradient for param in self.trainable):

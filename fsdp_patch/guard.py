@@ -1,0 +1,294 @@
+"""Noticing parameters that a script has changed after they were published, for less than a tenth of a gather.
+
+[Note: Changed by hand] The other ranks compute with what a rank has published, so until its next step its parameters
+must stay that. How much is looked at is bounded by what it is done beside:
+
+- At every gather, before the parameters are used: a sample of the largest parameter of the unit, and the trace of
+  another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at once,
+  what changes one some gathers later.
+- At every push, before it is sent: the traces of all parameters of the unit.
+- All elements of a unit: at its first gather of a publication outside of training; and of all units when a minibatch
+  begins, on every rank, before anything of it is sent.
+
+The *trace* of a parameter is its version counters, which tell what torch counts (what is written in place through the
+parameter or its local tensor: an optimizer, ``copy_`` under ``no_grad``), its address, and on a host a sample of its
+elements, which tells what torch does not count: ``.data``, NumPy, C extensions, ``torch._foreach_*`` on DTensors.
+
+So whatever a script changes is noticed at the latest when the next minibatch begins; and what it changes while one is
+open, before the next gradients of that unit go out, but for a few elements changed in an uncounted way, which the step
+overwrites. What is changed after the last push of a minibatch concerns nobody, and is not looked at.
+
+Written is not changed: FSDP1's ``summon_full_params`` writes back what it has read, torch 2.9 gives padded shards new
+tensors at the first forward, a step with a learning rate of 0 changes nothing, and a change may vanish in the rounding
+to the compute dtype. So a trace only asks for a comparison of all elements, which decides.
+
+On a GPU no answer is there at once (:class:`DeviceComparison`), and where nothing is trainable, so that no minibatch
+comes, all elements are compared at every gather: its memory is faster than the wire.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, NoReturn
+
+import torch
+
+from odc.errors import MisuseError, ProtocolError
+from odc.fsdp_patch.unit import Unit, Watched
+from odc.runtime import Runtime
+
+SAMPLE_PLACES, SAMPLE_BYTES = 4, 64  # of a parameter: so many places, and so many bytes at each (a cache line)
+
+Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Guard:
+    """Refuses to compute with parameters of one session that are not what was published.
+
+    See [Note: Changed by hand].
+    """
+
+    def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
+        self._units = units
+        self._runtime = runtime
+        self._comparison = comparison_for(units[0].device if units else torch.device("cpu"))
+        self._is_any_trained = any(unit.trainable_parameters() for unit in units)
+        self._traces: list[list[_Trace]] = [[] for _ in units]
+        self._turns: list[list[_Trace]] = [[] for _ in units]  # of those with a part of the shard, the largest first
+        self._next = [0] * len(units)
+        self._is_compared = [False] * len(units)  # all elements, since publication
+
+    def note(self, index: int) -> None:
+        """A unit is published as it is now."""
+        before, now = self._traces[index], self._units[index].watched()
+        if len(before) == len(now) and all(trace.is_of(one) for trace, one in zip(before, now, strict=True)):
+            for trace in before:
+                trace.renew()
+        else:
+            has_sample = self._comparison.answers_at_once
+            traces = self._traces[index] = [_Trace(watched, has_sample) for watched in now]
+            self._turns[index] = sorted((t for t in traces if t.num_bytes), key=lambda t: t.num_bytes, reverse=True)
+        self._is_compared[index] = False
+
+    def check_gather(self, index: int, is_training: bool) -> None:
+        """Refuse to compute with a unit that was changed.
+
+        Raises:
+            MisuseError: naming the parameter, or the unit. Nothing was computed with it.
+            ProtocolError: the answer has come late, after it was computed with; on all ranks.
+        """
+        is_due = not (self._is_compared[index] or is_training)
+        if is_due or not (self._is_any_trained or self._comparison.answers_at_once):
+            self.compare(index)
+            return
+        turns = self._turns[index]
+        self._next[index] = turn = (self._next[index] + 1) % max(len(turns), 1)
+        if (turns and not turns[0].is_sample_equal()) or (turn < len(turns) and not turns[turn].is_unchanged()):
+            self.compare(index)
+        else:
+            self.check_answers()
+
+    def check_push(self, index: int) -> None:
+        """Refuse to send gradients of a unit that was changed. Raises as :meth:`check_gather`."""
+        if not all(trace.is_unchanged() for trace in self._traces[index]):
+            self.compare(index)
+        else:
+            self.check_answers()
+
+    def compare(self, index: int) -> None:
+        """Refuse a unit of which any element was changed. Raises as :meth:`check_gather`."""
+        unit = self._units[index]
+        written = next((trace.name for trace in self._traces[index] if trace.is_written()), None)
+        what = f"a parameter of unit {unit.name!r}" if written is None else f"parameter {written!r}"
+        found = self._comparison.compare(unit.beside(self._runtime.published_shard(index)), what)
+        if found is not None:
+            self._fail(found)
+        self.note(index)
+        self._is_compared[index] = True
+
+    def check_answers(self) -> None:
+        """Refuse to use gradients of parameters that a comparison has found changed since it was asked.
+
+        Raises:
+            ProtocolError: as :meth:`check_gather`.
+        """
+        found = self._comparison.found()
+        if found is not None:
+            self._fail(found)
+
+    def is_any_written(self) -> bool:
+        """Whether anything was written that torch has counted, changed or not."""
+        return any(trace.is_written() for traces in self._traces for trace in traces)
+
+    def is_any_changed(self) -> bool:
+        """Whether any element differs from what was published. Waits for the device."""
+        pairs = (pair for i, unit in enumerate(self._units) for pair in unit.beside(self._runtime.published_shard(i)))
+        return not all(have_equal_bits(left, right) for left, right in pairs)
+
+    def _fail(self, what: str) -> NoReturn:
+        text = (
+            f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
+            "or call session.publish() on every rank after changing them (odc.session_of(model) finds the session)."
+        )
+        if self._comparison.answers_at_once:
+            raise MisuseError(text)
+        with self._runtime.reporting():  # the answer came late: they have been used
+            raise ProtocolError(text)
+
+
+class _Trace:
+    """What a parameter was like when it was published, or last found to be as published."""
+
+    __slots__ = ("_address", "_counted", "_memory", "_sample", "_sampled", "_version", "name", "num_bytes")
+
+    def __init__(self, watched: Watched, has_sample: bool) -> None:
+        self.name = watched.name
+        self._counted = watched.counted
+        self._memory = watched.memory
+        self._address = self._memory.data_ptr()
+        part = watched.memory[watched.part]
+        self.num_bytes = part.nbytes
+        self._sample = sample_of(part) if has_sample else []
+        self.renew()
+
+    def renew(self) -> None:
+        """It is as it should be now."""
+        self._version = self._count()
+        self._sampled = b"".join(self._sample)
+
+    def is_of(self, watched: Watched) -> bool:
+        """Whether the parameter still consists of the same tensors, in the same memory."""
+        return (
+            self._memory is watched.memory
+            and self._address == watched.memory.data_ptr()
+            and all(one is other for one, other in zip(self._counted, watched.counted, strict=True))
+        )
+
+    def _count(self) -> int:
+        version = 0
+        for tensor in self._counted:
+            version += tensor._version
+        return version
+
+    def is_written(self) -> bool:
+        """Whether torch has counted a write."""
+        return self._count() != self._version
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing tells of a change."""
+        return self._count() == self._version and self.is_sample_equal()
+
+    def is_sample_equal(self) -> bool:
+        """Whether it lies where it was, and some elements there are what they were."""
+        return self._memory.data_ptr() == self._address and b"".join(self._sample) == self._sampled
+
+
+def sample_of(tensor: torch.Tensor) -> list[memoryview]:
+    """A view of some memory of a flat, contiguous tensor on the host: evenly spread, the first and last bytes included.
+
+    Plain addresses, read in a fiftieth of the time that torch takes. They are valid as long as ``tensor`` lives and
+    ``data_ptr`` is what it was.
+    """
+    size = min(SAMPLE_BYTES, tensor.nbytes)
+    places = min(SAMPLE_PLACES, tensor.nbytes // size) if size else 0
+    starts = [(tensor.nbytes - size) * place // max(places - 1, 1) for place in range(places)]
+    return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() + start)) for start in starts]
+
+
+class Comparison(ABC):
+    """Compares tensors bit by bit, and says which were found to differ: at once, or when it is known."""
+
+    answers_at_once: ClassVar[bool]
+    """Else later; and then looking at a few elements often is not cheap."""
+
+    @abstractmethod
+    def compare(self, pairs: Pairs, what: str) -> str | None:
+        """Ask whether the tensors of each pair, of equal shape and dtype, are equal bit by bit.
+
+        Returns:
+            the ``what`` of a comparison, this one or an earlier one, that has found a difference; else None.
+        """
+
+    @abstractmethod
+    def found(self) -> str | None:
+        """As :meth:`compare`, asking nothing new."""
+
+
+class HostComparison(Comparison):
+    """On a CPU the answer is there at once."""
+
+    answers_at_once = True
+
+    def compare(self, pairs: Pairs, what: str) -> str | None:
+        return None if all(have_equal_bits(left, right) for left, right in pairs) else what
+
+    def found(self) -> str | None:
+        return None
+
+
+Verdict = Callable[[], bool | None]
+
+
+class DeviceComparison(Comparison):
+    """On a GPU the answer comes later: usually within the same minibatch, before its gradients are used.
+
+    ``torch.equal`` would make the host wait until the stream has come to the comparison.
+
+    Args:
+        read_later: starts to read a bool of the device; what it returns gives the bool, or None if it is not here yet.
+    """
+
+    answers_at_once = False
+
+    def __init__(self, read_later: Callable[[torch.Tensor], Verdict] | None = None) -> None:
+        self._read_later = read_later or _read_later
+        self._pending: deque[tuple[str, Verdict]] = deque()
+        self._found: str | None = None
+
+    def compare(self, pairs: Pairs, what: str) -> str | None:
+        flags = [torch.ne(_bits(left), _bits(right)).any() for left, right in pairs if left.numel()]
+        if flags:
+            self._pending.append((what, self._read_later(torch.stack(flags).any())))
+        return self.found()
+
+    def found(self) -> str | None:
+        while self._pending and self._found is None:
+            what, verdict = self._pending[0]
+            differs = verdict()
+            if differs is None:
+                break
+            self._pending.popleft()
+            if differs:
+                self._found = what
+        return self._found
+
+
+def _read_later(flag: torch.Tensor) -> Verdict:
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    event = torch.cuda.current_stream(flag.device).record_event()
+    return lambda: bool(host) if event.query() else None
+
+
+def comparison_for(device: torch.device) -> Comparison:
+    """What compares tensors on ``device``."""
+    return HostComparison() if device.type == "cpu" else DeviceComparison()
+
+
+def have_equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of equal shape and dtype are equal, where NaN equals itself and 0.0 is not -0.0."""
+    if left.is_cpu and right.is_cpu and left.is_contiguous() and right.is_contiguous():  # a third of torch.equal's time
+        return _memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
+    return torch.equal(_bits(left), _bits(right))
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers of the same width."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
