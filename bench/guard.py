@@ -93,7 +93,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.out(self.qkv(self.norm(x)).chunk(3, -1)[0])
-        return x + self.down(torch.tanh(self.up(self.second_norm(x))))
+        inner: torch.Tensor = self.down(torch.tanh(self.up(self.second_norm(x))))
+        return x + inner
 
 
 def build(fsdp: str, width: int) -> Any:
@@ -149,9 +150,10 @@ class Stopwatch:
 
     def _enter(self, index: int, unit: Any) -> None:
         if isinstance(unit.module, FullyShardedDataParallel):
-            methods = vars(unit.handle)
+            methods, hook = vars(unit.handle), unit.module._comm_hook
+            assert hook is not None, "a patched unit has one"
             methods["_all_gather_flat_param"] = self._timed(index, "gather", methods["_all_gather_flat_param"])
-            unit.module._comm_hook = self._timed(index, "push", unit.module._comm_hook)
+            unit.module._comm_hook = self._timed(index, "push", hook)
             return
         gather, push = unit.group._all_gather_comm, unit.group._reduce_scatter_comm
         unit.group._all_gather_comm = _Timed(gather, self._timed(index, "gather", gather))

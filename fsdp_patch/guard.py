@@ -281,7 +281,7 @@ def comparison_for(device: torch.device) -> Comparison:
 def have_equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype are equal, where NaN equals itself and 0.0 is not -0.0."""
     if left.is_cpu and right.is_cpu and left.is_contiguous() and right.is_contiguous():  # a third of torch.equal's time
-        return _memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
+        return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
     return torch.equal(_bits(left), _bits(right))
 
 
