@@ -167,17 +167,11 @@ class HostsTransport(Transport):
         finally:
             for fd in fds.values():
                 os.close(fd)
-        return self._keep([views.get(rank) for rank in self._world], label, views[self._rank])
+        return self._keep([views.get(rank) for rank in self._world], label)
 
-    def _keep(
-        self, views: Sequence[torch.Tensor | None], label: str, far_memory: torch.Tensor | None = None
-    ) -> SymmetricBuffer:
-        """The next buffer. All ranks allocate in the same order, so it has one number on all.
-
-        Args:
-            far_memory: what ranks of other hosts read and write over links.
-        """
-        self._far_memory.append(None if far_memory is None else far_memory.numpy().data)
+    def _keep(self, views: Sequence[torch.Tensor | None], label: str) -> SymmetricBuffer:
+        """The buffer to which the last of ``_far_memory`` belongs. All ranks allocate in the same order, so it has one
+        number on all."""
         buffer = SymmetricBuffer(self._rank, views, label, len(self._far_memory) - 1)
         self._buffers.append(buffer)
         return buffer
@@ -193,6 +187,7 @@ class HostsTransport(Transport):
 
     def _map_all(self, fds: Mapping[int, int], num_bytes: int, views: dict[int, torch.Tensor]) -> None:
         views.update({rank: self._map(fd, num_bytes) for rank, fd in fds.items()})
+        self._far_memory.append(views[self._rank].numpy().data)  # before any rank has heard that all have mapped it
 
     def _require_one_size(self, num_bytes: int, label: str) -> None:
         for rank, size in enumerate(gather_json(self.exchange, num_bytes)):

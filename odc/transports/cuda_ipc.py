@@ -113,6 +113,7 @@ class CudaIpcTransport(HostsTransport):
         num_bytes = max(num_bytes, 1)
         rows = self.exchange.all_gather(self._together(lambda: self._export(num_bytes)))
         views = self._together(lambda: [self._view(rank, rows[rank], num_bytes, label) for rank in self._world])
+        self._far_memory.append(None)
         return self._keep(views, label)
 
     @property

@@ -83,6 +83,7 @@ class NvshmemTransport(CudaIpcTransport):
         for ranks in (far, *([rank] for rank in far)):
             if ranks:
                 self._heap.announce(ranks)
+        self._far_memory.append(None)
         return self._keep(views, label)
 
     def _view_at(self, address: int, num_bytes: int, rank: int) -> torch.Tensor | None:
