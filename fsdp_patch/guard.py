@@ -73,6 +73,10 @@ class Guard:
             self._turns[index] = sorted((t for t in traces if t.num_bytes), key=lambda t: t.num_bytes, reverse=True)
         self._is_compared[index] = False
 
+    def forget(self) -> None:
+        """The session is closed: no parameter is kept."""
+        self._traces, self._turns = [], []
+
     def check_gather(self, index: int, is_training: bool) -> None:
         """Refuse to compute with a unit that was changed.
 

@@ -299,6 +299,7 @@ class Session:
                 self._replicas.close()
             self._units.clear()  # a closed session that somebody keeps does not keep the model
             self._publisher.forget()
+            self._guard.forget()
 
     def _require_open(self) -> None:
         if self._closed:
