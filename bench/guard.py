@@ -93,8 +93,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.out(self.qkv(self.norm(x)).chunk(3, -1)[0])
-        inner: torch.Tensor = self.down(torch.tanh(self.up(self.second_norm(x))))
-        return x + inner
+        result: torch.Tensor = x + self.down(torch.tanh(self.up(self.second_norm(x))))
+        return result
 
 
 def build(fsdp: str, width: int) -> Any:
@@ -125,7 +125,7 @@ class Stopwatch:
         self._is_guarded = self._is_evaluation = False
         self._seen: set[object] = set()
         self._publisher: Any = session._publisher
-        # Before there was a guard of its own, one method of the publisher did all of this.
+        # "guard_before.json" is of a time when one method of the publisher did all of this.
         self._guard: Any = getattr(session, "_guard", self._publisher)
         names = ("check_gather", "check_push", "compare", "check_unchanged")
         self._checks = {name: self._measured(getattr(self._guard, name, None)) for name in names}
@@ -155,7 +155,8 @@ class Stopwatch:
             methods["_all_gather_flat_param"] = self._timed(index, "gather", methods["_all_gather_flat_param"])
             unit.module._comm_hook = self._timed(index, "push", hook)
             return
-        gather, push = unit.group._all_gather_comm, unit.group._reduce_scatter_comm
+        gather: Any = unit.group._all_gather_comm
+        push: Any = unit.group._reduce_scatter_comm
         unit.group._all_gather_comm = _Timed(gather, self._timed(index, "gather", gather))
         unit.group._reduce_scatter_comm = _Timed(push, self._timed(index, "push", push))
 

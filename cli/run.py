@@ -41,7 +41,7 @@ def launch(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as torchrun
 
-    from odc.fsdp_patch.launch.last_words import last_words
+    from odc.launch.script import last_words
 
     options = rank_options(arguments)
     try:
@@ -71,7 +71,7 @@ def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
     """torchrun's options for ranks that patch FSDP and then run the script; exits where one cannot be used."""
     from torch.distributed.run import get_args_parser
 
-    from odc.fsdp_patch.launch.main import check_options, odc_options, option_arguments
+    from odc.launch.main import check_options, odc_options, option_arguments
 
     of_torchrun = get_args_parser()
     of_torchrun._optionals.title = "torchrun"  # else argparse lists them before ODC's

@@ -1,6 +1,6 @@
 """The only room that knows ``torch.distributed.fsdp``: puts ODC behind its doors, and takes it out."""
 
-from odc.fsdp_patch.observe import Observation, observe_fsdp
+from odc.fsdp_patch.fsdp2 import Observation, observe_fsdp
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.fsdp_patch.session import Session, session_of
 

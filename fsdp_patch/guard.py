@@ -61,7 +61,7 @@ class Guard:
         self._next = [0] * len(units)
         self._is_compared = [False] * len(units)  # all elements, since publication
 
-    def note(self, index: int) -> None:
+    def record(self, index: int) -> None:
         """A unit is published as it is now."""
         before, now = self._traces[index], self._units[index].watched()
         if len(before) == len(now) and all(trace.is_of(one) for trace, one in zip(before, now, strict=True)):
@@ -110,7 +110,7 @@ class Guard:
         found = self._comparison.compare(unit.beside(self._runtime.published_shard(index)), what)
         if found is not None:
             self._fail(found)
-        self.note(index)
+        self.record(index)
         self._is_compared[index] = True
 
     def check_answers(self) -> None:

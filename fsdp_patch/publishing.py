@@ -160,7 +160,7 @@ class Publisher:
         unit = self._units[index]
         self._by_hand |= self._changed_by_hand(index)
         self._runtime.publish(index, unit.fill_shard)
-        self._guard.note(index)
+        self._guard.record(index)
         self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,20 +16,76 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import MisuseError, OdcError
-from odc.fsdp_patch import ends
+from odc.fsdp_patch.gradient_events import Reader
+from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
-from odc.fsdp_patch.listeners import Reader
-from odc.fsdp_patch.memory import MemoryReport, report
+from odc.fsdp_patch.interception import listen, listening
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
-from odc.fsdp_patch.watch import GradientWatch
 from odc.protocol import End, EndKind, State
 from odc.runtime import Runtime
 from odc.stats import Stats
 from odc.timeline import Timeline
 
 logger = logging.getLogger("odc")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank. Print it."""
+
+    parameters: int
+    """Shards as the optimizer holds them."""
+    gradients: int
+    """``.grad``, where there is one now: from the end of a minibatch until the script clears it."""
+    published_shards: int
+    """Shards in the compute dtype, for the other ranks to read."""
+    sums: int
+    """One gradient shard per unit, in the accumulators' dtype: where the ranks' gradients are added up."""
+    spare_sums: int
+    """What makes a push all or nothing."""
+    slots: int
+    """Where clients leave pushes for a daemon."""
+    transport: int
+    """What the transport rounds up to, and its staging memory."""
+
+    @property
+    def overhead(self) -> int:
+        """How much more than plain FSDP: all of ODC's buffers."""
+        return self.published_shards + self.sums + self.spare_sums + self.slots + self.transport
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "overhead": self.overhead}
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("published shards", self.published_shards),
+            ("sums", self.sums),
+            ("spare sums", self.spare_sums),
+            ("slots", self.slots),
+            ("transport", self.transport),
+            ("more than plain FSDP", self.overhead),
+        ]
+        return "\n".join(f"{name:<22}{num_bytes / 2**20:>12.1f} MiB" for name, num_bytes in rows)
+
+
+def _memory_report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryReport:
+    """The report of the units of one session; ``buffers``: of the runtime, by purpose."""
+    resident = [pair for unit in units for pair in unit.resident()]
+    parameters = sum(shard.nbytes for shard, _ in resident)
+    gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
+    return MemoryReport(
+        parameters=parameters,
+        gradients=gradients,
+        published_shards=buffers["published_shards"],
+        sums=buffers["sums"],
+        spare_sums=buffers["spare_sums"],
+        slots=buffers["slots"],
+        transport=buffers["transport"],
+    )
 
 
 class Session:
@@ -49,7 +105,7 @@ class Session:
         self._guard = Guard(self._units, runtime)
         self._publisher = Publisher(self._units, runtime, self._guard)
         self._undo: list[Callable[[], None]] = []
-        self._watch = GradientWatch(self, self._publisher, runtime)
+        self._gradients = GradientUse(self, self._publisher, runtime)
         self._closed = False
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.on_finish: Callable[[], None] | None = None
@@ -61,7 +117,7 @@ class Session:
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
             self._undo.append(unit.enter(index, self))
-        self._undo += [ends.listen(self._watch), self._watch.watch_forwards(model)]
+        self._undo += [listen(self._gradients), self._gradients.watch_forwards(model)]
         load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())
@@ -88,14 +144,14 @@ class Session:
         """
         self._require_open()
         self._begin()
-        self._watch.in_block = True
+        self._gradients.in_block = True
         try:
             yield
         except BaseException as error:
             self._runtime.abort(error)
             raise
         finally:
-            self._watch.in_block = False
+            self._gradients.in_block = False
         if self._runtime.state is State.OPEN:
             self.finish()
 
@@ -118,10 +174,10 @@ class Session:
                 own, spec = self._runtime.gradient(index), self._runtime.units[index]
                 result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
                 if result is not None:
-                    self._watch.has_gradients = True
+                    self._gradients.has_gradients = True
                     # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
                     unit.install(torch.div(result.total, unit.divide_factor), result.touched)
-            self._watch.installed()
+            self._gradients.installed()
 
     def discard(self) -> None:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
@@ -140,11 +196,11 @@ class Session:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
-        own = End(kind, self._watch.notes_for(reader))
+        own = End(kind, self._gradients.notes_for(reader))
         ends = self._finish_on_all(own)
         with self._runtime.reporting():
             self._guard.check_answers()
-            self._watch.ended(ends, own)
+            self._gradients.ended(ends, own)
             for unit in self._units:
                 unit.discard_gathered()
 
@@ -195,8 +251,8 @@ class Session:
         self._publisher.reloaded = False
 
     def looked_before(self, readers: Mapping[tuple[int, int], str]) -> None:
-        """See :meth:`odc.fsdp_patch.watch.GradientWatch.looked_before`."""
-        self._watch.looked_before(readers)
+        """See :meth:`odc.fsdp_patch.gradient_use.GradientUse.looked_before`."""
+        self._gradients.looked_before(readers)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -229,11 +285,11 @@ class Session:
             with self._runtime.at_home():
                 self._publish_again()
         if self._runtime.state is State.FINISHED:
-            self._watch.check_used_up(f"unit {self._runtime.units[unit].name!r}")
+            self._gradients.check_used_up(f"unit {self._runtime.units[unit].name!r}")
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if self._runtime.state is not State.FINISHED:
-            self._guard.check_gather(unit, self._watch.is_training)
+            self._guard.check_gather(unit, self._gradients.is_training)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
@@ -241,7 +297,7 @@ class Session:
             self._begin()  # used without the context manager: the first backward opens the minibatch
         else:
             self._guard.check_push(unit)
-        self._watch.pushed(unit)
+        self._gradients.pushed(unit)
         self._runtime.scatter_accumulate(unit, grads, present=present)
 
     # For people
@@ -257,7 +313,7 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
-        return report(self._units, self._runtime.memory())
+        return _memory_report(self._units, self._runtime.memory())
 
     def start_timeline(self) -> Timeline:
         """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
@@ -280,10 +336,11 @@ class Session:
             return
         self._closed = True
         in_error = self._runtime.has_failed or sys.exc_info()[0] is not None
-        if self._runtime.state is State.OPEN and self._watch.num_sent and not in_error:
+        num_sent = self._gradients.num_sent
+        if self._runtime.state is State.OPEN and num_sent and not in_error:
             warnings.warn(
-                f"odc: closed in the middle of a minibatch: gradients of {self._watch.num_sent} units, which no step "
-                "has used, are dropped",
+                f"odc: closed in the middle of a minibatch: gradients of {num_sent} units, which no step has used, are "
+                "dropped",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -320,9 +377,9 @@ def session_of(model: nn.Module) -> Session:
     Raises:
         OdcError: the model is not patched, or not yet: ``odc run`` patches at the first forward.
     """
-    for listener in ends.listening():
-        session = listener.session() if isinstance(listener, GradientWatch) else None
-        if session is not None and session.is_of(model):
+    for listener in listening():
+        session = listener.session() if isinstance(listener, GradientUse) else None
+        if isinstance(session, Session) and session.is_of(model):
             return session
     raise OdcError(
         f"{type(model).__name__} is not patched. Call odc.patch_fsdp(model) first; `odc run` patches a model at its "

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import odc
 from odc.balance import MinibatchLoader, QuadraticCost
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
+from odc.fsdp_patch.automatic import AutomaticPatching
 
 LENGTHS = [6, 4, 4, 2]  # costs of 36 on either of two ranks, in one microbatch of 6 tokens and in two
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from training import Net, build, loss_of, optimizer_of, tokens, wrap
 
 import odc
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
+from odc.fsdp_patch.automatic import AutomaticPatching
 
 STEPS = 3
 MICROBATCHES = 2

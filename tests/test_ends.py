@@ -22,9 +22,9 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_gr
 from torch.optim import optimizer as torch_optimizer
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch import ends
-from odc.fsdp_patch.doors import InnerFunction
-from odc.fsdp_patch.listeners import Listener, Listeners
+from odc.fsdp_patch import interception
+from odc.fsdp_patch.gradient_events import Listener, Listeners
+from odc.fsdp_patch.interception import InnerFunction
 
 METHODS = [
     (torch.amp.GradScaler, "unscale_"),
@@ -51,7 +51,7 @@ class Ear(Listener):
         self.heard: list[tuple[str, list[int]]] = []
         self._owns = owns
         self._waits = waits
-        self.undo = ends.listen(self)
+        self.undo = interception.listen(self)
 
     @property
     def waits_for_readers(self) -> bool:
@@ -138,7 +138,7 @@ def test_one_tensor_is_clipped(ear: Ear, model: nn.Linear) -> None:
 
 def test_clipping_by_a_norm_computed_before_has_its_own_name(ear: Ear, model: nn.Linear) -> None:
     clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(2.0))
-    assert ear.names == [ends.CLIPPING_BY_NORM]
+    assert ear.names == [interception.CLIPPING_BY_NORM]
 
 
 def test_torch_complains_as_ever_about_wrong_calls(ear: Ear) -> None:
@@ -230,7 +230,7 @@ def test_who_begins_to_listen_while_others_are_told_is_told_as_well(model: nn.Li
                 late.append(Ear())
 
     patching = Patching()
-    undo = ends.listen(patching)
+    undo = interception.listen(patching)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if reading == "clip":
         clip_grad_norm_(model.parameters(), 1.0)
@@ -250,7 +250,7 @@ def test_an_exception_of_a_listener_comes_before_anything_changes(model: nn.Line
             raise RuntimeError(f"refused {what}")
 
     refusing = Refusing()
-    undo = ends.listen(refusing)
+    undo = interception.listen(refusing)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight, gradient = model.weight.clone(), model.weight.grad.clone()
     read: dict[str, Callable[[], object]] = {
@@ -382,10 +382,10 @@ def test_clipping_that_another_library_has_replaced_is_noticed_and_stays_replace
             heard.append(what)
 
     hearing, listeners = Hearing(), Listeners(lambda: None, lambda: None)
-    door = InnerFunction(clip_grad.clip_grad_norm_, listeners)
+    function = InnerFunction(clip_grad.clip_grad_norm_, listeners)
     undo = listeners.add(hearing)
     for opened in (True, True, False):
-        door.open() if opened else door.shut()
+        function.enter() if opened else function.leave()
         for module in where if where != [nn.utils] else [clip_grad]:
             called = len(heard)
             assert float(module.clip_grad_norm_(model.parameters(), 0.5)) > 0
@@ -410,12 +410,12 @@ clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: None
 theirs = dict(vars(clip_grad))
 import odc.fsdp_patch
 assert vars(clip_grad) == theirs
-from odc.fsdp_patch import ends
-from odc.fsdp_patch.listeners import Listener
+from odc.fsdp_patch import interception
+from odc.fsdp_patch.gradient_events import Listener
 class Ear(Listener):
     def before_reading(self, what, tensors): print(what)
 ear = Ear()
-undo = ends.listen(ear)
+undo = interception.listen(ear)
 parameter = torch.nn.Parameter(torch.ones(2))
 parameter.grad = torch.ones(2)
 assert torch.nn.utils.clip_grad_norm_([parameter], 1.0) == 7.0
@@ -531,11 +531,11 @@ def test_a_listener_is_not_kept_alive(model: nn.Linear) -> None:
 
 AT_THE_END = """
 import gc
-from odc.fsdp_patch import ends
-from odc.fsdp_patch.listeners import Listener
+from odc.fsdp_patch import interception
+from odc.fsdp_patch.gradient_events import Listener
 gc.disable()
 listener = Listener()
-ends.listen(listener)
+interception.listen(listener)
 """
 
 

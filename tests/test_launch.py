@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from process_ranks import run_ranks
 
-from odc.fsdp_patch.launch.main import main
-from odc.fsdp_patch.launch.script import run_script
+from odc.launch.main import main
+from odc.launch.script import run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = str(SCRIPTS / "train.py")

@@ -9,8 +9,8 @@ import torch
 from launch_fakes import FakeSession
 from torch import nn
 
-from odc.fsdp_patch.launch import meter as launch_meter
-from odc.fsdp_patch.launch.meter import MicrobatchMeter
+from odc.launch import report
+from odc.launch.report import MicrobatchMeter
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_forwards_before_a_push_are_one_microbatch(
 def test_only_the_latest_microbatches_are_kept(
     session: FakeSession, model: nn.Module, metered: MicrobatchMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_meter, "MAX_MICROBATCHES", 3)
+    monkeypatch.setattr(report, "MAX_MICROBATCHES", 3)
     for seconds in range(1, 6):
         for _ in range(2):
             model(0)

@@ -18,11 +18,10 @@ from odc.cli.app import app
 from odc.cli.run import launch, rank_options
 from odc.config import LaunchEnvironment
 from odc.errors import AbortedError, ConfigError, SetupError, UnsupportedError
-from odc.fsdp_patch.launch import last_words
-from odc.fsdp_patch.launch import main as launch_main
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
-from odc.fsdp_patch.launch.main import odc_options, option_arguments
-from odc.fsdp_patch.launch.script import run_script
+from odc.fsdp_patch.automatic import AutomaticPatching
+from odc.launch import main as launch_main
+from odc.launch.main import odc_options, option_arguments
+from odc.launch.script import last_words, leave_last_words, refusal, run_script
 
 
 @pytest.fixture
@@ -195,7 +194,7 @@ def left_by(error: Exception, tmp_path: Path) -> Failed:
     """What torchrun finds of a rank that ended with ``error``."""
     file = tmp_path / "error.json"
     file.unlink(missing_ok=True)
-    last_words.leave(LaunchEnvironment(error_file=str(file)), error, last_words.refusal(error))
+    leave_last_words(LaunchEnvironment(error_file=str(file)), error, refusal(error))
     return Failed(message=json.loads(file.read_text())["message"]) if file.exists() else Failed()
 
 
@@ -204,15 +203,15 @@ def test_a_refusal_is_said_once_whatever_became_of_the_other_ranks(tmp_path: Pat
     assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).message == refused.message  # torch reads it
     told, own = left_by(AbortedError("rank 0 refused"), tmp_path), left_by(KeyError("mine"), tmp_path)
     line = "odc: refused: two lines"
-    assert last_words.last_words({0: refused, 1: refused}) == line
-    assert last_words.last_words({0: Failed(-15), 1: refused}) == line  # ended by torchrun
-    assert last_words.last_words({0: told, 1: refused}) == line
-    assert last_words.last_words({0: left_by(SetupError("rank 1 is gone"), tmp_path), 1: Failed(-9)}) is None
-    assert last_words.last_words({0: refused, 1: own}) is None
-    assert last_words.last_words({0: told, 1: own}) is None
-    assert last_words.last_words({0: told}) is None
+    assert last_words({0: refused, 1: refused}) == line
+    assert last_words({0: Failed(-15), 1: refused}) == line  # ended by torchrun
+    assert last_words({0: told, 1: refused}) == line
+    assert last_words({0: left_by(SetupError("rank 1 is gone"), tmp_path), 1: Failed(-9)}) is None
+    assert last_words({0: refused, 1: own}) is None
+    assert last_words({0: told, 1: own}) is None
+    assert last_words({0: told}) is None
     theirs = Failed(message={"message": "ConfigError: of another library", "extraInfo": {"timestamp": "1"}})
-    assert last_words.last_words({0: theirs}) is None
+    assert last_words({0: theirs}) is None
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.config import LaunchEnvironment
-from odc.fsdp_patch.launch import main as launch_main
-from odc.fsdp_patch.launch import report
-from odc.fsdp_patch.launch.report import Account, leave, summarise
-from odc.fsdp_patch.launch.savings import describe, savings
+from odc.launch import main as launch_main
+from odc.launch import report
+from odc.launch.report import Account, describe, leave, savings, summarise
 
 # What was saved
 

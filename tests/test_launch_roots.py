@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.launch.automatic import AutomaticPatching, model_name
-from odc.fsdp_patch.launch.roots import RootWatch
+from odc.fsdp_patch.automatic import AutomaticPatching, RootWatch, model_name
 
 
 @pytest.fixture
@@ -174,7 +173,7 @@ def test_ranks_that_come_with_different_roots_patch_all_that_both_have() -> None
     patching = AutomaticPatching(patch, said.append, other.agree)
     try:
         policy, reference = shard2(), shard2()
-        watch = patching._watch
+        watch = patching._roots
         both, later = watch.num_known, shard2()
         other.comes_with = [(watch.number(reference), both)]  # it computes with the reference, before the third exists
         torch.optim.SGD(policy.parameters(), lr=0.1).step()
@@ -202,8 +201,8 @@ def test_a_rank_that_is_ahead_waits_for_the_other_to_have_its_root() -> None:
     patching = AutomaticPatching(patch, lambda text: None, other.agree)
     try:
         first = shard2()
-        known, second = patching._watch.num_known, shard2()
-        other.comes_with = [(patching._watch.number(first), known)]  # then it comes with the second
+        known, second = patching._roots.num_known, shard2()
+        other.comes_with = [(patching._roots.number(first), known)]  # then it comes with the second
         second(torch.ones(1, 3))
         assert patched == [first, second]
         assert not other.comes_with
@@ -217,9 +216,9 @@ def test_a_root_that_another_rank_uses_and_this_one_has_used_before_is_an_error(
     patching = AutomaticPatching(lambda module: FakePatched([]), lambda text: None, other.agree)
     try:
         first = shard2()
-        known, second = patching._watch.num_known, shard2()
+        known, second = patching._roots.num_known, shard2()
         first(torch.ones(1, 3))
-        other.comes_with = [(patching._watch.number(first), known)]
+        other.comes_with = [(patching._roots.number(first), known)]
         with pytest.raises(UnsupportedError, match="Wrap models in the same order"):
             second(torch.ones(1, 3))
     finally:

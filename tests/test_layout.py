@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("balance", "bench", "cli", "fsdp_patch", "kernels", "trainers")
+ROOMS = ("balance", "bench", "cli", "fsdp_patch", "kernels", "launch", "trainers")
 
 
 def modules() -> set[str]:
@@ -41,6 +42,39 @@ def test_a_room_has_one_name(room: str) -> None:
     spec = importlib.util.find_spec(f"odc.{room}")
     assert spec is not None
     assert spec.origin == str(ROOT / "odc" / room / "__init__.py")
+
+
+def imports_of(room: str) -> dict[str, set[str]]:
+    """Module -> what it imports, also for type checkers and inside functions."""
+    found = {}
+    for path in (ROOT / room).rglob("*.py"):
+        name = ".".join(("odc", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[name] = names
+    return found
+
+
+@pytest.mark.parametrize("room", ["fsdp_patch", "launch"])
+def test_the_modules_of_a_room_do_not_import_each_other_in_a_circle(room: str) -> None:
+    imports = imports_of(room)
+    left = {name: {other for other in names if other in imports and other != name} for name, names in imports.items()}
+    assert any(left.values())
+    while first := {name for name, names in left.items() if not names}:
+        left = {name: names - first for name, names in left.items() if name not in first}
+    assert left == {}
+
+
+def test_the_launcher_stands_above_all_but_the_command_line() -> None:
+    assert any("odc.launch.main" in names for names in imports_of("cli").values())
+    for room in ("fsdp_patch", "trainers", "balance", "kernels", "bench"):
+        for name, names in imports_of(room).items():
+            assert not any(other.startswith("odc.launch") for other in names), name
+    for name, names in imports_of("fsdp_patch").items():
+        assert not any(other.startswith(("odc.trainers", "odc.balance")) for other in names), name
 
 
 def test_no_module_is_loaded_under_two_names() -> None:

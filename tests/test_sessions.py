@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from training import build, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
+from odc.fsdp_patch.automatic import AutomaticPatching
+from odc.launch.report import Measurements
 
 
 class Around(nn.Module):
@@ -97,7 +98,8 @@ def descriptors() -> int:
 def dropping(rank: int, world_size: int, kind: str) -> tuple[int, int, int]:
     """Models alive, more descriptors than before, and reports, after two models that nobody closed."""
     init_device_mesh("cpu", (world_size,))
-    patching = AutomaticPatching(odc.patch_fsdp, lambda text: None)
+    measurements = Measurements()
+    patching = AutomaticPatching(odc.patch_fsdp, lambda text: None, on_patched=measurements.begin)
     train_and_drop(rank, world_size, kind)  # what torch keeps of the first
     gc.collect()
     before = descriptors()
@@ -105,8 +107,9 @@ def dropping(rank: int, world_size: int, kind: str) -> tuple[int, int, int]:
     gc.collect()
     alive = sum(model() is not None for model in models)
     more = descriptors() - before
-    accounts = patching.accounts()
+    accounts = measurements.accounts()
     assert all(account.times and account.times[0] for account in accounts)
+    measurements.close()
     patching.close()
     assert "grad" not in DTensor.__dict__
     assert "grad" not in nn.Parameter.__dict__

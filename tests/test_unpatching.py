@@ -31,7 +31,6 @@ from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, 
 
 import odc
 import odc.fsdp_patch.session
-from odc.fsdp_patch import ends
 
 KINDS = ["fsdp2", "fsdp1-orig", "fsdp1-flat"]
 
@@ -198,7 +197,7 @@ def failed_patch(rank: int, world_size: int, kind: str) -> None:
     step(model, optimizer, rank, 0)
     before, open_before = fingerprint(model, optimizer), descriptors()
     places: list[tuple[Any, str]] = [
-        (ends, "listen"),
+        (odc.fsdp_patch.session, "listen"),
         (type(model), "register_load_state_dict_post_hook"),
         (odc.fsdp_patch.session.Session, "describe"),
         (odc.fsdp_patch.session.Publisher, "publish_all"),

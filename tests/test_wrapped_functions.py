@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from training import Block, build, largest_difference, loss_of, optimizer_of, tokens
 
 import odc
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
+from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.trainers.overrides import Overrides
 
 CLIPPING = [clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_, clip_grad._clip_grads_with_norm_]

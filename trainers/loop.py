@@ -15,7 +15,7 @@ from torch import nn
 
 from odc.balance import CostModel
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.launch.main import under_odc_run
+from odc.fsdp_patch.automatic import is_patching
 from odc.fsdp_patch.session import Session
 from odc.trainers.bundles import Microbatch, microbatches_of
 from odc.trainers.checks import check_sharded, configs_of
@@ -121,7 +121,7 @@ def minibatches(
     world_size = accelerator.num_processes
     if not options.equal_counts and world_size > 1:
         check_sharded(model, options.policy)
-        if session is None and not under_odc_run():
+        if session is None and not is_patching():
             raise UnsupportedError(
                 f"policy {options.policy!r} gives ranks different numbers of microbatches, which FSDP's collectives "
                 "cannot follow: start the script with `odc run`, or give session=odc.patch_fsdp(model)"

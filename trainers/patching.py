@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from odc.fsdp_patch.launch.automatic import AutomaticPatching
-from odc.fsdp_patch.launch.main import under_odc_run
+from odc.fsdp_patch.automatic import AutomaticPatching, is_patching
 from odc.fsdp_patch.patching import patch_fsdp
 
 logger = logging.getLogger("odc")
@@ -21,7 +20,7 @@ def patched_fsdp(options: Mapping[str, Any]) -> Iterator[None]:
 
     An error in the block is told to the other ranks. Under ``odc run`` all of this is done already.
     """
-    if under_odc_run():
+    if is_patching():
         yield
         return
     patching = AutomaticPatching(functools.partial(patch_fsdp, **options), logger.info)

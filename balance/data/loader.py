@@ -291,5 +291,5 @@ def _ranks_go_in_step() -> bool:
         return False
     # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work. Both a
     # session and `odc run`, which makes sessions later, listen for the ends of minibatches.
-    ends = sys.modules.get("odc.fsdp_patch.ends")
-    return ends is None or not ends.listening()
+    interception = sys.modules.get("odc.fsdp_patch.interception")
+    return interception is None or not interception.listening()

@@ -14,7 +14,7 @@ rows, by i. FSDP's backward wants, for each place, parameter after parameter, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from odc.fsdp_patch.fsdp2.unit import Fsdp2Unit
+from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather, OdcReduceScatter
 from odc.fsdp_patch.replicas import Replicas
-from odc.fsdp_patch.unit import Communication
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -34,8 +33,39 @@ def smaller_mesh(group: Any) -> Any | None:
     return mesh if mesh is not None and mesh != group.mesh_info else None
 
 
-class SpreadUnit(Fsdp2Unit):
+class SubgroupAllGather(OdcAllGather):
+    """See [Note: Three orders of rows]."""
+
+    _unit: SubgroupUnit
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._unit.begin_gather()
+        published = torch.empty_like(output_tensor)
+        self._communication.gather(self._index, published, own_in_place=False)
+        self._unit.arrange(published, output_tensor, is_forward=group.size() == self._unit.num_ranks)
+        return None
+
+
+class SubgroupReduceScatter(OdcReduceScatter):
+    """See [Note: Three orders of rows]."""
+
+    _unit: SubgroupUnit
+
+    def _as_pushed(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+        return self._unit.by_place(grads, present)
+
+
+class SubgroupUnit(Fsdp2Unit):
     """A unit whose shard group is one of several smaller groups."""
+
+    all_gather_type = SubgroupAllGather
+    reduce_scatter_type = SubgroupReduceScatter
 
     def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str], smaller: Any) -> None:
         super().__init__(module, group, name, param_names)
@@ -88,35 +118,37 @@ class SpreadUnit(Fsdp2Unit):
 
     # See [Note: Three orders of rows].
 
-    def _gather(
-        self, index: int, communication: Communication, out: torch.Tensor, group: dist.ProcessGroup
-    ) -> Callable[[], None] | None:
-        published = torch.empty_like(out)
-        communication.gather(index, published, own_in_place=False)
+    @property
+    def num_ranks(self) -> int:
+        """Of all subgroups."""
+        return self._places * self._groups
+
+    def arrange(self, published: torch.Tensor, out: torch.Tensor, *, is_forward: bool) -> None:
+        """Fill ``out`` as FSDP wants it from what the places have published."""
         by_rank = published.view(self._places, self._groups, -1).transpose(0, 1)
-        if group.size() == self._places * self._groups:
+        if is_forward:
             out.view(self._groups, self._places, -1).copy_(by_rank)
-            return None
+            return
         rows = by_rank.reshape(self._places, self._groups, -1)  # consecutive ranks, as the backward cuts them
         target = out.view(self._places, -1)
         for start, numel in _spans([self._gather_numel(p) for p in range(len(self.params))]):
             part = target[:, start * self._groups : (start + numel) * self._groups]
             part.view(self._places, self._groups, numel).copy_(rows[:, :, start : start + numel])
-        return None
+
+    def by_place(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+        """Gradients, one row per rank, as they are pushed to the places of this subgroup."""
+        by_place = grads.view(self._groups, self._places, -1).transpose(0, 1)
+        pushed = torch.empty(self._places, grads.numel() // self._places, dtype=grads.dtype, device=grads.device)
+        numels = [p.padded.numel() for p, here in zip(self.trainable, present, strict=True) if here]
+        for start, numel in _spans(numels):
+            part = pushed[:, start * self._groups : (start + numel) * self._groups]
+            part.view(self._places, self._groups, numel).copy_(by_place[:, :, start : start + numel])
+        return pushed.view(-1)
 
     def _gather_numel(self, param: int) -> int:
         """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
         bytes_each = self.compute_dtypes[param].itemsize if self.gather_dtype == torch.uint8 else 1
         return self.params[param].padded.numel() * bytes_each
-
-    def _push(self, index: int, communication: Communication, grads: torch.Tensor) -> None:
-        by_place = grads.view(self._groups, self._places, -1).transpose(0, 1)
-        pushed = torch.empty(self._places, grads.numel() // self._places, dtype=grads.dtype, device=grads.device)
-        present = [p.padded.numel() for p, here in zip(self.trainable, self._present, strict=True) if here]
-        for start, numel in _spans(present):
-            part = pushed[:, start * self._groups : (start + numel) * self._groups]
-            part.view(self._places, self._groups, numel).copy_(by_place[:, :, start : start + numel])
-        communication.scatter_accumulate(index, pushed.view(-1), self._present)
 
     def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(self._groups, total.numel() // self._groups, dtype=total.dtype, device=total.device)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch import ends
-from odc.fsdp_patch.launch.automatic import Say, model_name
-from odc.fsdp_patch.launch.roots import RootWatch
-from odc.fsdp_patch.listeners import Listener
-from odc.fsdp_patch.models import supported_units
+from odc.fsdp_patch.automatic import RootWatch, Say, model_name
+from odc.fsdp_patch.gradient_events import Listener
+from odc.fsdp_patch.interception import listen
+from odc.fsdp_patch.patching import supported_units
 from odc.fsdp_patch.unit import Unit
 
 
@@ -29,7 +28,7 @@ class DryRun(Listener):
         self._trainable: set[int] = set()
         self._ended_by: str | None = None
         self._watch = RootWatch(self._on_root)
-        self._undo = ends.listen(self)
+        self._undo = listen(self)
 
     def _on_root(self, module: nn.Module, computes: bool) -> None:
         name = model_name(module)

@@ -1,4 +1,4 @@
-"""One communication unit of FSDP1: a ``FullyShardedDataParallel`` module and its flat parameter.
+"""FSDP1: the units of a model, a ``FullyShardedDataParallel`` module and its flat parameter each; what is refused.
 
 Gradients enter by the slot of ``register_comm_hook`` (its public form takes one state for the whole model, and refuses
 hybrid sharding because FSDP then skips its all-reduce, which is what ODC wants). The gather side has no door:
@@ -20,15 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.doors import untraced
+from odc.fsdp_patch.interception import untraced
 from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 _COMMUNICATES = "on-demand communication moves memory of other ranks here"
+_SHARDED = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+)
 
 
 class Fsdp1Unit(Unit):
@@ -343,3 +350,93 @@ class Fsdp1Unit(Unit):
             yield from zip(self._names, self.flat_param._params, strict=True)
         else:
             yield f"{self.name} (flat)", self.flat_param
+
+
+def find_fsdp1_roots(model: nn.Module) -> list[tuple[str, Any]]:
+    """The outermost ``FullyShardedDataParallel`` modules, with their names."""
+    roots: list[tuple[str, Any]] = []
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and id(module) not in inside:
+            roots.append((name, module))
+            inside.update(id(m) for m in module.modules())
+    return roots
+
+
+def find_fsdp1_units(model: nn.Module) -> list[Fsdp1Unit]:
+    """All FSDP1 units below ``model`` in module order, initialised as their first forward would."""
+    for _, root in find_fsdp1_roots(model):
+        _lazy_init(root, root)
+    return [
+        Fsdp1Unit(module, clean_tensor_name(name + ".").rstrip("."))
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
+    ]
+
+
+def check_fsdp1_model(model: nn.Module) -> None:
+    """Refuse what cannot be honoured, before FSDP is initialised.
+
+    Raises:
+        UnsupportedError: naming the module, the option and what to do.
+        ValueError: parameters are on the meta device.
+    """
+    for name, root in find_fsdp1_roots(model):
+        if root._is_root is False:
+            raise UnsupportedError(f"{_where(name)} is a part of a larger FSDP model: patch the whole model")
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            _check_module(module, _where(name))
+
+
+def _check_module(module: Any, where: str) -> None:
+    # FSDP1 makes NO_SHARD of every strategy in a group of one, where ODC has nothing to do either.
+    if module.sharding_strategy not in _SHARDED and module.process_group.size() > 1:
+        raise UnsupportedError(
+            f"{where}: sharding_strategy={module.sharding_strategy.name} shards nothing, so there is nothing to gather "
+            "on demand; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
+        )
+    if module.cpu_offload.offload_params:
+        raise UnsupportedError(f"{where}: cpu_offload=CPUOffload(offload_params=True) is not supported under FSDP1")
+    if module._comm_hook is not None and "_all_gather_flat_param" not in _vars_of_handle(module):
+        raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden")
+    if module._fsdp_extension is not None:
+        raise UnsupportedError(f"{where}: FSDP1 together with tensor parallelism is not supported")
+    if module._handle is not None and module._handle.flat_param.device.type == "meta":
+        raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")
+
+
+def _vars_of_handle(module: Any) -> dict[str, object]:
+    return vars(module._handle) if module._handle is not None else {}
+
+
+def _where(name: str) -> str:
+    return f"module {name!r}" if name else "the model"
+
+
+def check_fsdp1_units(units: Sequence[Fsdp1Unit]) -> None:
+    """As :func:`check_fsdp1_model`, for what is known once FSDP is initialised."""
+    if not units:
+        raise ValueError("the model's FullyShardedDataParallel modules have no parameters")
+    for unit in units:
+        _check_unit(unit)
+
+
+def _check_unit(unit: Fsdp1Unit) -> None:
+    where = f"unit {unit.name!r}"
+    if "_all_gather_flat_param" in _vars_of_handle(unit.module):
+        raise UnsupportedError(f"{where} is patched already: close() the other session first")
+    if unit.handle._keep_low_precision_grads:
+        raise UnsupportedError(
+            f"{where}: MixedPrecision(keep_low_precision_grads=True) is not supported: gradients are summed in float32"
+        )
+    if unit.handle._has_optim_in_backward:
+        raise UnsupportedError(
+            f"{where}: an optimizer in backward is not supported; under ODC a gradient is final only at the end of the "
+            "minibatch"
+        )
+    if unit.trainable_parameters() and unit.grad_dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(
+            f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of MixedPrecision, or the parameters' "
+            "own dtype), which is not supported; use float32 or bfloat16"
+        )

@@ -14,19 +14,12 @@ from typing import NoReturn
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, UnsupportedError
 from odc.faults import FaultInjector
-from odc.fsdp_patch.launch import last_words, report
-from odc.fsdp_patch.launch.automatic import AutomaticPatching, Say
-from odc.fsdp_patch.launch.dry_run import DryRun
-from odc.fsdp_patch.launch.script import run_module, run_script
+from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
+from odc.launch import report
+from odc.launch.dry_run import DryRun
+from odc.launch.script import leave_last_words, refusal, run_module, run_script
 from odc.transports import registry
-
-_under_odc_run = False
-
-
-def under_odc_run() -> bool:
-    """Whether the script of this process runs with FSDP patched, or about to be."""
-    return _under_odc_run
 
 
 def odc_options() -> argparse.ArgumentParser:
@@ -125,17 +118,15 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         deterministic=options.deterministic,
         timeout_s=options.timeout,
     )
-    global _under_odc_run
     undo = _balance(options, say)
-    patching = AutomaticPatching(patch, say)
+    measurements = report.Measurements()
+    patching = AutomaticPatching(patch, say, on_patched=measurements.begin)
     process = os.getpid()
     ending: BaseException | None = None
-    _under_odc_run = True
     try:
         _run_script(options)
     except BaseException as error:
         ending = error
-    _under_odc_run = False
     failed = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
     if os.getpid() != process:  # a child that the script forked: sessions and report are its parent's
         if ending is not None:
@@ -144,10 +135,12 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
     if failed:
         assert ending is not None
         patching.abort(ending)
-    accounts = patching.accounts()
+    accounts = measurements.accounts()
     try:
-        patching.close()
-        undo()
+        with contextlib.ExitStack() as stack:
+            stack.callback(undo)
+            stack.callback(patching.close)
+            stack.callback(measurements.close)
     except Exception as error:
         if not failed:
             raise
@@ -163,8 +156,8 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
 
 def _end_with(error: BaseException, options: argparse.Namespace, launch: LaunchEnvironment) -> NoReturn:
     """As Python would end, but for what ODC refuses: one line, said by the launcher where it is ``odc run``."""
-    line = last_words.refusal(error)
-    last_words.leave(launch, error, line)
+    line = refusal(error)
+    leave_last_words(launch, error, line)
     if line is None:
         raise error
     raise SystemExit(1 if options.launcher_tells and launch.error_file else line)
@@ -209,11 +202,11 @@ def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -
         _run_script(options)
     except UnsupportedError as error:
         say(f"odc: would refuse this script: {error}")
-        last_words.leave(launch, error, last_words.refusal(error))
+        leave_last_words(launch, error, refusal(error))
         raise SystemExit(1) from None
     except SystemExit as error:
         if dry_run.is_complete and dry_run.refused is not None:
-            last_words.leave(launch, dry_run.refused, last_words.refusal(dry_run.refused))
+            leave_last_words(launch, dry_run.refused, refusal(dry_run.refused))
         if dry_run.is_complete or error.code not in (None, 0):
             raise
     finally:

@@ -1,7 +1,7 @@
 """One communication unit of FSDP2 (``FSDPParamGroup``).
 
 ODC enters by ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``. What has no public door is read
-here and in ``params.py``, read-only but for one thing: ``post_backward`` of the parameter group is shadowed on the
+here, read-only but for one thing: ``post_backward`` of the parameter group is shadowed on the
 instance, reversibly. It is the only place that knows which parameters of the unit received a gradient (FSDP hands a
 custom reduce-scatter only their concatenation), and it keeps FSDP from all-reducing a hybrid unit in every microbatch.
 """
@@ -17,18 +17,94 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
-from odc.fsdp_patch.fsdp2.comms import OdcAllGather, OdcReduceScatter
-from odc.fsdp_patch.fsdp2.params import FsdpParam
 from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
+class _PlainMemory:
+    """FSDP asks its communication for buffers; plain memory serves."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherWork(dist.Work):
+    """A gather under way, as FSDP2 waits for one."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when the parameters are there. May be called again."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return True
+
+
+class OdcAllGather(_PlainMemory, AllGather):
+    """FSDP's all-gather of one unit, as a gather on demand."""
+
+    def __init__(self, unit: Fsdp2Unit, index: int, communication: Communication) -> None:
+        self._unit = unit
+        self._index = index
+        self._communication = communication
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._unit.begin_gather()
+        # FSDP has put this rank's shard (input_tensor) into its place in output_tensor.
+        wait = self._communication.gather_ahead(self._index, output_tensor, own_in_place=True)
+        return None if wait is None else GatherWork(wait)
+
+
+class OdcReduceScatter(_PlainMemory, ReduceScatter):
+    """FSDP's reduce-scatter of one unit, as a push to the owners."""
+
+    def __init__(self, unit: Fsdp2Unit, index: int, communication: Communication) -> None:
+        self._unit = unit
+        self._index = index
+        self._communication = communication
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        present = self._unit.begin_push()
+        self._communication.scatter_accumulate(self._index, self._as_pushed(input_tensor, present), present)
+        # [Note: Nothing until final] FSDP adds this output to .grad now, but the sum is known only at the end of the
+        # minibatch. Zeros leave an existing .grad as it was, and Fsdp2Unit takes a .grad that FSDP makes of them away
+        # again. Session.finish adds the sum, divided as FSDP would have divided it. (For a forced sum FSDP divides
+        # this output afterwards: zeros again.)
+        output_tensor.zero_()
+        return None
+
+    def _as_pushed(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+        """Gradients as FSDP lays them out, one row per rank, in the order of the ranks that they are pushed to."""
+        return grads
+
+
 class Fsdp2Unit(Unit):
     """One ``FSDPParamGroup`` and the module that carries its doors."""
+
+    all_gather_type = OdcAllGather
+    reduce_scatter_type = OdcReduceScatter
 
     def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str]) -> None:
         self.module = module
@@ -195,16 +271,9 @@ class Fsdp2Unit(Unit):
     # Entering it
 
     def enter(self, index: int, communication: Communication) -> Undo:
-        def all_gather(out: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None] | None:
-            if not self._context.post_backward_final_callback_queued:
-                self._has_sent = False  # that backward is over
-            return self._gather(index, communication, out, group)
-
-        def reduce_scatter(grads: torch.Tensor) -> None:
-            self._has_sent = True
-            self._push(index, communication, grads)
-
-        undo_comms = self.swap_comms(OdcAllGather(all_gather), OdcReduceScatter(reduce_scatter))
+        undo_comms = self.swap_comms(
+            self.all_gather_type(self, index, communication), self.reduce_scatter_type(self, index, communication)
+        )
         undo_post_backward = self._shadow_post_backward()
 
         def undo() -> None:
@@ -213,13 +282,15 @@ class Fsdp2Unit(Unit):
 
         return undo
 
-    def _gather(
-        self, index: int, communication: Communication, out: torch.Tensor, group: dist.ProcessGroup
-    ) -> Callable[[], None] | None:
-        return communication.gather_ahead(index, out, own_in_place=True)
+    def begin_gather(self) -> None:
+        """FSDP gathers: a backward that has sent gradients may be over."""
+        if not self._context.post_backward_final_callback_queued:
+            self._has_sent = False
 
-    def _push(self, index: int, communication: Communication, grads: torch.Tensor) -> None:
-        communication.scatter_accumulate(index, grads, self._present)
+    def begin_push(self) -> Sequence[bool]:
+        """FSDP reduces: which trainable parameters have a gradient in it."""
+        self._has_sent = True
+        return self._present
 
     def swap_comms(self, all_gather: Any, reduce_scatter: Any) -> Undo:
         """Enter by the public doors; returns the undo."""
@@ -278,3 +349,112 @@ class Fsdp2Unit(Unit):
                 "requires_grad before patch_fsdp (under odc run: before the first forward), or close() the session and "
                 "patch again"
             )
+
+
+class FsdpParam:
+    """One parameter of a unit, as FSDP2 shards it: what is read of ``FSDPParam``."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner = inner
+        self.name = name
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The sharded DTensor parameter the optimizer sees."""
+        parameter: nn.Parameter = self._inner.sharded_param
+        return parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, without padding."""
+        tensor: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        return tensor
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """This rank's shard, flat, padded to the same length on every rank; shares memory with ``local``."""
+        tensor: torch.Tensor = self._inner._sharded_param_data
+        return tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharded.dtype
+
+    def compute_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
+        """What FSDP casts the parameter to for the all-gather."""
+        return param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    def grad_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
+        """What FSDP reduces the gradient in where the policy has no ``reduce_dtype``."""
+        keeps_own = hasattr(type(self._inner), "unsharded_grad_dtype")  # torch 2.15
+        return self.dtype if keeps_own else self.compute_dtype(param_dtype)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether backward has left an unsharded gradient that the next reduction will take."""
+        if not self.was_unsharded:
+            return False
+        return self._inner.unsharded_accumulated_grad is not None or self._inner._unsharded_param.grad is not None
+
+    @property
+    def was_unsharded(self) -> bool:
+        return hasattr(self._inner, "_unsharded_param")
+
+    @property
+    def full(self) -> torch.Tensor | None:
+        """The parameter that stands in the module while the unit is unsharded; the same one each time."""
+        parameter: torch.Tensor | None = getattr(self._inner, "_unsharded_param", None)
+        return parameter
+
+    @property
+    def shared_by_fewer(self) -> torch.Tensor | None:
+        """The parameter that stands in the module behind a forward with ``reshard_after_forward=<int>``; another one
+        each time."""
+        parameter: torch.Tensor | None = getattr(self._inner, "_sharded_post_forward_param", None)
+        return parameter
+
+    def drop_gradient(self) -> None:
+        """Forget the unsharded gradient that :attr:`has_gradient` tells of."""
+        if self.was_unsharded:
+            if "unsharded_accumulated_grad" in vars(self._inner):  # in torch 2.15 the next line alone clears it
+                self._inner.unsharded_accumulated_grad = None
+            self._inner._unsharded_param.grad = None
+
+    def check_hooks(self, where: str) -> None:
+        """Refuse an optimizer in backward: FSDP calls such hooks at every reduction."""
+        if getattr(self.sharded, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook (optimizer in backward); "
+                "under ODC a gradient is final only at the end of the minibatch"
+            )
+
+    def describe(self) -> str:
+        """One line that is equal on two ranks exactly if the parameters are."""
+        frozen = "" if self.sharded.requires_grad else ", frozen"
+        dim = int(self._inner.fsdp_placement.dim)
+        return f"{list(self.sharded.size())} {self.dtype} sharded on dim {dim}{frozen}"
+
+    def add_to_grad(self, flat: torch.Tensor) -> None:
+        """Add this rank's part of the gradient, flat and without padding, to ``.grad``, or let it become that."""
+        # FSDP lays a shard out contiguously in its own shape, whichever dimension is sharded.
+        local = flat.view(self.local.shape)
+        sharded = self.sharded
+        assert isinstance(sharded, DTensor)
+        if isinstance(sharded.grad, DTensor):
+            sharded.grad.to_local().add_(local.to(self.local.device))
+            return
+        local = local.to(device=self.local.device, dtype=self.dtype)
+        sharded.grad = DTensor.from_local(
+            local,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.size(),
+            stride=sharded.stride(),
+        )
+
+    @property
+    def local_grad(self) -> torch.Tensor | None:
+        """This rank's part of ``.grad``."""
+        grad = self.sharded.grad
+        return grad._local_tensor if isinstance(grad, DTensor) else None

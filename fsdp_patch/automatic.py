@@ -1,13 +1,14 @@
-"""Noticing each FSDP root when it is first used, when the script has done all its wrapping and loading.
+"""ODC in every FSDP model of a process, from its first use to the end of a block or a script.
 
-Used is: computes, or has its gradients read by a rank that had nothing to compute. FSDP itself waits for the first
-forward to initialise a model ("lazy init"), for the same reason. FSDP2 does it in ``FSDPState._lazy_init``, FSDP1 in
-``FullyShardedDataParallel.forward``; both, and where modules become FSDP modules, are shadowed on their classes until
-:meth:`RootWatch.close`.
+Used is: computes, or has its gradients read by a rank that had nothing to compute; then the script has done all its
+wrapping and loading. FSDP itself waits for the first forward to initialise a model ("lazy init"), for the same reason.
+FSDP2 does it in ``FSDPState._lazy_init``, FSDP1 in ``FullyShardedDataParallel.forward``; both, and where modules become
+FSDP modules, are shadowed on their classes until :meth:`RootWatch.close`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -15,15 +16,147 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
-from odc.fsdp_patch.doors import untraced
-from odc.fsdp_patch.fsdp2.find import find_fsdp2_units
+from odc.errors import UnsupportedError
+from odc.exchange import ProcessGroupExchange, gather_json
+from odc.fsdp_patch.fsdp2 import find_fsdp2_units
+from odc.fsdp_patch.gradient_events import Listener, Reader
+from odc.fsdp_patch.interception import listen, listening, untraced
+from odc.fsdp_patch.patching import default_group
+from odc.fsdp_patch.session import Session
+
+Patch = Callable[[nn.Module], Session]
+Say = Callable[[str], None]
+Agree = Callable[[nn.Module, tuple[int, int]], Sequence[Sequence[int]]]
+"""Every rank's two numbers, over the ranks of a module's mesh."""
+
+OnPatched = Callable[[nn.Module, Session, bool], None]
+"""Told of each model that was patched; the bool: in a forward of it, whose hooks torch has collected already."""
 
 _SETS_UP = "a model may be patched here, for which ranks wait for each other"
+
+
+def gather_numbers(module: nn.Module, numbers: tuple[int, int]) -> Sequence[Sequence[int]]:
+    """Each rank's ``numbers``. Collective over the mesh of ``module``."""
+    group, device = default_group(module)
+    everyone: list[list[int]] = gather_json(ProcessGroupExchange(group, device), numbers)
+    return everyone
+
+
+class AutomaticPatching(Listener):
+    """Patches each FSDP root when it is first used; the owner of the sessions, with :meth:`close`.
+
+    [Note: One order] Patching is collective, and ranks may come to it with different roots: one computes with a
+    reference model first, another has no microbatch, comes with the policy that its optimizer updates, and will not use
+    the reference model in this minibatch at all. So the ranks that come tell each other the number of their root. If it
+    is the same, they patch that one. If not, they patch all roots that all of them have so far, in the order of their
+    numbers: every rank wraps its models in the same order. Not always all: others may not be loaded yet.
+    """
+
+    def __init__(
+        self, patch: Patch, say: Say, agree: Agree = gather_numbers, on_patched: OnPatched | None = None
+    ) -> None:
+        self._patch = patch
+        self._say = say
+        self._agree = agree
+        self._on_patched = on_patched
+        self._sessions: list[weakref.ref[Session]] = []
+        self._roots = RootWatch(self._on_root)
+        self._looked_at: dict[tuple[int, int], str] = {}  # where gradients of models not patched yet were read
+        # From the start: the first closure of optimizer.step(closure) contains the first forward.
+        self._undo = listen(self)
+
+    def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """A rank without a microbatch patches where it comes for the other ranks' gradients."""
+        self._roots.gradients_read(tensors)
+
+    @property
+    def notes_readers(self) -> bool:
+        return bool(self._roots.pending())
+
+    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
+        """There is nothing to read yet; the session will want to know."""
+        self._looked_at[reader.place, reader.path] = str(reader)
+
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return bool(self._roots.pending(tensors))
+
+    def _on_root(self, module: nn.Module, computes: bool) -> None:
+        wanted = self._roots.number(module)
+        while True:  # [Note: One order]
+            everyone = self._agree(module, (wanted, self._roots.num_known))
+            if all(number == wanted for number, _ in everyone):
+                self._patch_root(module, computes)
+                return
+            limit = min(num_known for _, num_known in everyone)
+            roots = [m for m in [module, *self._roots.pending()] if self._roots.number(m) < limit]
+            roots = [m for m in roots if _ranks(m) == _ranks(module)]
+            if not roots:
+                raise UnsupportedError(
+                    f"this rank uses {model_name(module)} while another rank first uses a model that this rank does "
+                    "not have or has used before. Wrap models in the same order on all ranks."
+                )
+            for root in sorted(roots, key=self._roots.number):
+                self._roots.mark(root)
+                self._patch_root(root, computes and root is module)
+            if module in roots:
+                return
+
+    def _patch_root(self, module: nn.Module, computes: bool) -> None:
+        name = model_name(module)
+        try:
+            session = self._patch(module)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{name}: {error}") from error
+        session.looked_before(self._looked_at)
+        self._sessions.append(weakref.ref(session))
+        if self._on_patched is not None:
+            self._on_patched(module, session, computes)
+        self._say(f"odc: patched {name}: {session.describe()}")
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Of the models that are still there."""
+        return [session for ref in self._sessions if (session := ref()) is not None]
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
+        for session in self.sessions:
+            session.abort(error)
+
+    def close(self) -> None:
+        """Give every model back to plain FSDP, also if one cannot be closed. Idempotent, never waits."""
+        with contextlib.ExitStack() as stack:
+            for session in self.sessions:
+                stack.callback(session.close)
+            stack.callback(self._undo)
+            stack.callback(self._roots.close)
+
+
+def _ranks(module: nn.Module) -> list[int]:
+    """Over which a root is sharded; none if its process group was destroyed."""
+    try:
+        return dist.get_process_group_ranks(default_group(module)[0])
+    except KeyError:
+        return []
+
+
+def model_name(module: nn.Module) -> str:
+    """The class of a model as its author knows it, and which FSDP shards it."""
+    inner = getattr(module, "_fsdp_wrapped_module", None)
+    if inner is not None:
+        return f"{type(inner).__name__} (FSDP1)"
+    return f"{type(module).__name__.removeprefix('FSDP')} (FSDP2)"
+
+
+def is_patching() -> bool:
+    """Whether FSDP models of this process are patched at their first use."""
+    return any(isinstance(listener, AutomaticPatching) for listener in listening())
 
 
 def is_sharded(model: nn.Module) -> bool:

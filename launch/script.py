@@ -1,4 +1,6 @@
-"""The one line with which ``odc run`` ends where ODC refused a script.
+"""Running a script as ``python script.py`` would, and the one line with which it ends where ODC refused it.
+
+What a script finds in ``sys`` and in its own module is the same.
 
 A rank that refuses leaves its sentence where torchrun looks for the error of a rank, instead of a traceback that
 torchrun's own output would bury; ``odc run`` finds it there and says it once, last. Under torchrun alone the rank says
@@ -7,11 +9,17 @@ it itself.
 
 from __future__ import annotations
 
+import importlib.machinery
+import io
 import json
+import os
+import runpy
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +30,55 @@ _REFUSALS = (UnsupportedError, SetupError, ConfigError)
 _OTHERS_FAULT = (AbortedError, PeerClosedError, PeerDiedError)
 _MARK = "odc"
 """Key of what this rank's end was, in torchrun's error file: "refused", or "told" where another rank failed first."""
+
+
+def run_module(name: str, arguments: Sequence[str]) -> None:
+    """As ``python -m name arguments`` would, in a process started by ``python -m``."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """As ``python path arguments`` would, in a process started by ``python -m``.
+
+    Not by ``runpy.run_path``, which shows the script another ``__file__`` or another ``sys.argv[0]``, and takes its
+    module away before exit handlers run.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(path)
+    sys.argv = [path, *arguments]
+    if Path(path).is_dir():  # with a __main__.py in it
+        if not _is_safe_path():
+            sys.path.pop(0)  # run_path puts the folder there
+        runpy.run_path(path, run_name="__main__")
+        return
+    absolute = os.path.abspath(path)
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(
+        __file__=absolute,
+        __builtins__=__builtins__,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", absolute),
+    )
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _set_first_path(folder: str) -> None:
+    """``python -m`` has put the current folder first, ``python script`` puts the script's there."""
+    if not _is_safe_path():
+        sys.path[0] = folder
+
+
+def _is_safe_path() -> bool:
+    """Whether Python puts no folder first (``python -P``); there is no such flag in Python 3.10."""
+    return bool(getattr(sys.flags, "safe_path", False))
 
 
 class Failure(Protocol):
@@ -38,7 +95,7 @@ def refusal(error: BaseException) -> str | None:
     return f"odc: refused: {' '.join(str(error).split())}{_where(error)}"
 
 
-def leave(launch: LaunchEnvironment, error: BaseException, line: str | None = None) -> None:
+def leave_last_words(launch: LaunchEnvironment, error: BaseException, line: str | None = None) -> None:
     """Leave ``line``, or what ``error`` says, for the launcher, if one looks for it.
 
     Only of errors that are ODC's: what a script raises itself has its own traceback.

@@ -1,8 +1,8 @@
 """Who is told what a script does with gradients. Process-wide, as torch's own optimizer hooks are.
 
 [Note: Listeners that come late] A listener may patch a model while it is told, and the session of that model listens
-from then on: to this very reading too, since its gradients are the ones that are read. So doors and hooks share one
-list of listeners, and whoever joins it meanwhile is told as well.
+from then on: to this very reading too, since its gradients are the ones that are read. So all that is
+intercepted shares one list of listeners, and whoever joins it meanwhile is told as well.
 
 [Note: Watched waits] Clipping sums the norm over the ranks by a collective, and scripts have collectives of their own.
 Nobody can look around inside them. So a session knows while its rank is in one, its watchdog looks instead, and makes

@@ -6,24 +6,33 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from odc.errors import MisuseError, ProtocolError, UnsupportedError
-from odc.fsdp_patch import ends
-from odc.fsdp_patch.fsdp2.forward_methods import watch_forward_methods
-from odc.fsdp_patch.listeners import Listener, Reader
+from odc.fsdp_patch.fsdp2 import watch_forward_methods
+from odc.fsdp_patch.gradient_events import Listener, Reader
+from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
 from odc.fsdp_patch.publishing import Publisher
 from odc.protocol import End, State
 from odc.runtime import Runtime
 
-if TYPE_CHECKING:
-    from odc.fsdp_patch.session import Session
+
+class Owner(Protocol):
+    """The session, which keeps its :class:`GradientUse` and is not kept by it."""
+
+    def finish_by(self, reader: Reader | None) -> None:
+        """End the minibatch for ``reader``, who asks for gradients by hand (None: nobody does)."""
+        ...
+
+    def end_evaluation(self) -> None:
+        """A forward of the model without a graph has returned."""
+        ...
 
 
-class GradientWatch(Listener):
+class GradientUse(Listener):
     """Ends the minibatch of a session where the script asks for gradients, and refuses what comes too late.
 
     Gradients that are final are *used up* by a step, by clearing them, or by a step that ``GradScaler`` has skipped.
@@ -36,7 +45,7 @@ class GradientWatch(Listener):
     its script did without gradients that it should have had, or is a minibatch behind: that ends the job by name.
     """
 
-    def __init__(self, session: Session, publisher: Publisher, runtime: Runtime) -> None:
+    def __init__(self, session: Owner, publisher: Publisher, runtime: Runtime) -> None:
         self.session = weakref.ref(session)
         self._publisher = publisher
         self._runtime = runtime
@@ -248,7 +257,7 @@ class GradientWatch(Listener):
             )
         if self._runtime.state is State.FINISHED and not self._is_next_minibatch(owned, what):
             return
-        if what == ends.CLIPPING_BY_NORM:
+        if what == CLIPPING_BY_NORM:
             raise UnsupportedError(
                 f"{what} before the minibatch has ended: this rank has no gradients yet, so the norm cannot be theirs. "
                 "Use clip_grad_norm_, which computes it, or call session.finish() before computing the norm "
@@ -307,7 +316,7 @@ class GradientWatch(Listener):
         used = self._publisher.already_stepped(owned) or not self._cleared.isdisjoint(owned)
         is_cleared = self._has_own_gradients and self._publisher.gradients_are_cleared()
         # Weights may be decayed by hand before the first step of an optimizer.
-        return used or is_cleared or (what != ends.STEP and self._publisher.stepped_by_hand(owned))
+        return used or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._runtime.state is not State.OPEN:
@@ -351,7 +360,7 @@ class GradientWatch(Listener):
     def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
         return self._runtime.explain(error, what, time.monotonic() - self._runtime.outside.since)
 
-    def _live_session(self) -> Session:
+    def _live_session(self) -> Owner:
         session = self.session()
-        assert session is not None, "whoever is told is alive: the session keeps its watch"
+        assert session is not None, "whoever is told is alive: the session keeps it"
         return session

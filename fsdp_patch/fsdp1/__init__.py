@@ -1,1 +1,0 @@
-"""FSDP1: ``FullyShardedDataParallel`` and its flat parameters."""

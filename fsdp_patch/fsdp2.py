@@ -1,0 +1,203 @@
+"""FSDP2: the units of a model, what is refused of them, which methods compute, how long collectives take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.compat import param_groups
+from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
+from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
+from odc.timeline import Timeline
+
+
+def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
+    """All FSDP2 units below ``model`` in module order (a unit shared by several modules appears once).
+
+    Where ``reshard_after_forward=<int>`` is used, all units are shared within the groups that it makes.
+    """
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    found = list(_groups(model))
+    mesh = next((smaller_mesh(group) for _, _, group in found if smaller_mesh(group) is not None), None)
+    if mesh is None:
+        return [Fsdp2Unit(module, group, name, names) for name, module, group in found]
+    return [SubgroupUnit(module, group, name, names, mesh) for name, module, group in found]
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for group in param_groups(module):
+            assert isinstance(module, FSDPModule)
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield name or "<root>", module, group
+
+
+def check_fsdp2(model: nn.Module, units: Sequence[Fsdp2Unit]) -> None:
+    """Refuse what cannot be honoured, before anything is allocated or changed.
+
+    Raises:
+        UnsupportedError: naming the module, the option and what to do.
+    """
+    for name, module in model.named_modules():
+        if len(param_groups(module)) > 1:
+            raise UnsupportedError(
+                f"module {name!r}: shard_placement_fn with several meshes (one module, "
+                f"{len(param_groups(module))} parameter groups) is not supported yet"
+            )
+    for unit in units:
+        _check_unit(unit)
+
+
+def check_fsdp2_meshes(units: Sequence[Fsdp2Unit]) -> None:
+    """Refuse units that are not sharded at all (``replicate()`` of torch 2.10 and later is FSDP2 with such a mesh)."""
+    for unit in units:
+        if not unit.is_sharded:
+            raise UnsupportedError(f"unit {unit.name!r}: a mesh that only replicates has nothing to gather on demand")
+
+
+def _check_unit(unit: Fsdp2Unit) -> None:
+    group, where = unit.group, f"unit {unit.name!r}"
+    if isinstance(group._all_gather_comm, OdcAllGather):
+        raise UnsupportedError(f"{where} is patched already: close() the other session first")
+    for attribute, option in (
+        ("_all_gather_comm", "set_custom_all_gather"),
+        ("_reduce_scatter_comm", "set_custom_reduce_scatter"),
+    ):
+        kind = type(getattr(group, attribute)).__name__
+        if not kind.startswith("Default"):
+            raise UnsupportedError(f"{where}: {option} ({kind}) is set already and would be overridden")
+    _check_smaller_mesh(unit, where)
+    if group._all_reduce_hook is not None:
+        raise UnsupportedError(f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end)")
+    if unit.trainable and unit.grad_dtype not in (torch.float32, torch.bfloat16):
+        # FSDP divides such gradients in part before the reduction, for fear of overflow.
+        raise UnsupportedError(
+            f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of the mixed precision policy, or the "
+            "parameters' own dtype), which is not supported; use float32 or bfloat16"
+        )
+    for param in unit.params:
+        _check_param(param.sharded, param.name, where, group.mesh_info.mesh.ndim)
+    unit.check_hooks()
+
+
+def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
+    smaller = smaller_mesh(unit.group)
+    if smaller is None:
+        return
+    if hasattr(unit.group.mesh_info, "replicate_process_group"):
+        raise UnsupportedError(f"{where}: reshard_after_forward=<int> on a mesh with replicas (HSDP) is not supported")
+    assert isinstance(unit, SubgroupUnit)
+    if smaller.shard_mesh_size != unit.smaller.shard_mesh_size:
+        raise UnsupportedError(
+            f"{where}: reshard_after_forward={smaller.shard_mesh_size}, other units have "
+            f"{unit.smaller.shard_mesh_size}; one number for the whole model is supported"
+        )
+
+
+def _check_param(param: nn.Parameter, name: str, where: str, mesh_ndim: int) -> None:
+    if param.device.type == "meta":
+        raise ValueError(f"{where}: parameter {name!r} is on the meta device; materialise the model before patching")
+    if param.device_mesh.ndim > mesh_ndim:  # type: ignore[attr-defined]
+        raise UnsupportedError(f"{where}: parameter {name!r} is also sharded by tensor parallelism: not supported yet")
+    if hasattr(param._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
+        kind = type(param._local_tensor).__name__  # type: ignore[attr-defined]
+        raise UnsupportedError(f"{where}: parameter {name!r} uses the all-gather extension of {kind}: not supported")
+
+
+def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begin`` before and ``end`` after each method of a module of ``model`` that a script has made a forward
+    (``register_fsdp_forward_method``): no module hook sees these. Returns the undo.
+
+    They look up the two halves of FSDP2's forward in the module's state each time; its own hooks were bound once.
+    """
+    found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = {id(state): state for state in found}.values()  # one may belong to several modules
+    undos = [_tell_of(state, "_pre_forward", begin) for state in states]
+    undos += [_tell_of(state, "_post_forward", end) for state in states]
+
+    def undo() -> None:
+        for one in undos:
+            one()
+
+    return undo
+
+
+def _tell_of(state: Any, half: str, tell: Callable[[], None]) -> Callable[[], None]:
+    original, own = getattr(state, half), state.__dict__.get(half)
+
+    @functools.wraps(original)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
+
+    setattr(state, half, telling)
+
+    def undo() -> None:
+        if state.__dict__.get(half) is not telling:
+            return  # somebody else has wrapped it meanwhile
+        if own is None:
+            delattr(state, half)
+        else:
+            setattr(state, half, own)
+
+    return undo
+
+
+class _Timed:
+    """Wraps one of FSDP's communication objects and records each call as a span."""
+
+    def __init__(self, inner: Any, timeline: Timeline, kind: str, label: str) -> None:
+        self._inner = inner
+        self._timeline = timeline
+        self._kind = kind
+        self._label = label
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor: torch.Tensor = self._inner.allocate(size, dtype=dtype, device=device)
+        return tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with self._timeline.span(self._kind, self._label):
+            work: dist.Work | None = self._inner(*args, **kwargs)
+        return work
+
+
+class Observation:
+    """Timed collectives in one model, until :meth:`close`."""
+
+    def __init__(self, units: Sequence[Fsdp2Unit], timeline: Timeline) -> None:
+        self._undo: list[Callable[[], None]] = []
+        for unit in units:
+            self._undo.append(
+                unit.swap_comms(
+                    _Timed(unit.group._all_gather_comm, timeline, "gather", unit.name),
+                    _Timed(unit.group._reduce_scatter_comm, timeline, "scatter", unit.name),
+                )
+            )
+
+    def close(self) -> None:
+        """Take the timers out again. Idempotent."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def observe_fsdp(model: nn.Module, timeline: Timeline) -> Observation:
+    """Record every all-gather ("gather") and reduce-scatter ("scatter") of an FSDP2 model in ``timeline``.
+
+    Raises:
+        ValueError: the model has no FSDP2 modules.
+    """
+    units = find_fsdp2_units(model)
+    if not units:
+        raise ValueError(f"{type(model).__name__} has no FSDP2 modules to observe: call fully_shard first")
+    return Observation(units, timeline)

@@ -1,0 +1,470 @@
+"""Where a script that knows nothing of minibatches ends one: the first time it asks for final gradients.
+
+That is the first of clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own
+``clip_grad_norm_``), ``GradScaler.unscale_``, reading a parameter's ``.grad`` by hand, and ``optimizer.step``. The step
+has public hooks of torch. The others are functions and an attribute of torch, which are intercepted while anybody
+listens (:func:`listen`), and left as they were after that.
+
+[Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
+replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
+that the wrapper holds in a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); the cell is what is exchanged.
+
+[Note: Compiled scripts] Scripts compile what they do with gradients too (``torch.compile`` of a function that scales
+them, or around ``optimizer.step``), and the model itself, around FSDP. What listens there looks at frames, waits for
+other ranks, patches models and moves memory, none of which can be traced: the compiler breaks its graph at it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.gradient_events import Listener, Listeners, Reader, module_of
+
+STEP = "optimizer.step"
+CLIPPING_BY_NORM = "clip_grads_with_norm_"
+"""Clipping by a norm that the script has computed before: too late to make the gradients final."""
+
+_INITIALISES_OPTIMIZERS = "torch.distributed.checkpoint.state_dict"
+"""Asked for the state of an optimizer that has none, it takes a step with gradients of zero unless it finds some."""
+
+_READS_FOR_SCRIPTS = "torch.nn.utils.clip_grad"
+"""Given ``map(attrgetter("grad"), parameters)``, it is who reads. Its own readings are intercepted."""
+
+_PASSES_BY = "torch._dynamo.eval_frame"
+"""Its wrapper stands between, see [Note: Compiled scripts]. The compiler itself, which looks at gradients
+of what it is given, is in other modules."""
+
+
+def untraced(
+    function: Callable[..., Any],
+    reason: str = "a script asks for gradients here, for which on-demand communication may have to wait",
+) -> Callable[..., Any]:
+    """See [Note: Compiled scripts]."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters that an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Where a function takes what it reads the gradients of: by position or by name, as the caller likes."""
+
+    position: int
+    name: str
+    parameters: Callable[[Any], tuple[Any, Sequence[torch.Tensor]]]
+    """The argument to hand on (a generator is used up by looking), and the parameters in it."""
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Sequence[torch.Tensor]]:
+        """The arguments to hand on, and the parameters. Without the argument: as they are, for torch to complain."""
+        if self.name in kwargs:
+            value, tensors = self.parameters(kwargs[self.name])
+            return args, {**kwargs, self.name: value}, tensors
+        if self.position < len(args):
+            value, tensors = self.parameters(args[self.position])
+            return (*args[: self.position], value, *args[self.position + 1 :]), kwargs, tensors
+        return args, kwargs, []
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[Any, Any]:
+        """The arguments with another value for this one."""
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: value}
+        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+
+
+def _tensors(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
+    if isinstance(parameters, torch.Tensor):
+        return parameters, [parameters]
+    tensors = list(parameters)
+    # A generator stays one: torch warns about an empty generator, and not about an empty list.
+    return (_generate(tensors) if isinstance(parameters, GeneratorType) else tensors), tensors
+
+
+def _generate(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """A generator of ``tensors``."""
+    yield from tensors
+
+
+PARAMETERS = Argument(0, "parameters", _tensors)
+OPTIMIZER = Argument(1, "optimizer", lambda optimizer: (optimizer, parameters_of(optimizer)))
+SELF_OPTIMIZER = Argument(0, "self", lambda optimizer: (optimizer, parameters_of(optimizer)))
+MODULE = Argument(0, "self", lambda module: (module, list(module.parameters())))
+
+
+class Intercepted(ABC):
+    """One function of torch."""
+
+    running: ClassVar[list[Intercepted]] = []
+    """Those that are running: clip_grad_norm_ calls clip_grads_with_norm_, but the script reads once."""
+
+    def __init__(self, name: str, listeners: Listeners) -> None:
+        self.name = name
+        self.listeners = listeners
+        self._original: Any = None
+        self._telling: Any = None
+
+    def enter(self) -> None:
+        """Enter the function, unless that was done before."""
+        if self._telling is None:
+            self._original = self._read()
+            telling = functools.wraps(self._original, updated=())(self._make_telling(self._original))
+            self._telling = untraced(telling)
+            self._write(self._telling)
+
+    def leave(self) -> None:
+        """Put back what was there. Somebody else may have wrapped it meanwhile: then it stays, and tells nobody."""
+        if self._read() is self._telling:
+            self._write(self._original)
+            self._original = self._telling = None
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``; what it does with gradients is no news."""
+        self.running.append(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.running.pop()
+
+    @abstractmethod
+    def _make_telling(self, original: Any) -> Any: ...
+
+    @abstractmethod
+    def _read(self) -> Any: ...
+
+    @abstractmethod
+    def _write(self, function: Any) -> None: ...
+
+
+class _Reading(Intercepted):
+    """Tells before gradients are read."""
+
+    def __init__(self, name: str, listeners: Listeners, argument: Argument) -> None:
+        super().__init__(name, listeners)
+        self._argument = argument
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            if self.running:
+                return original(*args, **kwargs)
+            args, kwargs, tensors = self._argument.look(args, kwargs)
+            if tensors:
+                self.listeners.tell(lambda listener: listener.before_reading(self.name, tensors))
+            meant = [self.listeners.sharded(tensor) for tensor in tensors]
+            if any(one is not other for one, other in zip(tensors, meant, strict=True)):
+                args, kwargs = self._argument.put(args, kwargs, meant)
+            result = self.listeners.run_collective(self.name, tensors, lambda: self.run(original, args, kwargs))
+            self._after(tensors)
+            return result
+
+        return telling
+
+    def _after(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Told when the function has returned."""
+
+
+class InnerFunction(_Reading):
+    """A function of ``torch.nn.utils.clip_grad``, see [Note: Imported by name].
+
+    Other libraries replace these functions too, by anything that can be called. What they have put there is left as it
+    is; torch's own function is looked for behind it when it is entered. Where it cannot be found, because the
+    replacement does not call it, the attribute of the module is exchanged.
+    """
+
+    def __init__(self, wrapper: Any, listeners: Listeners) -> None:
+        self._attribute = next(name for name, value in vars(clip_grad).items() if value is wrapper)
+        super().__init__(self._attribute.removeprefix("_"), listeners, PARAMETERS)
+        self._cell: CellType | None = None
+
+    def enter(self) -> None:
+        if self._telling is None:
+            self._cell = _inner_cell(getattr(clip_grad, self._attribute), self._attribute)
+        super().enter()
+
+    def _read(self) -> Any:
+        return getattr(clip_grad, self._attribute) if self._cell is None else self._cell.cell_contents
+
+    def _write(self, function: Any) -> None:
+        if self._cell is not None:
+            self._cell.cell_contents = function
+            return
+        before = self._read()
+        for module in (clip_grad, nn.utils):
+            if getattr(module, self._attribute, None) is before:
+                setattr(module, self._attribute, function)
+
+
+def _inner_cell(start: Any, name: str) -> CellType | None:
+    """The closure cell with torch's own function ``name``, of whatever ``start`` leads to."""
+    todo, seen = [start], set()
+    while todo:
+        thing = todo.pop(0)
+        if id(thing) in seen or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            todo.append(thing.func)
+        elif isinstance(thing, MethodType):
+            todo += [thing.__func__, thing.__self__]
+        elif isinstance(thing, FunctionType):
+            for cell in thing.__closure__ or ():
+                if _is_inner_function(inner := _content(cell), name):
+                    return cell
+                todo += [inner] * callable(inner)
+        elif callable(thing):
+            todo.append(type(thing).__call__)
+        todo += filter(callable, getattr(thing, "__dict__", {}).values())  # __wrapped__ is there too
+    return None
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _is_inner_function(thing: Any, name: str) -> bool:
+    """Its wrapper has the same name and module, and says that it is one."""
+    is_of_torch = isinstance(thing, FunctionType) and thing.__globals__ is vars(clip_grad)
+    return is_of_torch and thing.__name__ == name and not hasattr(thing, "__wrapped__")
+
+
+class Method(_Reading):
+    """A method of a class."""
+
+    def __init__(self, owner: type, method: str, listeners: Listeners, argument: Argument) -> None:
+        super().__init__(f"{owner.__name__}.{method}", listeners, argument)
+        self._owner = owner
+        self._method = method
+
+    def _read(self) -> Any:
+        return self._owner.__dict__[self._method]
+
+    def _write(self, function: Any) -> None:
+        setattr(self._owner, self._method, function)
+
+
+class ScaledStep(Method):
+    """``GradScaler.step``, which skips the optimizer's step where a gradient is not finite."""
+
+    def _after(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.listeners.tell(lambda listener: listener.after_scaled_step(tensors))
+
+
+class Clearing(Method):
+    """A method of a class that clears gradients: told before and afterwards."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            tensors = self._argument.look(args, kwargs)[2]
+            if not self.running:
+                self.listeners.tell(lambda listener: listener.before_clearing(self.name, tensors))
+            result = self.run(original, args, kwargs)
+            self.listeners.tell(lambda listener: listener.after_clearing(tensors))
+            return result
+
+        return telling
+
+
+class Wait(Method):
+    """A method of a class that waits for other ranks."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            return self.listeners.run_collective("a collective of the script", None, lambda: original(*args, **kwargs))
+
+        return telling
+
+
+class GradientAttribute:
+    """The attribute ``grad`` of a class of parameters: told when a script reads or sets it by hand.
+
+    Only while a listener waits for readers of its own parameters, or notes them. What torch itself does with ``.grad``
+    is not told: FSDP and autograd handle gradients that are not final yet, and where torch reads final ones on behalf
+    of a script that is intercepted elsewhere.
+    """
+
+    def __init__(self, owner: type, listeners: Listeners) -> None:
+        self._owner: Any = owner
+        self._listeners = listeners
+        self._telling: property | None = None
+
+    def enter(self) -> None:
+        """Shadow the attribute, which the class inherits from ``torch.Tensor``."""
+        inherited = inspect.getattr_static(self._owner, "grad")
+
+        def read(tensor: torch.Tensor) -> torch.Tensor | None:
+            reader, is_waited_for = self._reader(tensor, "reading")
+            if reader is not None:
+                if reader.module == _INITIALISES_OPTIMIZERS and is_waited_for:
+                    return tensor
+                self._listeners.tell(lambda listener: listener.before_reading_by_hand(reader, [tensor]))
+            gradient: torch.Tensor | None = inherited.__get__(tensor)
+            if gradient is None:
+                gradient = inherited.__get__(self._meant_by_script(tensor))
+            return gradient
+
+        def write(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            reader, is_waited_for = self._reader(tensor, "setting")
+            if reader is not None and gradient is None and is_waited_for:
+                self._listeners.tell(lambda listener: listener.before_clearing(str(reader), [tensor]))
+            elif reader is not None and gradient is not None:
+                self._listeners.tell(lambda listener: listener.before_reading_by_hand(reader, [tensor]))
+            inherited.__set__(self._meant_by_script(tensor), gradient)
+            if reader is not None and gradient is None:
+                self._listeners.tell(lambda listener: listener.after_clearing([tensor]))
+
+        self._telling = property(untraced(read), untraced(write), lambda tensor: inherited.__delete__(tensor))
+        self._owner.grad = self._telling
+
+    def leave(self) -> None:
+        """Take the shadow away, unless somebody else has put another one there."""
+        if self._telling is not None and self._owner.__dict__.get("grad") is self._telling:
+            delattr(self._owner, "grad")
+        self._telling = None
+
+    def _reader(self, tensor: torch.Tensor, does: str) -> tuple[Reader | None, bool]:
+        """Who is reading, if that is news; and whether a listener waits for that."""
+        if Intercepted.running:
+            return None, False
+        frame = _asking_frame()
+        module = module_of(frame)
+        if _is_torch(module) and module not in (_INITIALISES_OPTIMIZERS, _READS_FOR_SCRIPTS):
+            return None, False
+        listeners = self._listeners.all()
+        is_waited_for = any(one.waits_for_readers and one.owns([tensor]) for one in listeners)
+        is_noted = is_waited_for or any(one.notes_readers and one.owns([tensor]) for one in listeners)
+        return (Reader(frame, does) if is_noted else None), is_waited_for
+
+    def _meant_by_script(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sharded parameter instead of the full one, unless it is torch itself that asks."""
+        sharded = self._listeners.sharded(tensor)
+        return tensor if sharded is tensor or _is_torch(module_of(_asking_frame())) else sharded
+
+
+def _is_torch(module: str) -> bool:
+    return module.split(".")[0] in ("torch", "odc")
+
+
+def _asking_frame() -> FrameType:
+    """Who asks for the attribute, beyond this module and what tells the compiler to pass by."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and module_of(frame) in (__name__, _PASSES_BY):
+        frame = frame.f_back
+    return frame
+
+
+# All of them
+
+_hooks: list[Any] = []
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Tell ``listener`` what this process does with gradients, until it is gone or the returned undo is called."""
+    return _LISTENERS.add(listener)
+
+
+def listening() -> list[Listener]:
+    """All who listen."""
+    return _LISTENERS.all()
+
+
+def _enter() -> None:
+    for one in _INTERCEPTED:
+        one.enter()
+    _hooks[:] = [
+        register_optimizer_step_pre_hook(untraced(_before_step)),
+        register_optimizer_step_post_hook(untraced(_after_step)),
+    ]
+
+
+def _leave() -> None:
+    while _hooks:
+        _hooks.pop().remove()
+    for one in _INTERCEPTED:
+        one.leave()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """A closure runs backward inside step(): gradients are final after it, not before it."""
+    tensors = parameters_of(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    if closure is None:
+        _LISTENERS.tell(lambda listener: listener.before_reading(STEP, tensors))
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        if not any(listener.owns(tensors) for listener in _LISTENERS.all()):
+            return None
+        raise UnsupportedError(
+            "LBFGS evaluates its closure several times inside one step() and changes the parameters in between, which "
+            "on-demand communication cannot follow: use another optimizer, or plain FSDP"
+        )
+
+    def final_closure() -> Any:
+        loss = closure()
+        _LISTENERS.tell(lambda listener: listener.before_reading(STEP, tensors))
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": final_closure}
+    return (args[0], final_closure, *args[2:]), kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _steps_inside_another(optimizer):
+        return  # Lookahead and its like change the parameters again when the inner step has returned
+    tensors = parameters_of(optimizer)
+    _LISTENERS.tell(lambda listener: listener.after_step(STEP, tensors))
+
+
+def _steps_inside_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of another optimizer, as torch wraps it for its hooks, is waiting for this one."""
+    frame = sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is _STEP_WRAPPER:
+            outer = frame.f_locals["args"][0]
+            if outer is not optimizer:
+                return True
+    return False
+
+
+_LISTENERS = Listeners(_enter, _leave)
+_STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+_INTERCEPTED: tuple[Intercepted | GradientAttribute, ...] = (
+    InnerFunction(clip_grad.clip_grad_norm_, _LISTENERS),
+    InnerFunction(clip_grad.clip_grad_value_, _LISTENERS),
+    InnerFunction(clip_grad._clip_grads_with_norm_, _LISTENERS),
+    Method(torch.amp.GradScaler, "unscale_", _LISTENERS, OPTIMIZER),
+    ScaledStep(torch.amp.GradScaler, "step", _LISTENERS, OPTIMIZER),  # a fused optimizer unscales by itself
+    Method(ShardedGradScaler, "unscale_", _LISTENERS, OPTIMIZER),
+    Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
+    Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
+    Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),
+    Wait(dist.Work, "wait", _LISTENERS, MODULE),
+    Wait(AsyncCollectiveTensor, "wait", _LISTENERS, MODULE),  # collectives of DTensors: checkpoints, full_tensor()
+    Wait(AsyncCollectiveTensor, "trigger_wait", _LISTENERS, MODULE),
+    GradientAttribute(DTensor, _LISTENERS),
+    GradientAttribute(nn.Parameter, _LISTENERS),
+)
