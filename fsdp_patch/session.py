@@ -42,9 +42,8 @@ class MemoryReport:
     published_shards: int
     """Shards in the compute dtype, for the other ranks to read."""
     sums: int
-    """One gradient shard per unit, in the accumulators' dtype: where the ranks' gradients are added up."""
-    spare_sums: int
-    """What makes a push all or nothing."""
+    """One gradient shard per unit, in the accumulators' dtype, where the ranks' gradients are added up; with
+    ``deterministic=True`` one for each rank."""
     slots: int
     """Where clients leave pushes for a daemon."""
     transport: int
@@ -53,7 +52,7 @@ class MemoryReport:
     @property
     def overhead(self) -> int:
         """How much more than plain FSDP: all of ODC's buffers."""
-        return self.published_shards + self.sums + self.spare_sums + self.slots + self.transport
+        return self.published_shards + self.sums + self.slots + self.transport
 
     def as_dict(self) -> dict[str, int]:
         return {**asdict(self), "overhead": self.overhead}
@@ -64,7 +63,6 @@ class MemoryReport:
             ("gradients", self.gradients),
             ("published shards", self.published_shards),
             ("sums", self.sums),
-            ("spare sums", self.spare_sums),
             ("slots", self.slots),
             ("transport", self.transport),
             ("more than plain FSDP", self.overhead),
@@ -82,7 +80,6 @@ def _memory_report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryR
         gradients=gradients,
         published_shards=buffers["published_shards"],
         sums=buffers["sums"],
-        spare_sums=buffers["spare_sums"],
         slots=buffers["slots"],
         transport=buffers["transport"],
     )

@@ -72,13 +72,12 @@ def describe_units(units: Sequence[Unit]) -> str:
     specs = [unit.spec() for unit in units]
     published = sum(spec.shard_bytes for spec in specs)
     accumulators = 4 * sum(spec.grad_numel for spec in specs)
-    spare = 4 * sum({spec.grad_numel for spec in specs})
     ranks = units[0].process_group.size()
     replicas = units[0].replica_group
     copies = f", {replicas.size()} replicas" if replicas is not None else ""
     return (
         f"{len(units)} units over {ranks} ranks{copies}; per rank {_mib(published)} of published shards, "
-        f"{_mib(accumulators)} of gradient sums, {_mib(spare)} to spare"
+        f"{_mib(accumulators)} of gradient sums"
     )
 
 

@@ -128,11 +128,6 @@ class AccumulatorStore(ABC):
         return list(zip(self._offsets, self._units, strict=False))
 
     @property
-    def sum_bytes(self) -> int:
-        """Of one sum per unit."""
-        return self._offsets[-1] * self._dtype.itemsize
-
-    @property
     def num_bytes(self) -> int:
         """Memory of this rank's part."""
         return self._buffer.num_bytes + self._state.num_bytes

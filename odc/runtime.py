@@ -415,8 +415,7 @@ class Runtime:
         """Bytes of this rank's shared memory, by purpose."""
         return {
             "published_shards": self._published.num_bytes,
-            "sums": self._store.sum_bytes,
-            "spare_sums": self._store.num_bytes - self._store.sum_bytes,
+            "sums": self._store.num_bytes,
             "slots": self._daemon.num_bytes if self._daemon is not None else 0,
             "transport": self._transport.extra_bytes,
         }

@@ -539,7 +539,7 @@ def test_a_small_dev_shm_is_enough_for_a_large_model(tmp_path: Path) -> None:
     lines = [line.split(maxsplit=2) for line in text.splitlines() if line.startswith("MEMORY")]
     assert len(lines) == 2
     for _, megabytes, files in lines:
-        assert int(megabytes) > 200  # published shards and accumulators of half a model, and one spare slot
+        assert int(megabytes) >= 200  # published shards and sums of half a model
         assert files == "[]"
 
 

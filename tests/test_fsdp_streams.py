@@ -80,8 +80,6 @@ def test_training_matches_one_float64_process(kind: str, options: dict[str, Any]
     assert largest_difference(ours, reference(COUNTS, STEPS)) < TOLERANCE
     by_daemon = options.get("accumulate") != "direct"
     assert (memory["slots"] > 0) == by_daemon
-    if not options.get("deterministic"):
-        assert memory["spare_sums"] == 0  # only on a CPU do clients need a spare slot to add into
 
 
 def across(
