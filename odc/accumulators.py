@@ -179,13 +179,10 @@ class AccumulatorStore(ABC):
         assert sums is not None, "only the owner adds, or those of its host"
         return sums
 
-    def _fill(
-        self, total: torch.Tensor, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, first: bool
+    def _fill_parts(
+        self, total: torch.Tensor, unit: int, grads: torch.Tensor, present: Sequence[bool], first: bool
     ) -> None:
-        """``total += grads``, or ``total = grads`` for the first push."""
-        if present is None:
-            (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
-            return
+        """``total += grads``, or ``total = grads`` for the first push, where the ``present`` parameters lie."""
         for segment in segments(self._units[unit], present):
             part = total[segment.offset : segment.offset + segment.numel]
             if segment.source is not None:
@@ -287,7 +284,11 @@ class SharedStore(AccumulatorStore):
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
                 self._check_open(owner, minibatch, unit, client)
-            self._fill(total, unit, grads, present, first=pushed.units[unit] != minibatch)
+            first = pushed.units[unit] != minibatch
+            if present is None:
+                (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
+            else:
+                self._fill_parts(total, unit, grads, present, first)
             self._note(pushed, unit, present, minibatch)
         finally:
             if self._by_locks:
@@ -375,7 +376,8 @@ class PerClientStore(AccumulatorStore):
         self._check_open(owner, minibatch, unit, client)
         sums = self._of(owner)
         pushed = sums.pushed[client]
-        self._fill(sums.sums[client][unit], unit, grads, present, first=pushed.units[unit] != minibatch)
+        total, first = sums.sums[client][unit], pushed.units[unit] != minibatch
+        self._fill_parts(total, unit, grads, present or [True] * len(self._units[unit].params), first)
         self._note(pushed, unit, present, minibatch)
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
