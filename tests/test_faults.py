@@ -511,7 +511,7 @@ session = odc.patch_fsdp(model)
 with session.minibatch():
     model(torch.ones(2, 3620)).sum().backward()
 assert all(p.grad is not None for p in model.parameters())
-sys.stdout.write(f"MEMORY {session.memory().overhead >> 20} {os.listdir('/dev/shm')}\\n")  # in one piece: ranks share it
+sys.stdout.write(f"MEMORY {session.memory().overhead >> 20} {os.listdir('/dev/shm')}\\n")  # in one piece
 sys.stdout.flush()
 session.close()
 dist.barrier()  # gloo's threads must have dropped the last results before Python begins to end
