@@ -3,7 +3,7 @@
 Used is: computes, or has its gradients read by a rank that had nothing to compute; then the script has done all its
 wrapping and loading. FSDP itself waits for the first forward to initialise a model ("lazy init"), for the same reason.
 FSDP2 does it in ``FSDPState._lazy_init``, FSDP1 in ``FullyShardedDataParallel.forward``; both, and where modules become
-FSDP modules, are shadowed on their classes until :meth:`RootWatch.close`.
+FSDP modules, are shadowed on their classes until :meth:`FsdpRoots.close`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AutomaticPatching(Listener):
         self._agree = agree
         self._on_patched = on_patched
         self._sessions: list[weakref.ref[Session]] = []
-        self._roots = RootWatch(self._on_root)
+        self._roots = FsdpRoots(self._on_root)
         self._looked_at: dict[tuple[int, int], str] = {}  # where gradients of models not patched yet were read
         # From the start: the first closure of optimizer.step(closure) contains the first forward.
         self._undo = listen(self)
@@ -76,7 +76,7 @@ class AutomaticPatching(Listener):
         self._roots.gradients_read(tensors)
 
     @property
-    def notes_readers(self) -> bool:
+    def remembers_readers(self) -> bool:
         return bool(self._roots.pending())
 
     def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
@@ -166,7 +166,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(unit.is_sharded for unit in find_fsdp2_units(model))  # torch's replicate() shares FSDP2's class
 
 
-class RootWatch:
+class FsdpRoots:
     """Calls ``on_root(module, computes)`` once for every FSDP root, before its first use goes on.
 
     ``computes`` tells a first forward from a first reading of gradients. Roots have numbers, in the order in which
@@ -183,8 +183,8 @@ class RootWatch:
         gc.collect()  # a model that was dropped, and not collected yet on one rank only, would have a number there
         for module in [m for m in gc.get_objects() if issubclass(type(m), sharded)]:  # isinstance would ask proxies
             self._register(module)
-        self._watch_fsdp2()
-        self._watch_fsdp1()
+        self._enter_fsdp2()
+        self._enter_fsdp1()
 
     def number(self, module: nn.Module) -> int:
         """Of an FSDP module."""
@@ -233,7 +233,7 @@ class RootWatch:
             self._numbers[module] = len(self._known)
             self._known.append(weakref.ref(module))
 
-    def _watch_fsdp2(self) -> None:
+    def _enter_fsdp2(self) -> None:
         original_init, original_lazy_init = FSDPState.init, FSDPState._lazy_init
 
         @functools.wraps(original_init)
@@ -249,7 +249,7 @@ class RootWatch:
         self._shadow(FSDPState, "init", original_init, init)
         self._shadow(FSDPState, "_lazy_init", original_lazy_init, untraced(lazy_init, _SETS_UP))
 
-    def _watch_fsdp1(self) -> None:
+    def _enter_fsdp1(self) -> None:
         original_init, original_forward = FullyShardedDataParallel.__init__, FullyShardedDataParallel.forward
         meet = untraced(self._meet_fsdp1, _SETS_UP)
 
@@ -280,7 +280,7 @@ class RootWatch:
                 self._on_root(module, True)
 
     def _is_new(self, module: nn.Module) -> bool:
-        """Whether it has not been met. To a watch that is closed, and that another wrapper still calls, none is."""
+        """Whether it has not been met. To one that is closed, and that another wrapper still calls, none is."""
         return module not in self._met and bool(self._undo)
 
     def _shadow(self, owner: type, name: str, original: Any, shadow: Any) -> None:

@@ -84,7 +84,7 @@ class Listener:
         return False
 
     @property
-    def notes_readers(self) -> bool:
+    def remembers_readers(self) -> bool:
         """Whether whoever reads a gradient by hand should be noted although none is on its way."""
         return False
 

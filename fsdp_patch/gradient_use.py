@@ -99,7 +99,7 @@ class GradientUse(Listener):
         """The gradients of the minibatch are in ``.grad``."""
         self._has_own_gradients = self.has_gradients and not self._publisher.gradients_are_cleared()
 
-    def notes_for(self, reader: Reader | None) -> tuple[int, int, int]:
+    def numbers_of(self, reader: Reader | None) -> tuple[int, int, int]:
         """What the other ranks are told of who asks for gradients by hand: place, path, and whether the script had only
         looked there before."""
         if reader is None:
@@ -221,7 +221,7 @@ class GradientUse(Listener):
         return bool(self._sent) and self._runtime.state is State.OPEN and not self._is_computing
 
     @property
-    def notes_readers(self) -> bool:
+    def remembers_readers(self) -> bool:
         return not self._sent and not self.in_block and not self._is_computing
 
     @property
@@ -273,10 +273,10 @@ class GradientUse(Listener):
         if not owned:
             return
         if not self.waits_for_readers:
-            if not self.notes_readers:
+            if not self.remembers_readers:
                 return
             if not self._is_between_minibatches(reader, owned):
-                self._note_look(reader, owned)
+                self._remember_look(reader, owned)
                 return
             if (reader.place, reader.path) not in self._asked_at:
                 self._looked_at[reader.place, reader.path] = str(reader)
@@ -284,9 +284,9 @@ class GradientUse(Listener):
         self._end_for(str(reader), reader, owned | self._publisher.unstepped())
         self._is_only_read = True
         self._ended_at = (reader.place, reader.path)
-        self._note_look(reader, owned)
+        self._remember_look(reader, owned)
 
-    def _note_look(self, reader: Reader, owned: set[int]) -> None:
+    def _remember_look(self, reader: Reader, owned: set[int]) -> None:
         """The gradients that were made final are read again, as far as can be seen."""
         if self._looks_again(reader, owned):
             self._looked_at[self._ended_at] = str(reader)

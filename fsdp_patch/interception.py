@@ -354,7 +354,7 @@ class GradientAttribute:
             return None, False
         listeners = self._listeners.all()
         is_waited_for = any(one.waits_for_readers and one.owns([tensor]) for one in listeners)
-        is_noted = is_waited_for or any(one.notes_readers and one.owns([tensor]) for one in listeners)
+        is_noted = is_waited_for or any(one.remembers_readers and one.owns([tensor]) for one in listeners)
         return (Reader(frame, does) if is_noted else None), is_waited_for
 
     def _meant_by_script(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ class Session:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
-        own = End(kind, self._gradients.notes_for(reader))
+        own = End(kind, self._gradients.numbers_of(reader))
         ends = self._finish_on_all(own)
         with self._runtime.reporting():
             self._guard.check_answers()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.automatic import RootWatch, Say, model_name
+from odc.fsdp_patch.automatic import FsdpRoots, Say, model_name
 from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen
 from odc.fsdp_patch.patching import supported_units
@@ -27,7 +27,7 @@ class DryRun(Listener):
         """Whether it has ended the script."""
         self._trainable: set[int] = set()
         self._ended_by: str | None = None
-        self._watch = RootWatch(self._on_root)
+        self._roots = FsdpRoots(self._on_root)
         self._undo = listen(self)
 
     def _on_root(self, module: nn.Module, computes: bool) -> None:
@@ -42,7 +42,7 @@ class DryRun(Listener):
         self._say(f"odc: would patch {name}: {describe_units(units)}")
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        if self._watch.pending(tensors):
+        if self._roots.pending(tensors):
             self.is_complete = True
             raise SystemExit(
                 f"odc: dry run: stopped at {what}: this rank has computed nothing, which plain FSDP cannot run. Give "
@@ -59,11 +59,11 @@ class DryRun(Listener):
             raise SystemExit(0 if self.refused is None else 1)
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return bool(self._watch.pending(tensors)) or any(id(t) in self._trainable for t in tensors)
+        return bool(self._roots.pending(tensors)) or any(id(t) in self._trainable for t in tensors)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        self._watch.close()
+        self._roots.close()
         self._undo()
 
 

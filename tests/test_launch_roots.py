@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.automatic import AutomaticPatching, RootWatch, model_name
+from odc.fsdp_patch.automatic import AutomaticPatching, FsdpRoots, model_name
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_each_root_is_met_once_and_torch_left_as_it_was(shard: Callable[[], nn.M
     before = [owner.__dict__[name] for owner, name in WATCHED]
     old = shard()
     met: list[tuple[nn.Module, bool]] = []
-    watch = RootWatch(lambda module, computes: met.append((module, computes)))
+    watch = FsdpRoots(lambda module, computes: met.append((module, computes)))
     try:
         first, second, third = shard(), shard(), shard()
         for model in (second, first, second, old):
@@ -82,7 +82,7 @@ def test_what_another_library_has_wrapped_meanwhile_stays_and_tells_nobody(
     calls: list[str] = []
     before = [owner.__dict__[name] for owner, name in WATCHED]
     monkeypatch.setattr(owner, name, owner.__dict__[name])  # put back at the end, whatever happens
-    watch = RootWatch(lambda module, computes: met.append(module))
+    watch = FsdpRoots(lambda module, computes: met.append(module))
     ours = owner.__dict__[name]
 
     def theirs(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def test_a_model_that_was_dropped_before_has_no_number(shard: Callable[[], nn.Mo
     """Numbers are the same on every rank, whenever each collects its garbage."""
 
     def num_known() -> int:
-        watch = RootWatch(lambda module, computes: None)
+        watch = FsdpRoots(lambda module, computes: None)
         watch.close()
         return watch.num_known
 
@@ -123,7 +123,7 @@ def test_a_model_that_was_dropped_before_has_no_number(shard: Callable[[], nn.Mo
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_at_the_address_of_a_forgotten_one_is_met() -> None:
     met: list[bool] = []
-    watch = RootWatch(lambda module, computes: met.append(computes))
+    watch = FsdpRoots(lambda module, computes: met.append(computes))
     try:
         for count in range(1, 21):
             shard1()(torch.ones(1, 3))
