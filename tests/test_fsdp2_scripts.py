@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fsdp_scripts import ends, hybrid, loops, models, reading
-from fsdp_scripts.pairs import PAIRS
+from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs
 from fsdp_scripts.run import TOLERANCE, Case, Run, difference, with_
 from process_ranks import run_ranks
 from torch import nn
@@ -134,6 +134,18 @@ def test_scripts_keep_their_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_of_what_a_loop_may_do_keep_their_numbers(name: str) -> None:
     check("pairs", name)
+
+
+def test_every_pair_of_what_a_loop_may_do_is_in_a_script() -> None:
+    loops = covering(FACTORS)
+    assert len(loops) == len(PAIRS) < 70  # of tens of thousands
+    met = {pair for loop in loops for pair in pairs(loop)}
+    assert met == set(all_pairs(FACTORS))
+    for one, values in FACTORS.items():
+        for other, other_values in FACTORS.items():
+            expected = {((one, a), (other, b)) for a in values for b in other_values} if one < other else set()
+            lacking = {pair for pair in expected if pair not in met and pair[::-1] not in met}
+            assert not lacking, lacking
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -26,7 +26,7 @@ ODC_RUN = [sys.executable, "-m", "odc", "run", *RANKS]
 SCRIPTS = ["accelerate_sft", "hf_trainer", "trl_sft"]
 COLD = "hf_trainer"
 """The script that is started by the commands themselves."""
-STEPS = 3
+STEPS = 4
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
 

@@ -1,12 +1,13 @@
 """Pairs of things that each work by themselves: ranks without microbatches, and everything else a loop may do.
 
-The scripts are generated from a few factors; :func:`covering` picks as few of their combinations as contain every pair
+The scripts are generated from a few factors; :func:`covering` picks few of their combinations that contain every pair
 of values. Under plain FSDP a rank without a microbatch runs one whose loss counts nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import loss_of, optimizer_of, tokens
 
 from fsdp_scripts.run import Case, Outcome, Run, full
+from odc.config import COPY_THREAD
 
 STEPS = 6
 
@@ -28,6 +30,9 @@ class Loop:
     ends: str = "norm"  # what first asks for gradients
     clears: str = "none"  # how gradients are cleared
     steps: str = "adamw"  # who updates the parameters
+    idles: str = "in turn"  # which ranks have no microbatch in some steps
+    reads: bool = False  # gradients are read after the step
+    copies: str = "off"  # ODC's copy thread
     reduces: bool = False  # the script sums a loss over the ranks before that
     evaluates: bool = False  # before each step, all ranks together
     keeps: bool = False  # views of gradients are kept and looked at two steps later
@@ -43,40 +48,76 @@ class Loop:
 
     @property
     def is_followed(self) -> bool:
-        """Not where a rank steps by hand, clears in a way that nobody sees, and waits in a collective of the script:
-        its parameters are published at their next use, and others may wait for them before that collective."""
-        is_seen = self.clears == "module" or self.steps not in ("by hand", "through data")
-        return is_seen or not self.reduces
+        """Not always where a rank steps by hand and clears in a way that nobody sees. Its parameters are published at
+        their next use, and others may wait for them before a collective of the script; and an evaluation that comes
+        next is refused, because nothing tells that the gradients have been used. Nor where it steps by hand behind an
+        evaluation and no backward, and nothing asked for gradients: FSDP2 has left it whole parameters then.
+        """
+        by_hand = self.steps in ("by hand", "through data")
+        if not by_hand or self.clears == "module":
+            return not (by_hand and self.evaluates and self.ends == "step")
+        return not self.reduces and not self.evaluates
 
 
 FACTORS: Mapping[str, Sequence[object]] = {
     "ends": ("norm", "value", "by hand", "scaled by hand", "step"),
     "clears": ("none", "in place", "own", "own first", "in the loop", "module", "never"),
     "steps": ("adamw", "two", "some", "scaler", "by hand", "through data"),
+    "idles": ("in turn", "never"),
+    "reads": (False, True),
+    "copies": ("off", "on"),
     "reduces": (False, True),
     "evaluates": (False, True),
     "keeps": (False, True),
     "reshards": (True, False),
 }
+JOINT = ("clears", "steps", "reduces", "evaluates", "ends")
+"""Factors that decide together what can be followed."""
 assert list(FACTORS) == [field.name for field in fields(Loop)]
 
 
+Pair = tuple[tuple[str, object], tuple[str, object]]
+
+
 def covering(factors: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
-    """Few combinations that contain every pair of values of every two factors: greedily, the most new pairs first."""
-    names = list(factors)
-    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
-    every = [combination for combination in every if Loop(**combination).is_followed]  # type: ignore[arg-type]
-    missing = {pair for combination in every for pair in _pairs(combination)}
+    """Few combinations that contain every possible pair of values of two factors; the same ones in each process.
+
+    Each begins with the first pair that is missing, and takes value by value what brings in the most missing pairs.
+    """
+    missing = dict.fromkeys(all_pairs(factors))
     chosen = []
     while missing:
-        best = max(every, key=lambda combination: len(missing & _pairs(combination)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        combination = dict(next(iter(missing)))
+        for name in sorted(factors, key=lambda name: -len(factors[name])):
+            if name not in combination:
+                values = [v for v in factors[name] if is_possible({**combination, name: v})]
+                combination[name] = max(values, key=lambda v: len(missing.keys() & pairs({**combination, name: v})))
+        chosen.append({name: combination[name] for name in factors})
+        for pair in pairs(chosen[-1]):
+            missing.pop(pair, None)
     return chosen
 
 
-def _pairs(combination: Mapping[str, object]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    return set(itertools.combinations(combination.items(), 2))
+def all_pairs(factors: Mapping[str, Sequence[object]]) -> list[Pair]:
+    """Every pair of values of two factors that some loop has which can be followed."""
+    every = (
+        ((one, value), (other, other_value))
+        for one, other in itertools.combinations(factors, 2)
+        for value, other_value in itertools.product(factors[one], factors[other])
+    )
+    return [pair for pair in every if is_possible(dict(pair))]
+
+
+def is_possible(fixed: Mapping[str, object]) -> bool:
+    """Whether some loop with these values can be followed."""
+    rest = [[(name, value) for value in FACTORS[name]] for name in JOINT if name not in fixed]
+    return any(Loop(**{**fixed, **dict(more)}).is_followed for more in itertools.product(*rest))  # type: ignore[arg-type]
+
+
+def pairs(combination: Mapping[str, object]) -> set[Pair]:
+    """The pairs of values in it, as :func:`all_pairs` writes them."""
+    order = list(FACTORS)
+    return set(itertools.combinations(sorted(combination.items(), key=lambda item: order.index(item[0])), 2))
 
 
 class _Training:
@@ -86,6 +127,7 @@ class _Training:
         self.loop, self.run = loop, run
         model = run.net(reshard_after_forward=loop.reshards) if not loop.reshards else run.net()
         self.model: nn.Module = model
+        os.environ[COPY_THREAD] = loop.copies
         run.patch(model)
         parameters = list(model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
@@ -120,10 +162,14 @@ class _Training:
         self.end()
         self.look_at_kept()
         self.update()
+        if self.loop.reads:
+            self.read()
         self.clear()
 
     def counts(self, step: int) -> int:
         """Microbatches of this rank: rank 1 has none in every second step, rank 0 once; at first all have one."""
+        if self.loop.idles == "never":
+            return 1
         idle = (step % 2 == 1 and step >= self.loop.first_idle_step) if self.run.rank % 2 else step == 4
         return 0 if idle else 1
 
@@ -147,9 +193,12 @@ class _Training:
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.25)
         elif self.loop.ends == "by hand":
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    self.losses.append(full(parameter.grad).norm().reshape(()))
+            self.read()
+
+    def read(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.losses.append(full(parameter.grad).norm().reshape(()))
 
     def look_at_kept(self) -> None:
         """A view of a gradient is the script's own: it changes when the script changes the gradient, and never else."""
