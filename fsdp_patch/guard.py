@@ -197,7 +197,7 @@ def sample_of(tensor: torch.Tensor) -> list[memoryview]:
     ``data_ptr`` is what it was.
     """
     size = min(SAMPLE_BYTES, tensor.nbytes)
-    places = min(SAMPLE_PLACES, tensor.nbytes // size) if size else 0
+    places = min(SAMPLE_PLACES, -(-tensor.nbytes // SAMPLE_BYTES))
     starts = [(tensor.nbytes - size) * place // max(places - 1, 1) for place in range(places)]
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() + start)) for start in starts]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import assert_one_says, start_ranks
+from process_ranks import assert_one_says, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -72,6 +72,25 @@ def teacher_on_a_device(model: Any, rank: int) -> None:
     evaluated(model)
 
 
+def smallest_of(model: nn.Module) -> nn.Parameter:
+    """Of those with a part on this rank."""
+    return min((p for p in model.parameters() if p.numel()), key=lambda parameter: parameter.numel())
+
+
+def one_between_microbatches(model: Any, rank: int) -> None:
+    """Which the next gather need not look at: its gradient is not sent."""
+    loss_of(model, tokens(0, rank, 0)).backward()
+    with torch.no_grad():
+        smallest_of(model).add_(1.0)
+    loss_of(model, tokens(0, rank, 1)).backward()
+
+
+def one_through_data_between_microbatches(model: Any, rank: int) -> None:
+    loss_of(model, tokens(0, rank, 0)).backward()
+    smallest_of(model).data.add_(1.0)
+    loss_of(model, tokens(0, rank, 1)).backward()
+
+
 def read_at_once(flag: torch.Tensor) -> Callable[[], bool]:
     found = bool(flag)
     return lambda: found
@@ -90,7 +109,17 @@ def changed_through_data(rank: int, world_size: int, kind: str, change: Callable
     session.close()
 
 
-@pytest.mark.parametrize("change", [averaged_weights, few_elements, frozen_teacher, teacher_on_a_device])
+CHANGES = [
+    averaged_weights,
+    few_elements,
+    frozen_teacher,
+    teacher_on_a_device,
+    one_between_microbatches,
+    one_through_data_between_microbatches,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 def test_parameters_changed_through_data_after_their_first_use_are_refused(
     kind: str, change: Callable[[Any, int], None]
@@ -101,6 +130,26 @@ def test_parameters_changed_through_data_after_their_first_use_are_refused(
         "ProtocolError" if change is teacher_on_a_device else "MisuseError",
         "was changed after it was published",
     )
+
+
+def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:
+    """All microbatches have been sent by then, so nobody computes with it."""
+    model = sharded(kind, world_size, frozen=False)
+    session = odc.patch_fsdp(model, timeout_s=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for microbatch in range(2):
+            loss_of(model, tokens(step, rank, microbatch)).backward()
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_parameters_may_be_changed_once_all_gradients_are_sent(kind: str) -> None:
+    run_ranks(2, decayed_before_the_step, kind)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, SAMPLE_SIZE - 1, SAMPLE_SIZE, SAMPLE_SIZE + 1, 1000, 2**33 + 7])

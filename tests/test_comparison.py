@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from odc.fsdp_patch.guard import Comparison, DeviceComparison, HostComparison, Verdict, comparison_for
+from odc.fsdp_patch.guard import (
+    SAMPLE_BYTES,
+    SAMPLE_PLACES,
+    Comparison,
+    DeviceComparison,
+    HostComparison,
+    Verdict,
+    comparison_for,
+    have_equal_bits,
+    sample_of,
+)
 
 ONE, TWO = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
 
@@ -54,3 +65,24 @@ def test_a_device_is_asked_once_for_a_unit_and_not_for_nothing() -> None:
 def test_the_device_decides() -> None:
     assert isinstance(comparison_for(torch.device("cpu")), HostComparison)
     assert isinstance(comparison_for(torch.device("cuda")), DeviceComparison)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("numel", [0, 1, 3, 63, 64, 65, 1000, 100_003])
+def test_a_sample_sees_the_first_and_the_last_element(numel: int, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(numel, dtype=dtype)
+    sample = sample_of(tensor)
+    assert sum(map(len, sample)) <= SAMPLE_PLACES * SAMPLE_BYTES
+    assert not any(b"".join(sample))
+    for place in (0, -1) if numel else ():
+        tensor[place] = 1
+        assert any(b"".join(sample))
+        tensor[place] = 0
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    nan, zero = torch.tensor([float("nan"), 1.0]), torch.zeros(2)
+    for columns in (1, 2):  # contiguous memory is compared by another function
+        left, right = nan.repeat(columns, 1).T, nan.repeat(columns, 1).T
+        assert have_equal_bits(left, right)
+        assert not have_equal_bits(zero.repeat(columns, 1).T, -zero.repeat(columns, 1).T)
