@@ -49,11 +49,14 @@ def patched(rank: int, world_size: int, counts: list[int], options: dict[str, An
     return full_parameters(model)
 
 
+def patched_and_plain(rank: int, world_size: int, counts: list[int]) -> list[dict[str, Any]]:
+    return [patched(rank, world_size, counts, {}), plain(rank, world_size, counts)]
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_equal_counts_match_plain_fsdp2(world_size: int) -> None:
     counts = [2] * world_size
-    ours = run_ranks(world_size, patched, counts, {})[0]
-    theirs = run_ranks(world_size, plain, counts)[0]
+    ours, theirs = run_ranks(world_size, patched_and_plain, counts)[0]
     assert largest_difference(ours, theirs) < TOLERANCE
     start = {name: value.detach().numpy() for name, value in build().named_parameters()}
     assert largest_difference(theirs, start) > 1e-2  # twenty steps moved the parameters
@@ -124,9 +127,12 @@ def gradients(rank: int, world_size: int, use_odc: bool, dtype: torch.dtype, fac
     return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
 
 
+def both_gradients(rank: int, world_size: int, dtype: torch.dtype, factor: float | None) -> list[dict[str, Any]]:
+    return [gradients(rank, world_size, use_odc, dtype, factor) for use_odc in (True, False)]
+
+
 @pytest.mark.parametrize("factor", [None, 1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_fsdp2(dtype: torch.dtype, factor: float | None) -> None:
-    ours = run_ranks(2, gradients, True, dtype, factor)[0]
-    theirs = run_ranks(2, gradients, False, dtype, factor)[0]
+    ours, theirs = run_ranks(2, both_gradients, dtype, factor)[0]
     assert largest_difference(ours, theirs) < 2e-6
