@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch.launch.main", "accelerate", "datasets"),
+    *("torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "accelerate", "datasets"),
     *("transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer"),
 )
 """Modules: packages of training libraries import little by themselves."""
@@ -127,8 +127,8 @@ def _main() -> None:
     if job is None:
         return
     _enter(job)
-    from odc.fsdp_patch.launch.main import main
-    from odc.fsdp_patch.launch.script import run_script
+    from odc.launch.main import main
+    from odc.launch.script import run_script
 
     if job["odc"]:
         main(job["arguments"])
