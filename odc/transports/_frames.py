@@ -63,7 +63,8 @@ class Frame(NamedTuple):
 
 
 def fill(target: memoryview, receive_into: Callable[[memoryview], int]) -> Iterator[None]:
-    """Fill ``target`` as bytes come: yields where there may be none for now, to be resumed when there are.
+    """Fill ``target`` as bytes come: yields when there are none for now, to be resumed when there are, and behind each
+    chunk, so that other connections get their turn.
 
     Args:
         receive_into: ``recv_into`` of a socket that does not block.
@@ -71,17 +72,19 @@ def fill(target: memoryview, receive_into: Callable[[memoryview], int]) -> Itera
     Raises:
         ConnectionError, OSError: the connection ended before.
     """
+    room = CHUNK_BYTES
     while target:
         try:
-            count = receive_into(target[:CHUNK_BYTES])
+            count = receive_into(target[:room])
         except BlockingIOError:
+            room = 0
+        else:
+            if not count:
+                raise ConnectionError("its connection ended")
+            target, room = target[count:], room - count
+        if target and not room:
             yield
-            continue
-        if not count:
-            raise ConnectionError("its connection ended")
-        target = target[count:]
-        if target:
-            yield
+            room = CHUNK_BYTES
 
 
 def receive_until(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -292,16 +292,18 @@ class LinkThread:
                 ring(self._wake_fd)
 
     def _serve(self, links: Sequence[Link], status: Callable[[], tuple[Signs, int | None]]) -> None:
-        next_status = time.monotonic()
+        next_status = 0.0
         while not self._is_over:
-            pause_s = next_status - time.monotonic()
-            for key, events in self._selector.select(max(min(pause_s, SLICE_S) if self._unsettled else pause_s, 0)):
-                self._handle(key, events)
-            self._unsettled = [link for link in self._unsettled if not link.settle()]
-            if time.monotonic() >= next_status:
-                next_status = time.monotonic() + _STATUS_S
+            now = time.monotonic()
+            if now >= next_status:
+                next_status = now + _STATUS_S
                 for link in links:
                     link.send_status(*status())
+            pause_s = next_status - now
+            for key, events in self._selector.select(min(pause_s, SLICE_S) if self._unsettled else pause_s):
+                self._handle(key, events)
+            if self._unsettled:
+                self._unsettled = [link for link in self._unsettled if not link.settle()]
 
     def _handle(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fd == self._wake_fd:
