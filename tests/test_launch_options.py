@@ -328,7 +328,7 @@ def test_a_forked_child_of_the_script_neither_reports_nor_closes(
     monkeypatch.setattr(AutomaticPatching, "abort", lambda self, error: closed.append("aborted"))
     patchings: list[AutomaticPatching] = []
     monkeypatch.setattr(
-        launch_main, "AutomaticPatching", lambda *a: patchings.append(AutomaticPatching(*a)) or patchings[0]
+        launch_main, "AutomaticPatching", lambda *a, **k: patchings.append(AutomaticPatching(*a, **k)) or patchings[0]
     )
     with pytest.raises(RuntimeError, match="in the child"):
         launch_main.main([str(script)])

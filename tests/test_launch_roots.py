@@ -133,12 +133,16 @@ def test_a_model_at_the_address_of_a_forgotten_one_is_met() -> None:
 
 
 class FakePatched(FakeSession):
-    """A session that does nothing but say its name and remember its end."""
+    """A session that does nothing but say its name and remember its end; the model that it is in keeps it."""
 
-    def __init__(self, ended: list[str], broken: bool = False) -> None:
+    def __init__(self, model: nn.Module, ended: list[str], broken: bool = False) -> None:
         super().__init__()
+        model.register_forward_hook(self.is_kept)
         self._ended = ended
         self._broken = broken
+
+    def is_kept(self, *args: object) -> None:
+        """By being called from the model."""
 
     def describe(self) -> str:
         return "fake"
@@ -168,7 +172,7 @@ def test_ranks_that_come_with_different_roots_patch_all_that_both_have() -> None
 
     def patch(module: nn.Module) -> Any:
         patched.append(module)
-        return FakePatched(ended)
+        return FakePatched(module, ended)
 
     patching = AutomaticPatching(patch, said.append, other.agree)
     try:
@@ -196,7 +200,7 @@ def test_a_rank_that_is_ahead_waits_for_the_other_to_have_its_root() -> None:
 
     def patch(module: nn.Module) -> Any:
         patched.append(module)
-        return FakePatched([])
+        return FakePatched(module, [])
 
     patching = AutomaticPatching(patch, lambda text: None, other.agree)
     try:
@@ -213,7 +217,7 @@ def test_a_rank_that_is_ahead_waits_for_the_other_to_have_its_root() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_root_that_another_rank_uses_and_this_one_has_used_before_is_an_error() -> None:
     other = OtherRank()
-    patching = AutomaticPatching(lambda module: FakePatched([]), lambda text: None, other.agree)
+    patching = AutomaticPatching(lambda module: FakePatched(module, []), lambda text: None, other.agree)
     try:
         first = shard2()
         known, second = patching._roots.num_known, shard2()
@@ -229,7 +233,7 @@ def test_a_root_that_another_rank_uses_and_this_one_has_used_before_is_an_error(
 def test_closing_goes_on_where_one_model_cannot_be_closed() -> None:
     before = [owner.__dict__[name] for owner, name in WATCHED]
     ended: list[str] = []
-    patching = AutomaticPatching(lambda module: FakePatched(ended, broken=True), lambda text: None)
+    patching = AutomaticPatching(lambda module: FakePatched(module, ended, broken=True), lambda text: None)
     models = [shard2(), shard1()]
     for model in models:
         model(torch.ones(1, 3))
