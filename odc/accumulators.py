@@ -119,7 +119,8 @@ class AccumulatorStore(ABC):
         """By client and unit, flat."""
         if not self._buffer.reaches(owner):
             return []
-        flat, size = self._buffer.peer(owner).view(self._dtype), self._offsets[-1]
+        size = self._offsets[-1]
+        flat = self._buffer.peer(owner)[: self._clients() * size * self._dtype.itemsize].view(self._dtype)
         starts = [(client * size + at, unit) for client in range(self._clients()) for at, unit in self._places()]
         views = [flat[start : start + unit.grad_numel] for start, unit in starts]
         return [views[client * len(self._units) : (client + 1) * len(self._units)] for client in range(self._clients())]

@@ -209,6 +209,8 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
     runtime.publish(0, lambda shard: shard.fill_(rank))
     transport, buffer = runtime._transport, runtime._protocol._buffer
 
+    slots = runtime._pusher._slots  # type: ignore[attr-defined]
+
     def read(owner: int, times: int) -> float:
         started = time.monotonic()
         for _ in range(times):
@@ -217,18 +219,26 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
             assert out.eq(owner).all()
         return time.monotonic() - started
 
+    def read_more_than_sockets_hold(owner: int) -> None:
+        while True:
+            transport.read(torch.empty(slots.num_bytes, dtype=torch.uint8), slots, owner, 0)
+
     exchange.all_gather(b"")
     before_s = read(1 - rank, 10) if rank < 2 else 0.0
     exchange.all_gather(b"")
     if rank == 2:
         for owner in range(2):
-            threading.Thread(target=read, args=(owner, 10_000), daemon=True).start()
+            threading.Thread(target=read_more_than_sockets_hold, args=(owner,), daemon=True).start()
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_stop(runtime.topology.pids[2])
+<<<<<<< HEAD
     assert runtime._daemon is not None
     slots = runtime._daemon._slots
     push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(numel)), daemon=True)
+=======
+    push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(8 * numel)), daemon=True)
+>>>>>>> 60b95c7 (The push to a stopped rank is larger than what sockets hold)
     if rank == 0:
         push.start()
     after_s = read(1 - rank, 10)
