@@ -281,7 +281,8 @@ class MinibatchProtocol:
         def copy() -> None:
             for owner in owners:
                 reads_from[0] = owner
-                self._read_far(unit, [(rows[owner], owner)])
+                # Detached: the script may be in inference mode, whose tensors this thread could not write to.
+                self._read_far(unit, [(rows[owner].detach(), owner)])
 
         self._ahead = [ahead for ahead in self._ahead if not ahead[0].is_done]
         pending = copier.submit(copy)

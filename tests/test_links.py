@@ -209,7 +209,6 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
     runtime.publish(0, lambda shard: shard.fill_(rank))
     transport, buffer = runtime._transport, runtime._protocol._buffer
 
-    slots = runtime._pusher._slots  # type: ignore[attr-defined]
 
     def read(owner: int, times: int) -> float:
         started = time.monotonic()
@@ -232,13 +231,9 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_stop(runtime.topology.pids[2])
-<<<<<<< HEAD
     assert runtime._daemon is not None
     slots = runtime._daemon._slots
-    push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(numel)), daemon=True)
-=======
     push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(8 * numel)), daemon=True)
->>>>>>> 60b95c7 (The push to a stopped rank is larger than what sockets hold)
     if rank == 0:
         push.start()
     after_s = read(1 - rank, 10)
