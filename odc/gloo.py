@@ -16,6 +16,7 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,10 +44,23 @@ def num_connections() -> int:
 
 
 def _is_connection(fd: int) -> bool:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    with contextlib.suppress(OSError), _as_socket(fd) as connection:
         connection.getpeername()
         return True
     return False
+
+
+@contextlib.contextmanager
+def _as_socket(fd: int) -> Iterator[socket.socket]:
+    """Raises OSError if it is none."""
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with connection:
+        yield connection
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -71,7 +85,7 @@ def _loops() -> list[dict[int, int]]:
 def _shut_down(fd: int, inode: int) -> bool:
     """Whether ``fd`` was a connection, and still the one that was meant."""
     # An OSError: it is a pipe, it listens, or it has ended already.
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    with contextlib.suppress(OSError), _as_socket(fd) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)

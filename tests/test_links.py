@@ -208,7 +208,8 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
     runtime = Runtime.create(exchange, units, RuntimeConfig.from_environment(timeout_s=90.0))
     runtime.publish(0, lambda shard: shard.fill_(rank))
     transport, buffer = runtime._transport, runtime._protocol._buffer
-
+    assert runtime._daemon is not None
+    slots = runtime._daemon._slots
 
     def read(owner: int, times: int) -> float:
         started = time.monotonic()
@@ -231,8 +232,6 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_stop(runtime.topology.pids[2])
-    assert runtime._daemon is not None
-    slots = runtime._daemon._slots
     push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(8 * numel)), daemon=True)
     if rank == 0:
         push.start()
