@@ -21,6 +21,7 @@ Lengths = npt.ArrayLike | Sequence[npt.ArrayLike]
 # Smallest singular value over the largest, all columns scaled to length 1, at which coefficients can be told
 # apart: beyond it, rounding of the input alone changes them in their third digit.
 _RANK_TOLERANCE = 1e-12
+_ROUNDING = 1e-9  # of the longest time: growth that a solver may find in times that are all the same
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadrati
     _check_rank(columns / times[:, None], terms, microbatches)
     found = dict(zip(terms, _non_negative(columns / times[:, None]), strict=True))
     a, b, c = (float(found.get(term, 0.0)) for term in "abc")
-    if a == b == 0:
+    growth_s = max(a * float(sums[:, 0].max()), b * float(sums[:, 1].max()))
+    if growth_s <= _ROUNDING * float(times.max()):
         raise ValueError(
             "the times do not grow with the lengths, so no cost per token can be read from them: measure longer "
             "samples, after a warm-up, and take the median of several runs of each"
