@@ -138,7 +138,7 @@ class ProcessGroupExchange:
                     next_look = time.monotonic() + _LOSSES_S
                     self._look_for_losses(swap)
         finally:
-            swap.given_up.set()
+            swap.end()
         if swap.error is not None:
             self._raise_broken(f"the store of the process group is out of reach: {_first_line(swap.error)}")
         return swap.rows
@@ -224,7 +224,13 @@ class _Swap:
         self.rows: list[bytes] = []
         self.error: BaseException | None = None
         self.done, self.given_up = threading.Event(), threading.Event()
-        HelperThread(self._run, "odc-exchange").start()
+        self._thread = HelperThread(self._run, "odc-exchange")
+        self._thread.start()
+
+    def end(self) -> None:
+        """Give it up, if it is not over; a thread that a store holds up is not waited for."""
+        self.given_up.set()
+        self._thread.join(_SLICE_S)
 
     def _run(self) -> None:
         try:

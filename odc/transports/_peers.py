@@ -204,6 +204,6 @@ class WatchedExchange:
 
         try:
             return self._exchange.all_gather(payload, check_all)
-        except BrokenExchangeError:
+        except BrokenExchangeError as problem:
             check_all()  # its own account of what happened is better than ours
-            raise
+            raise SetupError(str(problem)) from None
