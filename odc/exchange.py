@@ -225,12 +225,16 @@ class _Swap:
         self.error: BaseException | None = None
         self.done, self.given_up = threading.Event(), threading.Event()
         self._thread = HelperThread(self._run, "odc-exchange")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except SetupError:  # no thread can be started, which the others have to be told of all the same
+            self._run()
 
     def end(self) -> None:
         """Give it up, if it is not over; a thread that a store holds up is not waited for."""
         self.given_up.set()
-        self._thread.join(_SLICE_S)
+        if self._thread.is_alive():
+            self._thread.join(_SLICE_S)
 
     def _run(self) -> None:
         try:
