@@ -45,6 +45,7 @@ _KNOWN = "odc_is_known_everywhere"
 _BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _MOMENT_S, _POLL_S = 2.0, 0.1  # for others to come, or to end, which they may be about to
 _PATIENCE_S = 2.0  # with the store, where there is something else to say
+_BEGIN_S = 60.0  # with the store, where there is not
 _SLICE_S = 0.02  # between two looks at failures
 _LOSSES_S = 0.5  # between two looks for ranks that have ended
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3  # between two looks at who has come
@@ -148,7 +149,7 @@ class ProcessGroupExchange:
         self._roll_call.enter()  # before the barrier: who waits must be known to have come
         self._meet(check)
         self._connections = num_connections()
-        store = self._roll_call.begin()
+        store = self._roll_call.begin(min(self._timeout_s, _BEGIN_S))
         if store is None:
             raise SetupError(
                 "the process group has no store that answers, through which ranks could agree: initialise it with "
@@ -224,11 +225,7 @@ class _Swap:
         self.rows: list[bytes] = []
         self.error: BaseException | None = None
         self.done, self.given_up = threading.Event(), threading.Event()
-        self._thread = HelperThread(self._run, "odc-exchange")
-        try:
-            self._thread.start()
-        except SetupError:  # no thread can be started, which the others have to be told of all the same
-            self._run()
+        self._thread = _run_aside(self._run, "odc-exchange")
 
     def end(self) -> None:
         """Give it up, if it is not over; a thread that a store holds up is not waited for."""
@@ -285,23 +282,24 @@ class RollCall:
         def enter(store: Store) -> int:
             store.set(f"reason/{self._me}", "")  # of an earlier set-up
             store.set(f"process/{self._me}", json.dumps([os.getpid(), _place()]))
+            store.add(f"entries/{self._name}", 1)
             return store.add(self._times(self._me), 1)
 
         self._entered = self._ask(enter, 0)
 
-    def begin(self) -> Store | None:
+    def begin(self, patience_s: float) -> Store | None:
         """All ranks have come: the part of the store that is this set-up's alone; None if the store does not answer."""
 
         def begin(store: Store) -> Store:
             # All have entered, and none enters again before this set-up has its first exchange: all read the same.
-            times = [store.add(self._times(rank), 0) for rank in self._ranks]
-            for rank in self._ranks:
-                pid, place = json.loads(store.get(f"process/{rank}"))
+            entries = store.add(f"entries/{self._name}", 0)
+            processes = store.multi_get([f"process/{rank}" for rank in self._ranks])
+            for rank, (pid, place) in zip(self._ranks, map(json.loads, processes), strict=True):
                 if place == _place() and rank != self._me:
                     self._processes[rank] = pid
-            return PrefixStore(f"{self._name}/{sum(times)}", store)
+            return PrefixStore(f"{self._name}/{entries}", store)
 
-        return self._ask(begin, None)
+        return self._ask(begin, None, patience_s)
 
     def ended(self) -> str | None:
         """A rank that had come and whose process has ended since, for people; asks no store."""
@@ -360,7 +358,7 @@ class RollCall:
                 words.append(f"it failed on rank {rank} (pid {pid}): {word}")
         return words[0] if words else None
 
-    def _ask(self, question: Callable[[Store], T], otherwise: T) -> T:
+    def _ask(self, question: Callable[[Store], T], otherwise: T, patience_s: float = _PATIENCE_S) -> T:
         """See [Note: Stores]."""
         answers: list[T] = []
         store = self._store
@@ -370,14 +368,24 @@ class RollCall:
                 if store is not None:
                     answers.append(question(store))
 
-        with contextlib.suppress(SetupError):  # no thread can be started
-            thread = HelperThread(ask, "odc-roll-call")
-            thread.start()
-            thread.join(_PATIENCE_S)
+        thread = _run_aside(ask, "odc-roll-call")
+        if thread.is_alive():
+            thread.join(patience_s)
         if answers:
             return answers[0]
         self._store = None
         return otherwise
+
+
+def _run_aside(work: Callable[[], None], name: str) -> HelperThread:
+    """Have ``work``, which never raises, done by a thread; by this one where none can be started, which the other ranks
+    have to be told of all the same."""
+    thread = HelperThread(work, name)
+    try:
+        thread.start()
+    except SetupError:
+        work()
+    return thread
 
 
 def _place() -> str:
