@@ -27,8 +27,13 @@ from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_grad
 from odc.units import ParamSlice, UnitSpec
 
 
-class _PlainMemory:
-    """FSDP asks its communication for buffers; plain memory serves."""
+class _OfUnit:
+    """What FSDP calls for one unit. It asks for buffers, too: plain memory serves."""
+
+    def __init__(self, unit: Fsdp2Unit, index: int, communication: Communication) -> None:
+        self._unit = unit
+        self._index = index
+        self._communication = communication
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -49,13 +54,8 @@ class GatherWork(dist.Work):
         return True
 
 
-class OdcAllGather(_PlainMemory, AllGather):
+class OdcAllGather(_OfUnit, AllGather):
     """FSDP's all-gather of one unit, as a gather on demand."""
-
-    def __init__(self, unit: Fsdp2Unit, index: int, communication: Communication) -> None:
-        self._unit = unit
-        self._index = index
-        self._communication = communication
 
     def __call__(
         self,
@@ -70,13 +70,8 @@ class OdcAllGather(_PlainMemory, AllGather):
         return None if wait is None else GatherWork(wait)
 
 
-class OdcReduceScatter(_PlainMemory, ReduceScatter):
+class OdcReduceScatter(_OfUnit, ReduceScatter):
     """FSDP's reduce-scatter of one unit, as a push to the owners."""
-
-    def __init__(self, unit: Fsdp2Unit, index: int, communication: Communication) -> None:
-        self._unit = unit
-        self._index = index
-        self._communication = communication
 
     def __call__(
         self,

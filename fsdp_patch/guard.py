@@ -139,7 +139,7 @@ class Guard:
         )
         if self._comparison.answers_at_once:
             raise MisuseError(text)
-        with self._runtime.reporting():  # the answer came late: they have been used
+        with self._runtime.reporting:  # the answer came late: they have been used
             raise ProtocolError(text)
 
 

@@ -25,8 +25,7 @@ from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
 from odc.protocol import End, EndKind, State
 from odc.runtime import Runtime
-from odc.stats import Stats
-from odc.timeline import Timeline
+from odc.timeline import Stats, Timeline
 
 logger = logging.getLogger("odc")
 
@@ -163,10 +162,10 @@ class Session:
     def finish_by(self, reader: Reader | None) -> None:
         """As :meth:`finish`, where ``reader`` asks for gradients by hand (None: nobody does)."""
         self._require_open()
-        with self._runtime.reporting():
+        with self._runtime.reporting:
             check_backward_complete(self._units)
         self._end_minibatch(EndKind.USE, reader)
-        with self._runtime.reporting():
+        with self._runtime.reporting:
             for index, unit in enumerate(self._units):
                 own, spec = self._runtime.gradient(index), self._runtime.units[index]
                 result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
@@ -195,7 +194,7 @@ class Session:
             self.on_finish()
         own = End(kind, self._gradients.numbers_of(reader))
         ends = self._finish_on_all(own)
-        with self._runtime.reporting():
+        with self._runtime.reporting:
             self._guard.check_answers()
             self._gradients.ended(ends, own)
             for unit in self._units:
@@ -206,7 +205,7 @@ class Session:
         self._runtime.finish(how)
         if self._replicas is None:
             return self._runtime.ends
-        with self._runtime.reporting():
+        with self._runtime.reporting:
             return self._replicas.ends(self._runtime.minibatch, self._runtime.ends)
 
     def _begin(self) -> None:

@@ -24,7 +24,7 @@ from odc.config import LaunchEnvironment
 from odc.fsdp_patch import Session
 from odc.fsdp_patch.automatic import model_name
 from odc.fsdp_patch.interception import untraced
-from odc.stats import Stats
+from odc.timeline import Stats
 
 MAX_MICROBATCHES = 100_000
 """Kept for the report; the latest ones count."""

@@ -33,8 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, SetupError
 from odc.gloo import num_connections
-from odc.pausing import Reminder, look_until
-from odc.threads import HelperThread
+from odc.threads import HelperThread, Reminder, look_until
 from odc.transports._process import WatchedProcess
 
 logger = logging.getLogger("odc")

@@ -14,8 +14,8 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -33,8 +33,7 @@ from odc.faults import FaultInjector
 from odc.gloo import is_of_collective
 from odc.leaving import Closable, Leaving, give_up, shut_down
 from odc.protocol import End, MinibatchProtocol, State
-from odc.stats import Stats
-from odc.timeline import Timeline
+from odc.timeline import Stats, Timeline
 from odc.topology import Topology
 from odc.transports import registry
 from odc.transports._rendezvous import require_descriptors
@@ -223,16 +222,12 @@ class Runtime:
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
-        self._require_open()
-        try:
+        with self.reporting:
             self._protocol.publish(unit, fill)
-        except BaseException as error:
-            self._report(error)
-            raise
 
     def begin(self) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.begin`."""
-        with self.reporting():
+        with self.reporting:
             self._protocol.begin()
 
     def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> None:
@@ -243,12 +238,8 @@ class Runtime:
         """
         spec = self.units[unit]
         _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-        self._require_open()
-        try:
+        with self.reporting:
             self._protocol.gather(unit, out, own_in_place)
-        except BaseException as error:
-            self._report(error)
-            raise
 
     def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
         """A :meth:`gather` that overlaps with what this thread does until it calls the returned function.
@@ -258,7 +249,7 @@ class Runtime:
         if self._copier is not None:
             spec = self.units[unit]
             _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-            with self.reporting():
+            with self.reporting:
                 wait = self._protocol.gather_ahead(self._copier, unit, out, own_in_place)
             if wait is not None:
                 return functools.partial(self._reported, wait)
@@ -266,7 +257,7 @@ class Runtime:
         return None
 
     def _reported(self, operation: Callable[[], None]) -> None:
-        with self.reporting():
+        with self.reporting:
             operation()
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
@@ -282,16 +273,12 @@ class Runtime:
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
         _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, f"push of {spec.name!r}, grads")
-        self._require_open()
-        try:
+        with self.reporting:
             self._protocol.scatter_accumulate(unit, grads, present)
-        except BaseException as error:
-            self._report(error)
-            raise
 
     def finish(self, how: End | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
-        with self.reporting():
+        with self.reporting:
             self._protocol.finish(how)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
@@ -307,7 +294,7 @@ class Runtime:
         replicas = self._replicas
         if replicas is None:
             return
-        with self.reporting():
+        with self.reporting:
             self._waiter.check()
             self.faults.hit("replicas.before")
             self._meetings += 1
@@ -325,7 +312,7 @@ class Runtime:
             on_host: it works on host memory. On a device only the current stream waits, and the process group has a
                 watchdog of its own for what never completes.
         """
-        with self.reporting():
+        with self.reporting:
             started = time.monotonic()
             try:
                 if on_host:
@@ -352,33 +339,20 @@ class Runtime:
             return None
         return self._waiter.explain_collective(what, waited_s)
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """What fails inside cannot be undone, so it ends the job on all ranks at once; misuse has changed nothing."""
-        self._require_open()
-        try:
-            yield
-        except BaseException as error:
-            self._report(error)
-            raise
+    @property
+    def reporting(self) -> _Reporting:
+        """A context: what fails in it cannot be undone, so it ends the job on all ranks at once; misuse has changed
+        nothing."""
+        return _Reporting(self)
 
     def _require_open(self) -> None:
-        self._require_own_process()
-        if self._closed:
-            raise OdcError("this runtime is closed")
-
-    def _report(self, error: BaseException) -> None:
-        """As :meth:`reporting` does, which costs the frequent operations too much."""
-        if not isinstance(error, MisuseError):
-            self.abort(error)
-
-    def _require_own_process(self) -> None:
-        """A forked child has a copy of this object, and none of the memory behind it."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # a forked child has a copy of this object, and none of the memory behind it
             raise OdcError(
                 f"this runtime belongs to process {self._pid}; a process forked from it (a DataLoader worker, say) "
                 "cannot communicate"
             )
+        if self._closed:
+            raise OdcError("this runtime is closed")
 
     @property
     def has_failed(self) -> bool:
@@ -447,6 +421,22 @@ class Runtime:
         if error is not None:
             self.abort(error)
         self.close()
+
+
+class _Reporting:
+    """See :attr:`Runtime.reporting`. (Not made of a generator: that costs a gather 2 us.)"""
+
+    __slots__ = ("_runtime",)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __enter__(self) -> None:
+        self._runtime._require_open()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, MisuseError):
+            self._runtime.abort(error)
 
 
 def _weak_abort(runtime: Runtime) -> Callable[[BaseException], None]:

@@ -1,7 +1,7 @@
-"""Who did what when: spans on one rank, on a clock that every rank of a host shares.
+"""What one rank has done: counters, and spans on a clock that every rank of a host shares.
 
-A :class:`Timeline` costs one ``None`` check per operation while it is off. Switched on, it keeps
-``(kind, label, start_ns, end_ns, minibatch)`` spans, from which the bubble rate is measured, the per-rank
+:class:`Stats` is always kept. A :class:`Timeline` costs one ``None`` check per operation while it is off. Switched on,
+it keeps ``(kind, label, start_ns, end_ns, minibatch)`` spans, from which the bubble rate is measured, the per-rank
 picture is drawn and a Chrome/Perfetto trace is written.
 """
 
@@ -13,6 +13,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+
+@dataclass
+class Stats:
+    """What this rank has done since the runtime was created. Seconds are wall-clock, bytes are payload."""
+
+    minibatches: int = 0
+    gathers: int = 0
+    gather_bytes: int = 0
+    gather_s: float = 0.0
+    """In gathers, waiting for owners included."""
+    pushes: int = 0
+    push_bytes: int = 0
+    push_s: float = 0.0
+    """In scatter_accumulate, waiting for locks and slots included."""
+    publish_bytes: int = 0
+    publish_s: float = 0.0
+    finish_s: float = 0.0
+    """At the ends of minibatches, waiting for the other ranks included."""
+    waits: int = 0
+    wait_s: float = 0.0
+    """Blocked until another rank did something; part of the times above."""
+
+    @property
+    def communication_s(self) -> float:
+        """Wall-clock seconds inside ODC's operations, waiting included."""
+        return self.gather_s + self.push_s + self.publish_s + self.finish_s
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
 
 # What a span can be. "wait" spans lie inside the operation that waited; "minibatch" spans enclose all others of
 # their minibatch, so that compute is what no other kind covers.

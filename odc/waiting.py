@@ -21,9 +21,8 @@ from typing import NoReturn
 from odc.engine import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.faults import FaultInjector
-from odc.pausing import Reminder, look_until
-from odc.stats import Stats
-from odc.timeline import Timeline
+from odc.threads import Reminder, look_until
+from odc.timeline import Stats, Timeline
 from odc.transports.base import PeerState, Signs, Transport
 
 logger = logging.getLogger("odc")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from odc.stats import Stats
+from odc.timeline import Stats
 
 
 class FakeSession:

@@ -14,7 +14,7 @@ import odc
 from odc.bench.conformance.cells import Cell
 from odc.bench.conformance.training import STEPS, Run, train
 from odc.exchange import ProcessGroupExchange, gather_json
-from odc.stats import Stats
+from odc.timeline import Stats
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import odc
 from odc.bench.conformance.cells import Cell
-from odc.stats import Stats
+from odc.timeline import Stats
 
 STEPS = 10
 NUM_BLOCKS = 2

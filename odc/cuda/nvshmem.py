@@ -27,8 +27,7 @@ from odc.cuda.runtime import extra
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json, together
 from odc.kernels.nvshmem import find_bitcode
-from odc.pausing import Reminder
-from odc.threads import HelperThread
+from odc.threads import HelperThread, Reminder
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -37,7 +37,7 @@ from typing import Protocol
 from odc.engine import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.leaving import run_all
-from odc.pausing import Reminder
+from odc.threads import Reminder
 from odc.transports._control import Closing
 from odc.transports._frames import (
     CHUNK_BYTES,
@@ -62,9 +62,7 @@ _EXPLANATION_S = 5.0  # for which the end of the data waits for a control frame 
 # Asked a second after the last answer, and every second; lost a second after the sixth question without an answer. So
 # five seconds without a network change nothing, and seven (and some milliseconds of the kernel's timers) end the link.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 6))
-_CONTROL_TIMEOUT_MS = (
-    60_000  # should the keep-alive connection be cut off by something that lets control frames through
-)
+_CONTROL_TIMEOUT_MS = 60_000  # should something cut off the keep-alive connection and let control frames through
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
 _NO_SIGN_OF_LIFE = "no sign of life from its host or the network"
 _LARGEST = {Kind.STATUS: MAX_RANKS, Kind.ABORT: MAX_TEXT_BYTES, Kind.CLOSED: MAX_TEXT_BYTES}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from odc.errors import SetupError
 from odc.exchange import BrokenExchangeError, Exchange, no_op
-from odc.pausing import Reminder
+from odc.threads import Reminder
 from odc.topology import Topology
 from odc.transports._control import Closing, ControlBlock
 from odc.transports._process import WatchedProcess
