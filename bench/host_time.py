@@ -31,7 +31,7 @@ Operations, per call (one unit), and that over the number of owners it deals wit
     yardstick     not ODC: ``sum(range(1000))``, how fast this machine's Python was just then; compare runs by it
 
 Set-up: the slowest rank's wall time of ``Runtime.create``, all ranks at once on the cores there are; the CPU time of
-one rank; how many exchanges it makes (all-gathers of small messages; each is two collectives of gloo); the threads and
+one rank; how many exchanges it makes (small messages through the store of the process group); the threads and
 descriptors it adds; shared memory per rank. The first of the repetitions is in it: modules are imported then.
 
 Not covered: contention, bytes (see odc.bench.primitives), GPUs, FSDP's own host time.

@@ -53,6 +53,7 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "partition_speed", _partition_speed),
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
+        (README, "host_time", _host_time),
         (RELIABILITY, "chaos", _chaos),
         (RELIABILITY, "parity", _parity),
     ):
@@ -193,6 +194,14 @@ def _primitives_tcp(result: dict[str, Any]) -> Figures:
         f"`scatter_accumulate` {_milliseconds(rows['scatter_accumulate'])}, {ratio(rows, *push)} `reduce_scatter`; "
         f"at 64 KB {ratio(small, *gather)} and {ratio(small, *push)}",
     )
+
+
+def _host_time(result: dict[str, Any]) -> Figures:
+    for cell in result["cells"]:
+        if cell["accumulate"] == "direct":
+            calls = [cell["operations"][name]["cpu_us"]["median"] for name in ("publish", "gather", "push", "finish")]
+            costs = " | ".join(f"{microseconds:.0f} us" for microseconds in calls)
+            yield f"| {cell['ranks']} |", f" {costs} | {1e3 * cell['setup']['cpu_s']['median']:.0f} ms |"
 
 
 def _chaos(result: dict[str, Any]) -> Figures:
