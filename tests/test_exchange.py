@@ -45,8 +45,8 @@ def test_set_up_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 LONELY = """
 import sys, time, logging
 import torch.distributed as dist
-from odc import exchange, pausing
-pausing.FIRST_REMINDER_S = 1e-6
+from odc import exchange, threads
+threads.FIRST_REMINDER_S = 1e-6
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 if rank == 1:

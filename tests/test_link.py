@@ -14,7 +14,7 @@ from selectors import EVENT_READ
 
 import pytest
 
-from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, pausing
+from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, threads
 from odc.engine import no_op
 from odc.transports import _link
 from odc.transports._control import Closing
@@ -200,7 +200,7 @@ def test_an_answer_that_does_not_come_is_silence() -> None:
 def test_a_long_wait_is_warned_of_and_known_to_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pausing, "FIRST_REMINDER_S", 0.4)
+    monkeypatch.setattr(threads, "FIRST_REMINDER_S", 0.4)
     with Pair() as pair:
 
         def answer() -> None:

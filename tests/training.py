@@ -173,5 +173,8 @@ def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:
     for name in left:
         a = torch.as_tensor(left[name], dtype=torch.float64)
         b = torch.as_tensor(right[name], dtype=torch.float64)
-        worst = max(worst, float((a - b).abs().max() / b.abs().max()))
+        difference = float((a - b).abs().max())
+        if difference != 0.0:  # NaN is the largest of all
+            relative = difference / float(b.abs().max() or 1e-30)
+            worst = worst if relative <= worst else relative
     return worst

@@ -97,8 +97,8 @@ def perform(case: Case, run: Run) -> Outcome:
             assert case.minibatches in (None, stats.minibatches), f"{stats.minibatches} minibatches"
         for index, model in enumerate(run.models):
             found.update({f"parameter {index} {n}": p for n, p in model.named_parameters()})
-        whole = {key: full(value) for key, value in found.items()}
-        return {key: value for key, value in whole.items() if value.numel()}  # FSDP1 shards may be empty
+        parts = {key: _local(value) for key, value in found.items()}  # each rank compares what it has
+        return {key: part for key, part in parts.items() if part.numel()}  # FSDP1 shards may be empty
     finally:
         for session in run.live_sessions():
             session.close()
@@ -107,6 +107,12 @@ def perform(case: Case, run: Run) -> Outcome:
 def full(value: Any) -> torch.Tensor:
     """The whole of a DTensor; of anything else this rank's part."""
     tensor: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach().clone()
+
+
+def _local(value: Any) -> torch.Tensor:
+    """This rank's part."""
+    tensor: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     return tensor.detach().clone()
 
 
