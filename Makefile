@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(PY) -m odc.bench.demo --out runs/demo
 
-test: $(STAMP)  ## the tests, in two processes
+test: $(STAMP)  ## the tests, in three processes
 	env --default-signal=INT $(PY) tests/sharing.py
 
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)

@@ -6,6 +6,7 @@ failure reaches the caller with its traceback; a rank that outlives its time lim
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -16,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,7 +28,21 @@ _NO_RESULT = "ended without a result"
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: fully_shard and optimizers import it when first used, which is most of a short rank's time.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "odc", "odc.fsdp_patch"]
-_CONTEXT.set_forkserver_preload([*_PRELOADED, "odc.transports.shm", "process_ranks"])
+_CONTEXT.set_forkserver_preload([*_PRELOADED, "odc.transports.shm", "process_ranks", "warm_ranks"])
+
+
+@functools.cache
+def _start_server() -> None:
+    """The process that forks the ranks. It finds modules of this folder by the environment only (Python 3.11)."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), path]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
 
 
 @dataclass
@@ -109,6 +125,7 @@ def _main(
         world_size=world_size,
         timeout=timedelta(seconds=120),
     )
+    dist.barrier()  # a rank that ends before the others have all their connections takes theirs along
     try:
         pipe.send(("value", body(rank, world_size, *args)))
     except BaseException as error:
@@ -140,6 +157,7 @@ def start_ranks(
 
     ``enter(rank, world_size)`` is what each process does first.
     """
+    _start_server()
     env = {"ODC_COPY_THREAD": copy_thread_mode(), **(env or {})}
     folder = tempfile.mkdtemp(prefix="odc-test-")
     store = os.path.join(folder, "store")

@@ -1,13 +1,14 @@
-"""All tests in two processes, on two cores: ``python tests/sharing.py [options of pytest]``, which ``make test`` calls.
+"""All tests in three processes, on two cores: ``python tests/sharing.py [pytest options]``, as ``make test`` calls it.
 
 The files stand in one order: those whose ranks compute first, the longest of them at the front, then those that need
-one core or mostly wait, the longest of them at the back. One process takes files from the front and one from the back,
+one core or mostly wait, the longest of them at the back. One process takes files from the front and two from the back,
 until they meet. So what needs both cores runs beside what does not, and what comes last is short. Each file runs in
 one of the processes, each test once: that is checked in the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-ENDS = ("front", "back")
+PROCESSES = ("front", "back", "back too")
 BESIDE = (
     *("test_balance_*.py", "test_bench_*.py", "test_cli_*.py", "test_kernels_*.py", "test_faults*.py", "test_link*.py"),
     *("test_closing.py", "test_layout.py", "test_network.py", "test_set_up_ends.py", "test_soak.py"),
@@ -46,8 +47,8 @@ class Share:
     A file is claimed by making a file of its name in a folder that the processes share, which only one of them can do.
     """
 
-    def __init__(self, folder: Path, end: str) -> None:
-        self.folder, self.end = folder, end
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
         self.claims: dict[str, bool] = {}
         self.seconds: dict[str, float] = {}
         self.collected: list[str] = []
@@ -57,7 +58,7 @@ class Share:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
         names = sorted({item.path.name for item in items}, key=lambda name: (position(name, seconds), name))
-        ranks = {name: i for i, name in enumerate(names if self.end == "front" else reversed(names))}
+        ranks = {name: i for i, name in enumerate(names if self.name == "front" else reversed(names))}
         items.sort(key=lambda item: ranks[item.path.name])
         self.collected = [item.nodeid for item in items]
 
@@ -83,7 +84,7 @@ class Share:
 
     def pytest_sessionfinish(self) -> None:
         found = {"collected": self.collected, "ran": self.ran, "seconds": self.seconds}
-        (self.folder / f"{self.end}.json").write_text(json.dumps(found))
+        (self.folder / f"{self.name}.json").write_text(json.dumps(found))
 
 
 def missing_or_twice(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -96,18 +97,24 @@ def main(options: Sequence[str]) -> int:
     """Run all tests; the worse of the two exit codes, or 1 if a test was left out."""
     is_recorded = "--record" in options
     command = [sys.executable, "-m", "pytest", str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
-    with tempfile.TemporaryDirectory(prefix="odc-tests-") as folder, tempfile.TemporaryFile("w+") as text:
-        outputs = {ENDS[0]: None, ENDS[1]: text}  # what the second one says is shown when both have ended
-        processes = [subprocess.Popen([*command, f"--share={end}:{folder}"], stdout=outputs[end]) for end in ENDS]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="odc-tests-"))
+        # What the first one says is shown at once, what the others say when all have ended.
+        outputs = [None, *(stack.enter_context(tempfile.TemporaryFile("w+")) for _ in PROCESSES[1:])]
+        shares = [f"--share={name}:{folder}" for name in PROCESSES]
+        processes = [
+            subprocess.Popen([*command, share], stdout=output) for share, output in zip(shares, outputs, strict=True)
+        ]
         try:
             codes = [process.wait() for process in processes]
         finally:
             for process in processes:
                 process.terminate()
                 process.wait()
-        text.seek(0)
-        sys.stdout.write(text.read())
-        results = [Path(folder, f"{end}.json") for end in ENDS]
+        for output in filter(None, outputs):
+            output.seek(0)
+            sys.stdout.write(output.read())
+        results = [Path(folder, f"{name}.json") for name in PROCESSES]
         if not all(result.exists() for result in results):
             print("a test process ended before its end")
             return max(*codes, 1)
@@ -115,7 +122,7 @@ def main(options: Sequence[str]) -> int:
     wrong = missing_or_twice(found)
     if wrong and not any(codes):
         print("did not run exactly once:", *wrong, sep="\n  ")
-    if is_recorded:
+    if is_recorded and not any(codes):
         seconds = {name: round(s) for one in found for name, s in one["seconds"].items() if s >= 1}
         SECONDS.write_text(json.dumps(seconds, indent=1, sort_keys=True) + "\n")
     return max(*map(abs, codes), int(bool(wrong)))

@@ -1,4 +1,4 @@
-"""Layer 1: what two processes leave each other of the tests, without any of these tests."""
+"""Layer 1: what three processes leave each other of the tests, without any of these tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sharing import ENDS, FOLDER, SECONDS, Share, missing_or_twice, position
+from sharing import FOLDER, PROCESSES, SECONDS, Share, missing_or_twice, position
 
 
 class File:
@@ -26,18 +26,20 @@ def collect(share: Share) -> list[Any]:
     return items
 
 
-def test_each_test_runs_in_one_process_and_both_meet(tmp_path: Path) -> None:
-    shares = [Share(tmp_path, end) for end in ENDS]
+def test_each_test_runs_in_one_process_and_all_meet(tmp_path: Path) -> None:
+    shares = [Share(tmp_path, name) for name in PROCESSES]
     left = [iter(collect(share)) for share in shares]
-    for turn in [0, 1, 1, 0, 0, 0] * len(NAMES):  # the first one is quicker
-        item = next(left[turn], None)
-        if item is not None:
-            assert (shares[turn].pytest_runtest_protocol(item) is None) == (item.nodeid in shares[turn].ran)
+    for turn in [0, 1, 2, 1, 0, 0, 2, 0] * len(NAMES):  # the first one is quicker
+        for item in left[turn]:  # until one is its own
+            is_its_own = shares[turn].pytest_runtest_protocol(item) is None
+            assert is_its_own == (item.nodeid in shares[turn].ran)
+            if is_its_own:
+                break
     for share in shares:
         share.pytest_sessionfinish()
-    found = [json.loads((tmp_path / f"{end}.json").read_text()) for end in ENDS]
-    assert found[0]["collected"] == found[1]["collected"][::-1]
-    assert all(len(one["ran"]) > len(NAMES) // 4 for one in found)
+    found = [json.loads((tmp_path / f"{name}.json").read_text()) for name in PROCESSES]
+    assert found[0]["collected"] == found[1]["collected"][::-1] == found[2]["collected"][::-1]
+    assert all(len(one["ran"]) > len(NAMES) // 6 for one in found)
     assert missing_or_twice(found) == []
 
 
