@@ -54,6 +54,7 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
         (README, "host_time", _host_time),
+        (README, "emulated", _emulated),
         (RELIABILITY, "chaos", _chaos),
         (RELIABILITY, "parity", _parity),
     ):
@@ -202,6 +203,17 @@ def _host_time(result: dict[str, Any]) -> Figures:
             calls = [cell["operations"][name]["cpu_us"]["median"] for name in ("publish", "gather", "push", "finish")]
             costs = " | ".join(f"{microseconds:.0f} us" for microseconds in calls)
             yield f"| {cell['ranks']} |", f" {costs} | {1e3 * cell['setup']['cpu_s']['median']:.0f} ms |"
+
+
+def _emulated(result: dict[str, Any]) -> Figures:
+    settings, run = result["settings"], result["runs"]["lb-mini"]
+    planned, measured, waiting = (100 * run[key] for key in ("planned_bubble", "bubble", "waiting"))
+    yield (
+        "**Does a run reach its plan?** ",
+        f"{settings['ranks']} ranks with emulated compute (a layer is a sleep; LongAlign, LB-Mini, "
+        f"{settings['minibatch_size']} samples a rank) were planned to idle {planned:.1f} % of their time and idled "
+        f"{measured:.1f} %, of which they waited for one another {waiting:.1f} %",
+    )
 
 
 def _chaos(result: dict[str, Any]) -> Figures:
