@@ -28,31 +28,22 @@ outside: int | None = None
 """The machine's own mount namespace, as a descriptor, where this process has left it."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="END:FOLDER", help="this process's part of the tests: see tests/sharing.py")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    share = config.getoption("--share")
-    if share:
-        from sharing import Share
-
-        end, _, folder = share.partition(":")
-        config.pluginmanager.register(Share(Path(folder), end), "share")
-    _leave_dev_shm()
+    if not _is_private:
+        leave_dev_shm()
 
 
-def _leave_dev_shm() -> None:
+def leave_dev_shm() -> None:
     """Give this process and all that descend from it a /dev/shm of their own, where the machine permits it (root).
 
     What is left there by any of them is then known to be theirs, and nothing that another program does is seen.
     """
     global _is_private, outside
     libc, room = ctypes.CDLL(None, use_errno=True), Path("/dev/shm")
-    if _is_private or not room.is_dir():
+    if not room.is_dir():
         return
-    machine = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+    machine = os.open("/proc/self/ns/mnt", os.O_RDONLY) if outside is None else outside
     if libc.unshare(_CLONE_NEWNS) != 0:
         os.close(machine)
         return

@@ -1,18 +1,19 @@
 """All tests in three processes, on two cores: ``python tests/sharing.py [pytest options]``, as ``make test`` calls it.
 
-The files stand in one order: those whose ranks compute first, the longest of them at the front, then those that need
-one core or mostly wait, the longest of them at the back. One process takes files from the front and two from the back,
-until they meet. So what needs both cores runs beside what does not, and what comes last is short. Each file runs in
-one of the processes, each test once: that is checked in the end.
+One process collects the tests, which takes as long as many of them, and then forks the others. The files stand in one
+order: those whose ranks compute first, the longest of them at the front, then those that need one core or mostly wait,
+the longest of them at the back. One process takes files from the front and two from the back, until they meet. So what
+needs both cores runs beside what does not, and what comes last is short. Each file runs in one of the processes, each
+test once: that is checked in the end.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fnmatch
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -31,6 +32,7 @@ BESIDE = (
 """Files of tests that need one core or mostly wait."""
 COMPUTE = ("test_balance_loader*.py", "test_bench_gpu*.py", "test_bench_parity.py")
 """Exceptions from that."""
+_PR_SET_PDEATHSIG = 1
 SECONDS = FOLDER / "seconds.json"
 """What each file took on two cores. ``--record`` writes it anew; a file that it lacks counts as short."""
 
@@ -47,25 +49,56 @@ class Share:
     A file is claimed by making a file of its name in a folder that the processes share, which only one of them can do.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str = PROCESSES[0]) -> None:
         self.folder, self.name = folder, name
+        self.children: dict[int, str] = {}  # by process number
         self.claims: dict[str, bool] = {}
         self.seconds: dict[str, float] = {}
-        self.collected: list[str] = []
         self.ran: list[str] = []
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if session.testsfailed or session.config.option.collectonly:
+            return
+        (self.folder / "collected.json").write_text(json.dumps([item.nodeid for item in session.items]))
+        for name in PROCESSES[1:]:
+            pid = os.fork()
+            if pid == 0:
+                self.name, self.children = name, {}
+                self._be_alone(session.config)
+                break
+            self.children[pid] = name
+        self.order(session.items)
+
+    def _be_alone(self, config: pytest.Config) -> None:
+        """In a fork: nothing is shared with the others that one of them would change."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        capture: Any = config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        output = os.open(self.output_of(self.name), os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.close(output)
+        capture.start_global_capturing()
+        capture.suspend_global_capture()
+        import conftest  # only now: pytest puts its own module in the place of one that is there
+
+        conftest.leave_dev_shm()
+
+    def output_of(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def order(self, items: list[pytest.Item]) -> None:
+        """As this process takes them."""
         seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
         names = sorted({item.path.name for item in items}, key=lambda name: (position(name, seconds), name))
-        ranks = {name: i for i, name in enumerate(names if self.name == "front" else reversed(names))}
+        ranks = {name: i for i, name in enumerate(names if self.name == PROCESSES[0] else reversed(names))}
         items.sort(key=lambda item: ranks[item.path.name])
-        self.collected = [item.nodeid for item in items]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if not self._is_ours(item.path.name):
-            return True  # the other process runs it
+            return True  # another process runs it
         self.ran.append(item.nodeid)
         return None
 
@@ -83,43 +116,47 @@ class Share:
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        found = {"collected": self.collected, "ran": self.ran, "seconds": self.seconds}
+        found = {"ran": self.ran, "seconds": self.seconds}
         (self.folder / f"{self.name}.json").write_text(json.dumps(found))
 
+    def await_others(self) -> list[int]:
+        """The exit codes of the other processes, and on standard output what they have said."""
+        try:
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.children]
+        except BaseException:
+            for pid in self.children:
+                os.kill(pid, signal.SIGTERM)
+            raise
+        for name in self.children.values():
+            sys.stdout.write(self.output_of(name).read_text())
+        return codes
 
-def missing_or_twice(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Tests that did not run exactly once. All processes have collected the same."""
+
+def missing_or_twice(collected: Sequence[str], found: Sequence[dict[str, Any]]) -> list[str]:
+    """Tests that did not run exactly once."""
     ran = Counter(test for one in found for test in one["ran"])
-    return sorted(test for test in {t for one in found for t in one["collected"]} | set(ran) if ran[test] != 1)
+    return sorted(test for test in {*collected, *ran} if ran[test] != 1)
 
 
 def main(options: Sequence[str]) -> int:
-    """Run all tests; the worse of the two exit codes, or 1 if a test was left out."""
+    """Run all tests; the worst of the exit codes, or 1 if a test was left out."""
     is_recorded = "--record" in options
-    command = [sys.executable, "-m", "pytest", str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="odc-tests-"))
-        # What the first one says is shown at once, what the others say when all have ended.
-        outputs = [None, *(stack.enter_context(tempfile.TemporaryFile("w+")) for _ in PROCESSES[1:])]
-        shares = [f"--share={name}:{folder}" for name in PROCESSES]
-        processes = [
-            subprocess.Popen([*command, share], stdout=output) for share, output in zip(shares, outputs, strict=True)
-        ]
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.terminate()
-                process.wait()
-        for output in filter(None, outputs):
-            output.seek(0)
-            sys.stdout.write(output.read())
+    with tempfile.TemporaryDirectory(prefix="odc-tests-") as folder:
+        share = Share(Path(folder))
+        arguments = [str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
+        codes = [int(pytest.main(arguments, plugins=[share]))]
+        sys.stdout.flush()
+        if share.name != PROCESSES[0]:
+            os._exit(codes[0])  # a fork: what is around this call belongs to the first process
+        codes += share.await_others()
+        if not share.children:  # nothing was to be run
+            return codes[0]
         results = [Path(folder, f"{name}.json") for name in PROCESSES]
         if not all(result.exists() for result in results):
             print("a test process ended before its end")
-            return max(*codes, 1)
+            return max(*map(abs, codes), 1)
         found = [json.loads(result.read_text()) for result in results]
-    wrong = missing_or_twice(found)
+        wrong = missing_or_twice(json.loads(Path(folder, "collected.json").read_text()), found)
     if wrong and not any(codes):
         print("did not run exactly once:", *wrong, sep="\n  ")
     if is_recorded and not any(codes):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +24,7 @@ NAMES = [path.name for path in sorted(FOLDER.glob("test_*.py"))]
 
 def collect(share: Share) -> list[Any]:
     items: list[Any] = [File(name) for name in NAMES]
-    share.pytest_collection_modifyitems(cast(list[pytest.Item], items))
+    share.order(cast(list[pytest.Item], items))
     return items
 
 
@@ -38,15 +40,41 @@ def test_each_test_runs_in_one_process_and_all_meet(tmp_path: Path) -> None:
     for share in shares:
         share.pytest_sessionfinish()
     found = [json.loads((tmp_path / f"{name}.json").read_text()) for name in PROCESSES]
-    assert found[0]["collected"] == found[1]["collected"][::-1] == found[2]["collected"][::-1]
     assert all(len(one["ran"]) > len(NAMES) // 6 for one in found)
-    assert missing_or_twice(found) == []
+    assert missing_or_twice([f"tests/{name}::test" for name in NAMES], found) == []
 
 
 def test_what_did_not_run_once_is_told() -> None:
-    every = ["a", "b", "c"]
-    found = [{"collected": every, "ran": ["a", "b"]}, {"collected": every[::-1], "ran": ["b"]}]
-    assert missing_or_twice(found) == ["b", "c"]
+    found = [{"ran": ["a", "b"]}, {"ran": ["b"]}]
+    assert missing_or_twice(["a", "b", "c"], found) == ["b", "c"]
+
+
+RUN_ALONE = """
+import sys
+from pathlib import Path
+import sharing
+sharing.FOLDER = Path(sys.argv[1])
+sys.exit(sharing.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("line", "code"), [("pass", 0), ("assert False", 1), ("os.kill(os.getpid(), 9)", 1)])
+def test_a_failure_in_any_process_is_one_of_all(tmp_path: Path, line: str, code: int) -> None:
+    for number in range(6):
+        body = f"import os\ndef test():\n print('said {number}')\n {line if number == 4 else 'pass'}\n"
+        (tmp_path / f"test_file_{number}.py").write_text(body)
+    command = [
+        sys.executable,
+        "-c",
+        RUN_ALONE,
+        str(tmp_path),
+        "-q",
+        f"--rootdir={tmp_path}",
+        f"--confcutdir={tmp_path}",
+    ]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
+    assert ("said 4" in done.stdout) == (line == "assert False")
 
 
 def test_ranks_that_compute_come_first_and_the_longest_files_at_the_ends() -> None:
