@@ -1,6 +1,6 @@
 """Layer 4: unmodified scripts of three training libraries, on two ranks, as ``torchrun`` and ``odc run`` start them.
 
-One script is started by the commands themselves, plain and balanced; the ranks of the others are forks of a process
+What is balanced without a line in the script is started by the command itself; the other ranks are forks of a process
 that has the libraries.
 """
 
@@ -24,8 +24,6 @@ RANKS = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
 ODC_RUN = [sys.executable, "-m", "odc", "run", *RANKS]
 SCRIPTS = ["accelerate_sft", "hf_trainer", "trl_sft"]
-COLD = "hf_trainer"
-"""The script that is started by the commands themselves."""
 STEPS = 4
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
@@ -80,8 +78,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Callable[[str
     @functools.cache
     def of_script(script: str) -> list[float]:
         folder = tmp_path_factory.mktemp(script)
-        if script == COLD:
-            return losses(TORCHRUN, script, folder)[0]
         warm(options_of(script), folder, with_odc=False)
         return losses_in(folder)
 
