@@ -19,11 +19,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(PY) -m odc.bench.demo --out runs/demo
 
+# Hundreds of interpreters are started: each would compile all of odc, should the environment forbid to keep that.
 test: $(STAMP)  ## the tests, in three processes
-	env --default-signal=INT $(PY) tests/sharing.py
+	env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/sharing.py
 
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
-	env --default-signal=INT $(PY) tests/sharing.py -m "extended or not extended"
+	env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/sharing.py -m "extended or not extended"
 
 TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
 

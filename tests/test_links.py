@@ -352,7 +352,7 @@ def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
     told = values(run_threads(2, body))[0]
     assert "set-up failed on rank 1 (pid " in told
     assert "LookupError: nobody has thought of this" in told
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+    wait_until(lambda: not any(t.name.startswith("odc-") for t in threading.enumerate()), "a thread has not ended")
 
 
 def set_up(exchange: ThreadExchange, timeout_s: float = 600.0) -> str:
@@ -604,7 +604,7 @@ def test_a_thread_that_cannot_start_fails_on_all_ranks_and_leaves_nothing(monkey
     results = run_threads(3, body)
     assert all(isinstance(result, (SetupError, RuntimeError)) for result in results), results
     assert all("can't start new thread" in str(result) for result in results)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
+    wait_until(lambda: not any(t.name.startswith("odc-") for t in threading.enumerate()), "a thread has not ended")
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def test_a_failure_in_any_process_is_one_of_all(tmp_path: Path, line: str, code:
         f"--rootdir={tmp_path}",
         f"--confcutdir={tmp_path}",
     ]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # which a process that is killed leaves something in
+    done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
     assert ("said 4" in done.stdout) == (line == "assert False")
 
