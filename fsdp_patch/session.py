@@ -165,15 +165,6 @@ class Session:
         with self._runtime.reporting:
             check_backward_complete(self._units)
         self._end_minibatch(EndKind.USE, reader)
-        with self._runtime.reporting:
-            for index, unit in enumerate(self._units):
-                own, spec = self._runtime.gradient(index), self._runtime.units[index]
-                result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
-                if result is not None:
-                    self._gradients.has_gradients = True
-                    # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
-                    unit.install(torch.div(result.total, unit.divide_factor), result.touched)
-            self._gradients.installed()
 
     def discard(self) -> None:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
@@ -186,19 +177,31 @@ class Session:
         self._publisher.publish_all()
 
     def _end_minibatch(self, kind: EndKind, reader: Reader | None) -> None:
-        """Wait until every rank is done with it. The sums are then final."""
+        """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
         self._require_open()
         if self._runtime.state is not State.OPEN:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
         own = End(kind, self._gradients.numbers_of(reader))
-        ends = self._finish_on_all(own)
-        with self._runtime.reporting:
+        with self._runtime.reporting:  # to the end: sums that are final, and not in .grad, must get into no step
+            ends = self._finish_on_all(own)
             self._guard.check_answers()
             self._gradients.ended(ends, own)
             for unit in self._units:
                 unit.discard_gathered()
+            if kind is EndKind.USE:
+                self._install_gradients()
+
+    def _install_gradients(self) -> None:
+        for index, unit in enumerate(self._units):
+            own, spec = self._runtime.gradient(index), self._runtime.units[index]
+            result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
+            if result is not None:
+                self._gradients.has_gradients = True
+                # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
+                unit.install(torch.div(result.total, unit.divide_factor), result.touched)
+        self._gradients.installed()
 
     def _finish_on_all(self, how: End) -> Sequence[End]:
         """End the minibatch in the shard group, and then among the replicas; how each rank of the mesh has ended it."""

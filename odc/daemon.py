@@ -112,8 +112,10 @@ class AccumulationDaemon:
     def _run(self) -> None:
         try:
             with self._end.engine.background():
-                while not self._stopping.is_set():
-                    ticket = self._transport.ticket(None)
+                while True:
+                    ticket = self._transport.ticket(None)  # before all that it may sleep for
+                    if self._stopping.is_set():
+                        break
                     if not self._serve_round():
                         self._transport.sleep(None, ticket, _IDLE_S)
         except BaseException as error:  # whatever it is must reach the training loop

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, SetupError
+from odc.errors import ConfigError, OdcError, SetupError
 from odc.gloo import num_connections
 from odc.threads import HelperThread, Reminder, look_until
 from odc.transports._process import WatchedProcess
@@ -47,6 +47,7 @@ _PATIENCE_S = 2.0  # with the store, where there is something else to say
 _BEGIN_S = 60.0  # with the store, where there is not
 _SLICE_S = 0.02  # between two looks at failures
 _LOSSES_S = 0.5  # between two looks for ranks that have ended
+_WORDS_S = 5.0  # between two looks for ranks that have failed and go on
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3  # between two looks at who has come
 _NO_STORE = (RuntimeError, ValueError)  # it has gone with rank 0, or is not to be had
 T = TypeVar("T")
@@ -128,15 +129,26 @@ class ProcessGroupExchange:
         number = self._round
         swap = _Swap(store, number, self.rank, self.world_size, payload)
         reminder, started = Reminder(), time.monotonic()
-        next_look = started + _LOSSES_S
+        next_look, next_word = started + _LOSSES_S, started + _WORDS_S
+
+        def look() -> None:
+            nonlocal next_look, next_word
+            check()
+            now = time.monotonic()
+            self._remind(now - started, reminder, lambda: self._roll_call.missing(store, number))
+            if now > next_look:
+                next_look = now + _LOSSES_S
+                self._look_for_losses(swap)
+            if now > next_word:
+                next_word = now + _WORDS_S
+                self._look_for_words()
+
         try:
-            while not swap.done.wait(_SLICE_S):
-                check()
-                waited_s = time.monotonic() - started
-                self._remind(waited_s, reminder, lambda: self._roll_call.missing(store, number))
-                if time.monotonic() > next_look:
-                    next_look = time.monotonic() + _LOSSES_S
-                    self._look_for_losses(swap)
+            if swap.start():
+                while not swap.done.wait(_SLICE_S):
+                    look()
+            else:
+                swap.here(look)
         finally:
             swap.end()
         if swap.error is not None:
@@ -145,10 +157,11 @@ class ProcessGroupExchange:
 
     def _enter(self, check: Callable[[], None]) -> Store:
         """Come to a set-up with all other ranks, and give it a place of its own in the store."""
-        self._roll_call.enter()  # before the barrier: who waits must be known to have come
+        patience_s = min(self._timeout_s, _BEGIN_S)
+        self._roll_call.enter(patience_s)  # before the barrier: who waits must be known to have come
         self._meet(check)
         self._connections = num_connections()
-        store = self._roll_call.begin(min(self._timeout_s, _BEGIN_S))
+        store = self._roll_call.begin(patience_s)
         if store is None:
             raise SetupError(
                 "the process group has no store that answers, through which ranks could agree: initialise it with "
@@ -211,6 +224,11 @@ class ProcessGroupExchange:
             f"set-up cannot go on: {lost or self._roll_call.account() or 'a rank has ended or is out of reach'}"
         )
 
+    def _look_for_words(self) -> None:
+        """A rank that has failed here, and whose process goes on all the same, has left word."""
+        if (account := self._roll_call.end_of_any()) is not None:
+            raise BrokenExchangeError(f"set-up cannot go on: {account}")
+
 
 class _Swap:
     """One exchange under way, in a thread: see [Note: Stores]."""
@@ -224,7 +242,14 @@ class _Swap:
         self.rows: list[bytes] = []
         self.error: BaseException | None = None
         self.done, self.given_up = threading.Event(), threading.Event()
-        self._thread = _run_aside(self._run, "odc-exchange")
+        self._thread = HelperThread(self._run, "odc-exchange")
+
+    def start(self) -> bool:
+        """Whether there can be a thread. That there cannot, the other ranks have to be told by :meth:`here`."""
+        with contextlib.suppress(SetupError):
+            self._thread.start()
+            return True
+        return False
 
     def end(self) -> None:
         """Give it up, if it is not over; a thread that a store holds up is not waited for."""
@@ -232,14 +257,24 @@ class _Swap:
         if self._thread.is_alive():
             self._thread.join(_SLICE_S)
 
+    def here(self, look: Callable[[], None]) -> None:
+        """In the place of a thread; ``look`` ends it by raising."""
+        try:
+            self._swap(look)
+        except OdcError:
+            raise
+        except _NO_STORE as error:
+            self.error = error
+        self.done.set()
+
     def _run(self) -> None:
         try:
-            self._swap()
+            self._swap(no_op)
         except BaseException as error:  # raised where the exchange is awaited
             self.error = error
         self.done.set()
 
-    def _swap(self) -> None:
+    def _swap(self, look: Callable[[], None]) -> None:
         store, prefix, old = self._store, f"{self._number}/", f"{self._number - 2}/"
         store.set(f"{prefix}{self._rank}", self._payload)  # type: ignore[arg-type]
         if self._number > 2:  # who has come to the exchange before this one has read all of the one before that
@@ -250,6 +285,7 @@ class _Swap:
         while arrived < self._world_size:
             if self.given_up.wait(pause_s):
                 return
+            look()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             arrived = store.add(f"{prefix}arrived", 0)
         self.rows = store.multi_get([f"{prefix}{rank}" for rank in range(self._world_size)])
@@ -269,13 +305,14 @@ class RollCall:
         self._entered = 0
         self._processes: dict[int, int] = {}  # of the ranks whose processes can be seen from here
         self._store: Store | None = None
+        self._is_silent = False
         with contextlib.suppress(*_NO_STORE, ConfigError):
             group = group or dist.group.WORLD
             attempt = LaunchEnvironment.from_environment().attempt
             self._store = PrefixStore(f"odc/{attempt}", _get_default_store())
             self._name = "" if group is None else group.group_name
 
-    def enter(self) -> None:
+    def enter(self, patience_s: float = _PATIENCE_S) -> None:
         """This rank has come to set-up."""
 
         def enter(store: Store) -> int:
@@ -284,7 +321,7 @@ class RollCall:
             store.add(f"entries/{self._name}", 1)
             return store.add(self._times(self._me), 1)
 
-        self._entered = self._ask(enter, 0)
+        self._entered = self._ask(enter, 0, patience_s)
 
     def begin(self, patience_s: float) -> Store | None:
         """All ranks have come: the part of the store that is this set-up's alone; None if the store does not answer."""
@@ -316,8 +353,13 @@ class RollCall:
         return f"times/{self._name}/{rank}"
 
     def leave_word(self, reason: str) -> None:
-        """For those who will miss this rank, in this group or in another one."""
+        """For those who will miss this rank, in this group or in another one; also by a store that was silent once."""
+        self._is_silent = False
         self._ask(lambda store: store.set(f"reason/{self._me}", reason), None)
+
+    def end_of_any(self) -> str | None:
+        """What has become of a rank that had come and is there no more, or has failed, for people."""
+        return self._ask(self._first_end, None)
 
     def absent(self) -> list[int]:
         """The ranks, by their numbers in the job, that have not come yet."""
@@ -332,7 +374,7 @@ class RollCall:
         nothing: tuple[list[int], str | None] = ([], None)
         while True:
             absent, end = self._ask(lambda store: (self._absent(store), self._first_end(store)), nothing)
-            if end is not None or self._store is None:
+            if end is not None or self._store is None or self._is_silent:
                 return end
             if time.monotonic() > deadline:
                 break
@@ -361,19 +403,18 @@ class RollCall:
         """See [Note: Stores]."""
         answers: list[T] = []
         store = self._store
+        if store is None or self._is_silent:
+            return otherwise
 
         def ask() -> None:
             with contextlib.suppress(*_NO_STORE):
-                if store is not None:
-                    answers.append(question(store))
+                answers.append(question(store))
 
         thread = _run_aside(ask, "odc-roll-call")
         if thread.is_alive():
             thread.join(patience_s)
-        if answers:
-            return answers[0]
-        self._store = None
-        return otherwise
+        self._is_silent = not answers
+        return answers[0] if answers else otherwise
 
 
 def _run_aside(work: Callable[[], None], name: str) -> HelperThread:

@@ -95,7 +95,7 @@ def _odc_descriptors() -> set[str]:
 
 
 def _odc_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("odc-accumulation", "odc-copy", "odc-job-watchdog")]
+    return [t.name for t in threading.enumerate() if t.name.startswith("odc-")]
 
 
 def _soon(condition: Callable[[], bool]) -> None:
@@ -127,6 +127,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert shared_memory() <= before
     if _odc_descriptors() or _odc_threads():
         gc.collect()  # tracebacks of expected failures hold on to buffers; too slow to do after every test
+        _soon(lambda: not _odc_threads())  # those that end just now
     assert not _odc_descriptors()
     assert not multiprocessing.active_children()
     assert not _odc_threads()

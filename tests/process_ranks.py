@@ -186,6 +186,7 @@ def run_ranks(
     for rank, result in enumerate(results):
         if result.error is not None:
             raise AssertionError(f"rank {rank}: {result.error_type}: {result.error}")
+        assert result.exitcode == 0, f"rank {rank} has given its result, and ended with {result.exitcode}"
     return [result.value for result in results]
 
 

@@ -127,8 +127,9 @@ class Share:
             for pid in self.children:
                 os.kill(pid, signal.SIGTERM)
             raise
-        for name in self.children.values():
-            sys.stdout.write(self.output_of(name).read_text())
+        finally:
+            for name in self.children.values():
+                sys.stdout.write(self.output_of(name).read_text(errors="replace"))
         return codes
 
 
@@ -144,10 +145,13 @@ def main(options: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="odc-tests-") as folder:
         share = Share(Path(folder))
         arguments = [str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
-        codes = [int(pytest.main(arguments, plugins=[share]))]
-        sys.stdout.flush()
-        if share.name != PROCESSES[0]:
-            os._exit(codes[0])  # a fork: what is around this call belongs to the first process
+        codes = [1]
+        try:
+            codes = [int(pytest.main(arguments, plugins=[share]))]
+        finally:
+            sys.stdout.flush()
+            if share.name != PROCESSES[0]:
+                os._exit(codes[0])  # a fork: what is around this call belongs to the first process
         codes += share.await_others()
         if not share.children:  # nothing was to be run
             return codes[0]

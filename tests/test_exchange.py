@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 from torch.distributed.distributed_c10d import _get_default_store
 
-from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec, exchange
 from odc.exchange import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
+from odc.threads import HelperThread
 
 
 def test_json_arrives_in_rank_order() -> None:
@@ -139,8 +142,8 @@ def swap_sizes(rank: int, world_size: int) -> tuple[list[bytes], list[bytes], in
     one, two = ProcessGroupExchange(), ProcessGroupExchange()
     first = one.all_gather(bytes(range(256)) * rank)
     for turn in range(20):
-        for exchange in (one, two):
-            assert exchange.all_gather(f"{turn} {rank}".encode()) == [f"{turn} {r}".encode() for r in range(world_size)]
+        for group in (one, two):
+            assert group.all_gather(f"{turn} {rank}".encode()) == [f"{turn} {r}".encode() for r in range(world_size)]
     return first, two.all_gather(b"\0" * 100_000 * (rank + 1)), _get_default_store().num_keys()
 
 
@@ -163,3 +166,50 @@ def test_equal_tables_are_not_sent_around() -> None:
     values(run_threads(3, body))
     assert len(sent) == 3
     assert max(sent) < 100
+
+
+def waiting_without_a_thread(rank: int, world_size: int) -> str:
+    """Rank 1 does not come to the second exchange."""
+    group, started, said = ProcessGroupExchange(), time.monotonic(), ""
+    group.all_gather(b"")
+
+    def check() -> None:
+        if time.monotonic() - started > 0.5:
+            raise SetupError("told of a failure")
+
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HelperThread, "start", no_more_threads)
+            with pytest.raises(SetupError) as caught:
+                group.all_gather(b"", check)
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def no_more_threads(thread: HelperThread) -> None:
+    raise SetupError("can't start new thread")
+
+
+def test_a_wait_without_a_thread_can_be_ended() -> None:
+    assert run_ranks(2, waiting_without_a_thread)[0] == "told of a failure"
+
+
+def failing_and_going_on(rank: int, world_size: int) -> str:
+    """Rank 1 fails between two exchanges, and its script goes on."""
+    exchange._WORDS_S = 0.2
+    group, said = ProcessGroupExchange(), ""
+    group.all_gather(b"")
+    if rank == 1:
+        group.leave_word(LookupError("no such layer"))
+    else:
+        with pytest.raises(SetupError) as caught:
+            group.all_gather(b"")
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_has_failed_and_goes_on_is_named() -> None:
+    said = run_ranks(2, failing_and_going_on)[0]
+    assert re.search(r"it failed on rank 1 \(pid \d+\): LookupError: no such layer", said), said

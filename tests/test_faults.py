@@ -216,7 +216,7 @@ def wait_for_start(started: Path) -> None:
 
 def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     """Fault test 4: SIGSTOP 3 s, then SIGCONT, with a limit of 20 s."""
-    steps, started, stopped = 100, tmp_path / "started", tmp_path / "stopped"
+    steps, started, stopped = 40, tmp_path / "started", tmp_path / "stopped"
     env = {"ODC_TIMEOUT": "20", "ODC_FAULT": "point=gather.before,do=delay:0.002"}  # about 1.5 s of training
     group = start_ranks(2, stoppable, steps, str(started), str(stopped), env=env)
     wait_for_start(started)

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from selectors import EVENT_READ
+from selectors import EVENT_READ, EVENT_WRITE
+from typing import Any
 
 import pytest
 
@@ -487,3 +488,30 @@ def test_descriptors_beyond_1024_are_as_good_as_others() -> None:
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Answering:
+    """As much of a link as its thread looks at: it has nothing more to send, until it is asked for something."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.data, self.data_events = connection, EVENT_READ
+
+    def serve_data(self, events: int) -> int:
+        self.data_events = EVENT_READ | EVENT_WRITE
+        return self.data_events
+
+
+def test_an_answer_goes_out_that_is_asked_for_when_the_one_before_has_just_gone() -> None:
+    """In one round the connection is told to wait for reading only, and then has something to write again."""
+    thread, (ours, theirs) = LinkThread(), socket.socketpair()
+    link: Any = Answering(ours)
+    thread._selector.register(ours, EVENT_READ | EVENT_WRITE, (link, link.serve_data))
+    bell, data = thread._selector.get_key(thread._wake_fd), thread._selector.get_key(ours)  # as one select() has it
+    thread.ask_for_service(link)
+    thread._handle(bell, EVENT_READ)
+    assert thread._selector.get_key(ours).events == EVENT_READ
+    thread._handle(data, EVENT_READ)
+    assert thread._selector.get_key(ours).events == EVENT_READ | EVENT_WRITE
+    thread.close()
+    ours.close()
+    theirs.close()

@@ -121,7 +121,7 @@ def stoppable(rank: int, world_size: int, steps: int, started: str, stopped: str
 
 
 def test_a_rank_of_another_host_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
-    steps, started, stopped = 100, tmp_path / "started", tmp_path / "stopped"
+    steps, started, stopped = 40, tmp_path / "started", tmp_path / "stopped"
     env = {**PATIENT, "ODC_FAULT": "point=gather.before,do=delay:0.002"}
     group = start_ranks(2, across, 2, stoppable, steps, str(started), str(stopped), env=env)
     deadline = time.monotonic() + 60

@@ -112,6 +112,7 @@ class SleepWord:
     def ticket(self) -> int:
         """To be taken before looking at what one may then sleep for."""
         value: int = self._word[0]
+        order_memory()
         return value
 
     def advance(self) -> None:
@@ -242,7 +243,9 @@ class ControlBlock:
 
     @property
     def closed(self) -> Closing:
-        return Closing(self._status[_CLOSED])
+        how = Closing(self._status[_CLOSED])
+        order_memory()  # signals that are looked at next are all that it has posted before
+        return how
 
     @closed.setter
     def closed(self, how: Closing) -> None:

@@ -318,7 +318,7 @@ class LinkThread:
         if not wanted:
             self._selector.unregister(key.fileobj)
             self._unsettled.append(link)
-        elif wanted != key.events:
+        elif wanted != self._selector.get_key(key.fileobj).events:  # the key itself may be older than a change of it
             self._selector.modify(key.fileobj, wanted, key.data)
 
     def close(self) -> None:
