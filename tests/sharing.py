@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fnmatch
+import gc
 import json
 import os
 import signal
@@ -61,6 +62,8 @@ class Share:
         if session.testsfailed or session.config.option.collectonly:
             return
         (self.folder / "collected.json").write_text(json.dumps([item.nodeid for item in session.items]))
+        gc.collect()
+        gc.freeze()  # what all have imported is looked at, and so copied, by none of them
         for name in PROCESSES[1:]:
             pid = os.fork()
             if pid == 0:
