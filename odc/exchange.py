@@ -355,7 +355,12 @@ class RollCall:
     def leave_word(self, reason: str) -> None:
         """For those who will miss this rank, in this group or in another one; also by a store that was silent once."""
         self._is_silent = False
-        self._ask(lambda store: store.set(f"reason/{self._me}", reason), None)
+
+        def leave(store: Store) -> None:
+            times = self._entered or store.add(self._times(self._me), 0) + 1  # it may fail before it enters
+            store.set(f"reason/{self._me}", json.dumps([self._name, times, reason]))
+
+        self._ask(leave, None)
 
     def end_of_any(self) -> str | None:
         """What has become of a rank that had come and is there no more, or has failed, for people."""
@@ -391,13 +396,19 @@ class RollCall:
             if rank == self._me or not store.check([f"process/{rank}"]):
                 continue
             pid, place = json.loads(store.get(f"process/{rank}"))
-            end, word = _end_of(pid) if place == _place() else None, store.get(f"reason/{rank}").decode()
+            end, word = _end_of(pid) if place == _place() else None, self._word(store, rank)
             if end is not None:
                 said = f"; it had said: {word}" if word and "signal" not in end else ""  # who is killed says nothing
                 return f"rank {rank} (pid {pid}) has ended: {end}{said}"
             if word:
                 words.append(f"it failed on rank {rank} (pid {pid}): {word}")
         return words[0] if words else None
+
+    def _word(self, store: Store, rank: int) -> str:
+        """The reason that a rank has left, but for one of an earlier set-up of this group: it may have ended since."""
+        left = store.get(f"reason/{rank}")
+        name, times, reason = json.loads(left) if left else ("", 0, "")
+        return "" if name == self._name and times < self._entered else str(reason)
 
     def _ask(self, question: Callable[[Store], T], otherwise: T, patience_s: float = _PATIENCE_S) -> T:
         """See [Note: Stores]."""

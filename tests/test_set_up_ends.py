@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from process_ranks import start_ranks
+from process_ranks import run_ranks, start_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import Net, build, shard
@@ -174,3 +174,29 @@ def test_a_store_that_does_not_answer_holds_nobody_up(end: str) -> None:
 def test_who_came_once_has_not_come_again() -> None:
     account, pid = (result.value for result in start_ranks(2, second_time).join(60))
     assert account == f"it failed on rank 1 (pid {pid}): ValueError: x"
+
+
+def words_of_an_earlier_set_up(rank: int, world_size: int) -> tuple[str | None, str | None]:
+    """Rank 1 has failed once, and has not come a second time: what it had said then explains nothing."""
+    first = exchange.RollCall(None, range(world_size), rank)
+    first.enter()
+    dist.barrier()
+    if rank == 1:
+        first.leave_word("ValueError: the first time")
+    dist.barrier()
+    again = exchange.RollCall(None, range(world_size), rank)
+    if rank == 0:
+        again.enter()
+    found = again.end_of_any() if rank == 0 else None
+    dist.barrier()
+    if rank == 1:
+        again.leave_word("ValueError: before it has come")
+    dist.barrier()
+    return found, again.end_of_any() if rank == 0 else None
+
+
+def test_a_word_of_an_earlier_set_up_is_not_one_of_this() -> None:
+    before, behind = run_ranks(2, words_of_an_earlier_set_up)[0]
+    assert before is None
+    assert behind is not None
+    assert "ValueError: before it has come" in behind
