@@ -424,7 +424,7 @@ class Runtime:
 
 
 class _Reporting:
-    """See :attr:`Runtime.reporting`. (Not made of a generator: that costs a gather 2 us.)"""
+    """See :attr:`Runtime.reporting`. (Not made of a generator, which every gather would pay for.)"""
 
     __slots__ = ("_runtime",)
 

@@ -21,8 +21,8 @@ import pytest
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _ROOT]
 
-# Before anything imports torch. Threads of several processes that wait for one another busily, on few cores, take nine
-# tenths of the time; torchrun sets the same.
+# Before anything imports torch. On few cores, threads of several processes that wait for one another busily take most of
+# the time; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CLONE_NEWNS = 0x20000
@@ -49,7 +49,8 @@ def leave_dev_shm() -> None:
         return
     machine = os.open("/proc/self/ns/mnt", os.O_RDONLY) if outside is None else outside
     if libc.unshare(_CLONE_NEWNS) != 0:
-        os.close(machine)
+        if outside is None:
+            os.close(machine)
         return
     size = os.statvfs(room).f_blocks * os.statvfs(room).f_frsize
     _mount(libc, None, b"/", None, _MS_REC | _MS_PRIVATE, None)
