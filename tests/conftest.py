@@ -21,8 +21,8 @@ import pytest
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _ROOT]
 
-# Before anything imports torch. On few cores, threads of several processes that wait for one another busily take most of
-# the time; torchrun sets the same.
+# Before anything imports torch. On few cores, threads of several processes that wait for one another busily take most
+# of the time; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CLONE_NEWNS = 0x20000
