@@ -15,6 +15,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from odc.bench.demo_runs import CONFIGURATIONS, ChildError, Run, run_child, train
+from odc.bench.demo_runs import CONFIGURATIONS, ChildError, Run, run_child, start_launcher, train
 from odc.bench.demo_summary import quietest, summarize, table
 from odc.bench.demo_trace import write_trace
 from odc.bench.environment import describe_environment
@@ -77,7 +78,7 @@ def _run_all(console: Console, out: Path, repetitions: int, ranks: int, sizes: d
     for name, value in sizes.items():
         options += [f"--{name}", str(value)]
     turns = [(repetition, c) for repetition in range(1, repetitions + 1) for c in CONFIGURATIONS]
-    with progress_bar(console, transient=False) as progress:
+    with closing(start_launcher()) as launcher, progress_bar(console, transient=False) as progress:
         task = progress.add_task("preparing data", total=len(turns) * sizes["minibatches"])
         prepare = [sys.executable, str(SCRIPT.with_name("sft_data.py")), "--data", str(data)]
         run_child(prepare, out / "logs", lambda _: None)
@@ -89,7 +90,7 @@ def _run_all(console: Console, out: Path, repetitions: int, ranks: int, sizes: d
                 progress.update(task, completed=before + done)
 
             folder = out / configuration.name / f"repetition-{repetition}"
-            run = train(SCRIPT, configuration, folder, num_ranks=ranks, options=options, on_progress=show)
+            run = train(launcher, SCRIPT, configuration, folder, num_ranks=ranks, options=options, on_progress=show)
             runs[configuration.name].append(run)
             console.print(f"{label}: {run.samples_per_s:.2f} samples/s, {run.seconds:.1f} s")
     return runs

@@ -1,4 +1,4 @@
-"""Launch the training script under torchrun, watch it, and read what it leaves behind."""
+"""Launch the training script on all ranks, watch it, and read what it leaves behind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from odc.bench.bubble import Segment, segments, shares
+from odc.bench.warm_launch import WarmLauncher, output_of
 from odc.timeline import Timeline
 
 RUN_LIMIT_S = 900.0  # for one training run; a run of the demo takes less than half a minute
@@ -73,7 +73,20 @@ class Run:
         return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
 
 
+LIBRARIES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"),
+    *("odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
+)
+"""What the ranks would import, each of them in each run."""
+
+
+def start_launcher() -> WarmLauncher:
+    """What :func:`train` starts its ranks with."""
+    return WarmLauncher(LIBRARIES, {**os.environ, **CHILD_ENVIRONMENT})
+
+
 def train(
+    launcher: WarmLauncher,
     script: Path,
     configuration: Configuration,
     folder: Path,
@@ -87,12 +100,26 @@ def train(
     Raises:
         ChildError: the run failed, or did not end in time.
     """
-    launcher = ["torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    # A port that the system chooses: several demos on one machine do not meet.
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    arguments = ["--comm", configuration.comm, "--policy", configuration.policy, "--timeline"]
-    command = [sys.executable, "-m", *launcher, str(script), *arguments, "--out", str(folder), *options]
-    run_child(command, folder, on_progress)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["--comm", configuration.comm, "--policy", configuration.policy, "--timeline"]
+    arguments = [str(script), *words, "--out", str(folder), *options]
+    first = output_of(folder, 0)
+    first.write_bytes(b"")  # that of an earlier run there
+    codes = launcher.run(
+        arguments,
+        folder,
+        world_size=num_ranks,
+        cwd=Path(),
+        limit_s=RUN_LIMIT_S,
+        on_wait=lambda: on_progress(_minibatches_done(first)),
+    )
+    # Of ranks that fail, the one that was not killed for it says why.
+    for rank in sorted(range(num_ranks), key=lambda rank: codes[rank] < 0):
+        if codes[rank]:
+            path = output_of(folder, rank)
+            why = f"rank {rank} of {num_ranks} ended with {codes[rank]}"
+            raise ChildError(f"{' '.join(arguments)}\n{why}. The end of its output ({path}):\n{_last_lines(path)}")
+    on_progress(_minibatches_done(first))
     return read_run(folder, collectives=configuration.comm == "collective")
 
 
@@ -117,8 +144,7 @@ def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int],
             _end(child)
     if timed_out or child.returncode != 0:
         why = f"did not end within {RUN_LIMIT_S:g} s" if timed_out else f"ended with {child.returncode}"
-        tail = "\n".join(err_path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-        raise ChildError(f"{' '.join(command)}\n{why}. The end of its stderr ({err_path}):\n{tail}")
+        raise ChildError(f"{' '.join(command)}\n{why}. The end of its stderr ({err_path}):\n{_last_lines(err_path)}")
     on_progress(_minibatches_done(out_path))
 
 
@@ -144,6 +170,10 @@ def read_timelines(folder: Path) -> list[Timeline]:
     """The timelines of all ranks of a run, in the order of their ranks."""
     timelines = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
     return sorted(timelines, key=lambda timeline: timeline.rank)
+
+
+def _last_lines(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def _minibatches_done(out_path: Path) -> int:

@@ -13,8 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from odc.bench.warm_launch import WarmLauncher
 
 # `python -m pytest` puts the repository's root here, where the rooms would be found by a second name: `kernels` is what
 # transformers calls a distribution that it looks for.
@@ -121,6 +125,16 @@ def pytest_sessionfinish() -> None:
     # What CPython's own tests use; the fork server first, because it holds the tracker's pipe.
     for helper in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
         helper._stop()
+
+
+@pytest.fixture(scope="session")
+def warm_launcher() -> Iterator[WarmLauncher]:
+    """For scripts that use torch and ODC and nothing else."""
+    from odc.bench.warm_launch import WarmLauncher  # only here: it imports torch
+
+    libraries = ["torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "odc.transports.shm"]
+    with contextlib.closing(WarmLauncher(libraries, {**os.environ, "ODC_TIMEOUT": "60"})) as launcher:
+        yield launcher
 
 
 @pytest.fixture(autouse=True)

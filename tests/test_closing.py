@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from process_ranks import run_ranks, start_ranks, wait_until
-from test_faults import TRAIN_JOB, output_of, start_job
+from test_faults import TRAIN_JOB, run_job
 from test_links import across
 from training import build, loss_of, shard, tokens, train, wrap
 
 import odc
+from odc.bench.warm_launch import WarmLauncher
 from odc.transports._peers import STAY_S
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence
@@ -176,14 +177,15 @@ def leaving_early(rank: int, world_size: int) -> None:
     session.close()
 
 
-def test_a_script_that_is_over_keeps_nobody_waiting_in_a_collective(tmp_path: Path) -> None:
+def test_a_script_that_is_over_keeps_nobody_waiting_in_a_collective(
+    tmp_path: Path, warm_launcher: WarmLauncher
+) -> None:
     """Its process may stay for readers; a collective it will not come to any more ends at once, and says why."""
     on_hosts = "import os, sys, torch.distributed as dist; os.environ['ODC_HOST_ID'] = 'host' + os.environ['RANK']\n"
     at_step_3 = "sys.exit(0) if rank == 1 else dist.all_reduce(torch.ones(1))"
-    job = start_job(tmp_path, on_hosts + TRAIN_JOB.format(at_step_3=at_step_3))
     started = time.monotonic()
-    text = output_of(job)
-    assert job.returncode != 0
+    codes, text = run_job(warm_launcher, tmp_path, on_hosts + TRAIN_JOB.format(at_step_3=at_step_3))
+    assert codes == [1, 0], text
     assert re.search(
         r"PeerClosedError: rank 0 waited .* a collective of the script.*rank 1 is gone: it closed", text
     ), text

@@ -37,6 +37,8 @@ from watching import scheduler_state, until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.bench import warm_launch
+from odc.bench.warm_launch import WarmLauncher
 from odc.exchange import ProcessGroupExchange
 
 TIMEOUT = {"ODC_TIMEOUT": "60"}
@@ -334,7 +336,7 @@ def test_an_exception_reaches_the_other_ranks_with_its_text() -> None:
         assert result.seconds - results[1].seconds < NOTICE_S
 
 
-# Whole jobs under torchrun: fault tests 8, 11, 13
+# Whole jobs, under torchrun or as forks that end like any other interpreter: fault tests 8, 11, 13
 
 JOB = """
 import os, sys, time, torch
@@ -369,6 +371,14 @@ def start_job(tmp_path: Path, body: str, nproc: int = 2, prefix: list[str] | Non
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
     )
+
+
+def run_job(launcher: WarmLauncher, folder: Path, body: str) -> tuple[list[int], str]:
+    """How each of two ranks ended, and what they printed. As under torchrun, one that ends with 0 is no failure."""
+    script = folder / "job.py"
+    script.write_text(JOB.format(tests=str(Path(__file__).parent), body=body))
+    codes = launcher.run([str(script)], folder)
+    return codes, "".join(warm_launch.output_of(folder, rank).read_text() for rank in range(len(codes)))
 
 
 def output_of(job: subprocess.Popen[str], timeout_s: float = 300) -> str:
@@ -414,22 +424,21 @@ def _status(pid: int) -> str:
         return "State:\tZ"
 
 
-def test_sys_exit_without_close_is_told_to_the_others(tmp_path: Path) -> None:
-    """Fault test 8. torchrun takes an exit status of 0 for success and lets rank 0 run on: ODC must end it."""
-    job = start_job(tmp_path, TRAIN_JOB.format(at_step_3="sys.exit(0) if rank == 1 else None"))
-    text = output_of(job)
-    assert job.returncode != 0
+def test_sys_exit_without_close_is_told_to_the_others(tmp_path: Path, warm_launcher: WarmLauncher) -> None:
+    """Fault test 8. A launcher takes an exit status of 0 for success and lets rank 0 run on: ODC must end it."""
+    at_step_3 = "sys.exit(0) if rank == 1 else None"
+    codes, text = run_job(warm_launcher, tmp_path, TRAIN_JOB.format(at_step_3=at_step_3))
+    assert codes == [1, 0], text
     assert "rank 0 waited" in text, text
     assert "rank 1 (host" in text
     assert "it closed its session" in text
 
 
-def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, warm_launcher: WarmLauncher) -> None:
     """Fault test 7, outside of any block of a session: nothing of ODC sees it pass."""
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # or torchrun may end rank 0 before ODC does
-    job = start_job(tmp_path, deaf + TRAIN_JOB.format(at_step_3="None if rank == 0 else tokens('no', rank, 0)"))
-    text = output_of(job)
-    assert job.returncode != 0
+    at_step_3 = "None if rank == 0 else tokens('no', rank, 0)"
+    codes, text = run_job(warm_launcher, tmp_path, TRAIN_JOB.format(at_step_3=at_step_3))
+    assert codes == [1, 1], text
     assert re.search(r"rank 0 aborted because rank 1 \(pid \d+\): TypeError", text), text
 
 

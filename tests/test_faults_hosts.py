@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from process_ranks import run_ranks, start_ranks
-from test_faults import TRAIN_JOB, assert_told, endless, fault, output_of, start_job
+from test_faults import TRAIN_JOB, assert_told, endless, fault, run_job
 from test_fsdp2_parity import TOLERANCE, mixed_modules
 from test_links import across
 from training import build, full_parameters, largest_difference, loss_of, reference, shard, tokens, train
 
 import odc
+from odc.bench.warm_launch import WarmLauncher
 
 # Fault test 16: other modules per rank and microbatch
 
@@ -97,12 +98,11 @@ def test_a_rank_that_leaves_without_a_word_is_named_on_every_host(do: str, point
         assert results[rank].error_type != "PeerSilentError"
 
 
-def test_sys_exit_of_a_rank_is_told_to_the_other_host(tmp_path: Path) -> None:
-    """The interpreter ends in good order, which is no crash; torchrun takes its status of 0 for success."""
+def test_sys_exit_of_a_rank_is_told_to_the_other_host(tmp_path: Path, warm_launcher: WarmLauncher) -> None:
+    """The interpreter ends in good order, which is no crash; a launcher takes its status of 0 for success."""
     body = TRAIN_JOB.format(at_step_3="sys.exit(0) if rank == 1 else None")
-    job = start_job(tmp_path, f'os.environ["ODC_HOST_ID"] = f"host{{rank}}"\n{body}')
-    text = output_of(job)
-    assert job.returncode != 0
+    codes, text = run_job(warm_launcher, tmp_path, f'os.environ["ODC_HOST_ID"] = f"host{{rank}}"\n{body}')
+    assert codes == [1, 0], text
     assert "PeerClosedError: rank 0" in text, text
     assert "rank 1 (host host1" in text
     assert "closed its session" in text

@@ -9,54 +9,95 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "accelerate", "datasets"),
-    *("transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer"),
-)
-"""Modules: packages of training libraries import little by themselves."""
+from odc.bench.ranks import die_with_parent
+
 LIMIT_S = 300.0
 _OTHERS_LIMIT_S = 30.0
 """How long ranks may go on when one has failed: as long as torchrun gives them."""
+_POLL_S = 0.2
 
 
 class WarmLauncher:
-    """The process that has the libraries. :meth:`close` ends it."""
+    """The process that has the libraries. No rank outlives it; :meth:`close` ends it.
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        command = [sys.executable, __file__, *LIBRARIES]
+    Args:
+        libraries: modules to import: packages of training libraries import little by themselves.
+        environment: of that process, and so of all ranks.
+    """
+
+    def __init__(self, libraries: Sequence[str], environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "odc.bench.warm_launch", *libraries]
+        # `python -m` has the current folder on the path: in the repository's, rooms would have a second name.
         self._process = subprocess.Popen(
-            command, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd="/", env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, arguments: Sequence[str], folder: Path, *, with_odc: bool, world_size: int = 2) -> tuple[int, str]:
-        """Run a script in ``folder``; the first exit code that is not 0, and what the ranks printed, rank by rank."""
+    def run(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        with_odc: bool = False,
+        world_size: int = 2,
+        cwd: Path | None = None,
+        limit_s: float = LIMIT_S,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Run a script on every rank of this machine; the exit codes of the ranks, -9 if one had to be killed.
+
+        Args:
+            arguments: the script's path and its arguments; ``with_odc``, those of ``odc.run``.
+            folder: each rank's output goes to :func:`output_of` it there.
+            cwd: where the script runs; by default in ``folder``.
+            limit_s: how long the ranks may take together.
+            on_wait: called a few times per second until they have ended.
+
+        Raises:
+            RuntimeError: the process that has the libraries has ended; what it said is on standard error.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        job = {"arguments": [*arguments], "folder": str(folder), "odc": with_odc, "ranks": world_size}
-        self._process.stdin.write(json.dumps({**job, "port": store.port}) + "\n")
+        job = {
+            "arguments": [*arguments],
+            "folder": str(folder.resolve()),
+            "cwd": str((cwd or folder).resolve()),
+            "odc": with_odc,
+            "ranks": world_size,
+            "port": store.port,
+            "limit_s": limit_s,
+        }
+        self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
-        texts = [_output(folder, rank).read_text() for rank in range(world_size)]
-        return next((code for code in codes if code), 0), "".join(texts)
+        while not select.select([self._process.stdout], [], [], _POLL_S)[0]:
+            on_wait()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that forks the ranks has ended with {self._process.wait()}")
+        codes: list[int] = json.loads(answer)
+        return codes
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        """End the process; also in the middle of a run, whose ranks it takes along."""
+        self._process.kill()
+        self._process.communicate()
 
 
-def _output(folder: Path, rank: int) -> Path:
-    return folder / f"output of rank {rank}.txt"
+def output_of(folder: Path, rank: int) -> Path:
+    """What a rank of a run in ``folder`` printed."""
+    return folder / f"rank{rank}.log"
 
 
 def _serve() -> dict[str, Any] | None:
@@ -69,14 +110,14 @@ def _serve() -> dict[str, Any] | None:
             if not pid:
                 return {**job, "rank": rank}
             children.append(pid)
-        os.write(1, json.dumps(_exit_codes(children)).encode() + b"\n")
+        os.write(1, json.dumps(_exit_codes(children, job["limit_s"])).encode() + b"\n")
     return None
 
 
-def _exit_codes(children: Sequence[int]) -> list[int]:
+def _exit_codes(children: Sequence[int], limit_s: float) -> list[int]:
     """Of all children, in their order. When one has failed, or all are late, the others are killed."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while len(codes) < len(children):
         for child in children:
             if child in codes:
@@ -110,8 +151,8 @@ def _enter(job: Mapping[str, Any]) -> None:
         TORCHELASTIC_MAX_RESTARTS="0",
         TORCHELASTIC_RUN_ID="warm",
     )
-    os.chdir(job["folder"])
-    descriptor = os.open(_output(Path(job["folder"]), job["rank"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.chdir(job["cwd"])
+    descriptor = os.open(output_of(Path(job["folder"]), job["rank"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
@@ -121,11 +162,13 @@ def _enter(job: Mapping[str, Any]) -> None:
 
 
 def _main() -> None:
+    die_with_parent()
     for name in sys.argv[1:]:
         importlib.import_module(name)
     job = _serve()
     if job is None:
         return
+    die_with_parent()  # a fork is not told by what its parent has asked for
     _enter(job)
     from odc.launch.main import main
     from odc.launch.script import run_script
