@@ -6,6 +6,7 @@ What ``torchrun`` and ``odc run`` do with their options is not part of it: each 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -165,6 +166,8 @@ def _main() -> None:
     die_with_parent()
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in each rank looks at, and so copies, all that has been imported
     job = _serve()
     if job is None:
         return

@@ -269,7 +269,8 @@ def restarted(tmp_path: Path, launcher: list[str], through: list[str], patch: bo
 TORCHRUN = ["torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
-@pytest.mark.parametrize(("hosts", "name"), [(1, "shm"), pytest.param(2, "tcp", marks=pytest.mark.extended)])
+@pytest.mark.extended  # by default it is `odc run` that restarts one, which is torchrun with another script
+@pytest.mark.parametrize(("hosts", "name"), [(1, "shm"), (2, "tcp")])
 def test_a_restarted_job_trains_to_the_end(tmp_path: Path, hosts: int, name: str) -> None:
     text = restarted(tmp_path, TORCHRUN, [], patch=True, hosts=hosts)
     ends = sorted(re.findall("ATTEMPT .*", text))

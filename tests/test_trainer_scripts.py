@@ -1,7 +1,6 @@
 """Layer 4: unmodified scripts of three training libraries, on two ranks, as ``torchrun`` and ``odc run`` start them.
 
-What is balanced without a line in the script is started by the command itself; the other ranks are forks of a process
-that has the libraries.
+Ranks are forks of a process that has the libraries; with `-m extended` whole commands start cold, too.
 """
 
 from __future__ import annotations
@@ -109,23 +108,40 @@ def test_odc_run_does_not_change_a_scripts_losses(
     assert re.search(rf"odc: patched \w+ForCausalLM \(FSDP{version}\): \d units over 2 ranks", text)
 
 
+BALANCED = ["--balance", "lb-mini", "--max-tokens", "450"]
+
+
+def test_balance_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], warm: Warm
+) -> None:
+    text = warm([*BALANCED, *options_of("hf_trainer")], tmp_path, with_odc=True)
+    assert_balanced(losses_in(tmp_path), text, plain("hf_trainer"))
+
+
+def assert_balanced(ours: list[float], text: str, expected: list[float]) -> None:
+    assert ours == pytest.approx(expected, rel=1e-5)
+    planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .* in (\d+) minibatches", text)
+    assert planned is not None
+    assert int(planned[1]) == STEPS
+    assert int(planned[2]) > 0
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("script", "version"),
-    [further("accelerate_sft", "2"), ("hf_trainer", "2"), further("trl_sft", "1"), further("trl_sft", "2")],
+    ("script", "version"), [("accelerate_sft", "2"), ("hf_trainer", "2"), ("trl_sft", "1"), ("trl_sft", "2")]
 )
 def test_lb_mini_does_not_change_a_scripts_losses(
     tmp_path: Path, plain: Callable[[str], list[float]], script: str, version: str
 ) -> None:
+    """The whole command, cold."""
     own = ["--balance", "lb-mini"] if script == "accelerate_sft" else []  # the script's own line, and no option of ours
-    launcher = [*ODC_RUN, *([] if own else ["--balance", "lb-mini", "--max-tokens", "450"])]
+    launcher = [*ODC_RUN, *([] if own else BALANCED)]
     ours, text = losses(launcher, script, tmp_path, "--fsdp-version", version, *own)
-    assert ours == pytest.approx(plain(script), rel=1e-5)
     assert f"(FSDP{version}): " in text
-    if not own:
-        planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .* in (\d+) minibatches", text)
-        assert planned is not None
-        assert int(planned[1]) == STEPS
-        assert int(planned[2]) > 0
+    if own:
+        assert ours == pytest.approx(plain(script), rel=1e-5)
+    else:
+        assert_balanced(ours, text, plain(script))
 
 
 CHANGED_EXAMPLE = """
@@ -193,9 +209,9 @@ def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -
     ("options", "named"),
     [(["--balance", "lb-nano"], "policy 'lb-nano' is not known"), (["--max-tokens", "5"], "give both")],
 )
-def test_bad_options_end_the_run_before_the_script(tmp_path: Path, options: list[str], named: str) -> None:
+def test_bad_options_end_the_run_before_the_script(tmp_path: Path, warm: Warm, options: list[str], named: str) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")
-    text = command([sys.executable, "-m", "odc.run", *options, "script.py"], tmp_path, code=1)
+    text = warm([*options, "script.py"], tmp_path, with_odc=True, code=1)
     assert named in text
     assert "the script ran" not in text
 
