@@ -71,6 +71,7 @@ class _Walk:
         self.num_steps = 0
         self._costs = costs
         self._equal_size = equal_size
+        self._has_speeds = speeds is not None
         self._rates = np.ones(len(parts)) if speeds is None else speeds
         self.times = np.array([costs[part].sum() for part in self.parts]) / self._rates
 
@@ -111,7 +112,10 @@ class _Walk:
         chosen, factors, sizes = _subsets(len(items))
         costs = self._costs[items]
         cost_a = factors @ costs
-        times = np.maximum(cost_a / self._rates[a], (costs.sum() - cost_a) / self._rates[b])
+        cost_b = costs.sum() - cost_a
+        if self._has_speeds:
+            cost_a, cost_b = cost_a / self._rates[a], cost_b / self._rates[b]
+        times = np.maximum(cost_a, cost_b, out=cost_b)
         if self._equal_size:
             times[sizes != len(self.parts[a])] = np.inf
         if self._limit is not None:
