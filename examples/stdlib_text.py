@@ -9,6 +9,7 @@ they are in real fine-tuning data.
 from __future__ import annotations
 
 import ast
+import os
 import random
 import sysconfig
 import textwrap
@@ -47,10 +48,12 @@ def stdlib_files() -> list[tuple[str, Path]]:
     """(module name, source file) of the standard library, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not SKIPPED_FOLDERS.intersection(parts):
-            files.append((".".join(parts).removesuffix(".__init__"), path))
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # site-packages can be large
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            if not SKIPPED_FOLDERS.intersection(parts):
+                files.append((".".join(parts).removesuffix(".__init__"), path))
     return sorted(files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tracemalloc
 from random import Random
@@ -23,17 +24,23 @@ def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
     return max(float(costs[part].sum()) for part in parts)
 
 
-def optimum(costs: np.ndarray, k: int, *, equal_size: bool, speeds: np.ndarray | None = None) -> float:
-    """The smallest makespan of all partitions."""
-    if speeds is None:  # the parts have no names
-        owners = np.array(list(itertools.product(range(k), repeat=costs.size - 1)))
-        owners = np.hstack([np.zeros((len(owners), 1), dtype=int), owners])
+@functools.cache
+def all_partitions(num_items: int, k: int, *, equal_size: bool, named: bool) -> np.ndarray:
+    """Which items each part holds, as numbers 0 and 1, (k, num_partitions, num_items): the same for many costs."""
+    if named:
+        owners = np.array(list(itertools.product(range(k), repeat=num_items)))
     else:
-        owners = np.array(list(itertools.product(range(k), repeat=costs.size)))
+        owners = np.array(list(itertools.product(range(k), repeat=num_items - 1)))
+        owners = np.hstack([np.zeros((len(owners), 1), dtype=int), owners])
     if equal_size:
         sizes = np.stack([(owners == part).sum(axis=1) for part in range(k)])
-        owners = owners[(sizes == costs.size // k).all(axis=0)]
-    loads = np.stack([(owners == part) @ costs for part in range(k)])
+        owners = owners[(sizes == num_items // k).all(axis=0)]
+    return np.stack([(owners == part).astype(np.float64) for part in range(k)])
+
+
+def optimum(costs: np.ndarray, k: int, *, equal_size: bool, speeds: np.ndarray | None = None) -> float:
+    """The smallest makespan of all partitions."""
+    loads = all_partitions(costs.size, k, equal_size=equal_size, named=speeds is not None) @ costs
     times = loads if speeds is None else loads / speeds[:, None]
     return float(times.max(axis=0).min())
 

@@ -30,9 +30,13 @@ def compared(machine: Machine | None = None, world_size: int = 4, odc_slower: fl
     return compare(scenario, lengths, POLICIES, training, {"collective": machine, "odc": slower})
 
 
-def panels(comparison: Comparison, path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+def panels(
+    comparison: Comparison, path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (2,)
+) -> Figure:
+    """With curves over few ``sizes``: planning takes most of the time, and most tests look at other panels."""
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    monkeypatch.setattr(plots, "_SIZES", sizes)
     plots.plot_plan(path / "a.png", comparison)
     return saved[0]
 
@@ -71,8 +75,8 @@ def test_the_rank_that_others_wait_for_is_among_them() -> None:
 
 
 def test_ranges_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_rank = panels(compared(world_size=1), tmp_path, monkeypatch).axes[2:]
+    one_rank = panels(compared(world_size=1), tmp_path, monkeypatch, (1, 2, 4)).axes[2:]
     assert [axes.get_ylim() for axes in one_rank] == [(0.0, 1.0), (0.0, 1.0)]
     costly = Machine(gather=0.02, scatter=0.02, overlap=0.0)
-    slower = panels(compared(costly, odc_slower=4.0), tmp_path, monkeypatch).axes[3]
+    slower = panels(compared(costly, odc_slower=4.0), tmp_path, monkeypatch, (1, 2, 4)).axes[3]
     assert slower.get_ylim()[0] <= min(slower.lines[0].get_ydata()) < 0

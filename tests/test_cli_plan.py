@@ -131,7 +131,7 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_simulate_follows_figure_10() -> None:
     """The trends that section 5.3 of the paper describes."""
-    result = call("simulate", "--samples", "512", "--json")
+    result = call("simulate", "--samples", "384", "--json")
     assert result.exit_code == 0, result.output
     studies = json.loads(result.stdout)["studies"]
     gains = {name: [point["acceleration"] for point in points] for name, points in studies.items()}

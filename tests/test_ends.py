@@ -398,8 +398,7 @@ def test_clipping_that_another_library_has_replaced_is_noticed_and_stays_replace
     assert [*objects(), clip_grad.clip_grad_norm_, nn.utils.clip_grad_norm_] == before
 
 
-def test_odc_is_imported_where_clipping_was_replaced() -> None:
-    script = """
+CLIPPING_REPLACED = """
 import functools, torch
 from torch.nn.utils import clip_grad
 class Clipper:
@@ -425,11 +424,52 @@ clip_grad._clip_grads_with_norm_([parameter], 1.0, torch.ones(()))
 undo()
 assert vars(clip_grad) == theirs
 """
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert printed.returncode == 0, printed.stderr
-    assert printed.stdout.split() == [
-        *("clip_grad_norm_", "clip_grad_value_", "clip_grad_value_", "clip_grads_with_norm_"),
-    ]
+
+
+AT_THE_END = """
+import gc
+from odc.fsdp_patch import interception
+from odc.fsdp_patch.gradient_events import Listener
+gc.disable()
+listener = Listener()
+interception.listen(listener)
+"""
+
+
+FORKS = """
+import gc, os, sys, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
+gc.freeze()  # else each fork would look at all of torch when it ends
+for script in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        for stream, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(f"{name} {sys.argv.index(script)}", os.O_WRONLY | os.O_CREAT), stream)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    script = ""
+exec(script)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of scripts. Each has an interpreter that has torch, but has not met odc."""
+    folder = tmp_path_factory.mktemp("interpreters")
+    scripts = (CLIPPING_REPLACED, AT_THE_END)
+    command = [sys.executable, "-c", FORKS, *scripts]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return {
+        script: (int(code), (folder / f"out {number}").read_text(), (folder / f"err {number}").read_text())
+        for number, (script, code) in enumerate(zip(scripts, done.stdout.split(), strict=True), 1)
+    }
+
+
+def test_odc_is_imported_where_clipping_was_replaced(ended: dict[str, tuple[int, str, str]]) -> None:
+    code, printed, errors = ended[CLIPPING_REPLACED]
+    assert code == 0, errors
+    assert printed.split() == ["clip_grad_norm_", "clip_grad_value_", "clip_grad_value_", "clip_grads_with_norm_"]
 
 
 def reads(ear: Ear) -> list[str]:
@@ -529,16 +569,5 @@ def test_a_listener_is_not_kept_alive(model: nn.Linear) -> None:
         assert all(now is then for now, then in zip(objects(), before, strict=True))
 
 
-AT_THE_END = """
-import gc
-from odc.fsdp_patch import interception
-from odc.fsdp_patch.gradient_events import Listener
-gc.disable()
-listener = Listener()
-interception.listen(listener)
-"""
-
-
-def test_a_listener_that_goes_with_the_interpreter_says_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_a_listener_that_goes_with_the_interpreter_says_nothing(ended: dict[str, tuple[int, str, str]]) -> None:
+    assert ended[AT_THE_END] == (0, "", "")

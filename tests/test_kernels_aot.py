@@ -1,8 +1,9 @@
 """Device kernels compiled ahead of time, by the command that users run: for sm_90, with `-m extended` for all three.
 
-Layer: one process that compiles, no GPU. This shows that every kernel compiles, is linked with NVSHMEM's device
-library, spills nothing, and uses the instructions it is meant to use. It cannot show that a GPU computes what it
-should: the same kernels do in the interpreter (test_kernels_interpreted.py).
+Layer: one command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that
+every kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to
+use. It cannot show that a GPU computes what it should: the same kernels do in the interpreter
+(test_kernels_interpreted.py).
 
 The NVSHMEM kernels need a device library that Triton can read (the release in constraints.txt). ``NVSHMEM_LIB`` names
 the folder of another one.
@@ -16,7 +17,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from odc.kernels import aot_list
+from odc.kernels import aot, aot_list
 from odc.kernels.aot import main
 from odc.kernels.aot_compile import file_stem, linked_version, read_usage
 from odc.kernels.launching import DTYPES
@@ -36,10 +38,9 @@ NAMES = [entry.name for entry in aot_list.entries()]
 NVSHMEM = [entry.name for entry in aot_list.entries() if entry.nvshmem]
 
 
-def aot(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "odc.kernels.aot", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def library() -> list[str]:
@@ -68,7 +69,7 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Com
     @functools.cache
     def compile_all(arch: str) -> Compiled:
         folder = tmp_path_factory.mktemp(arch)
-        process = aot("--arch", arch, "--json", str(folder / "aot.json"), "--keep", str(folder), *library())
+        process = run_command("--arch", arch, "--json", str(folder / "aot.json"), "--keep", str(folder), *library())
         assert (folder / "aot.json").exists(), process.stderr
         return Compiled(process, json.loads((folder / "aot.json").read_text()), folder)
 
@@ -234,60 +235,83 @@ def entries():
 """
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("others")
+class Here(Executor):
+    """Workers take seconds to have imported torch and Triton; those of the command above are processes."""
+
+    def __init__(self, max_workers: int, mp_context: object) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "ProcessPoolExecutor", Here)
+
+
+@pytest.fixture
+def others(in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module with other kernels."""
+    folder = tmp_path / "others"
+    folder.mkdir()
     (folder / "other_kernels.py").write_text(BROKEN)
-    return folder
+    monkeypatch.syspath_prepend(folder)
+    yield "other_kernels"
+    sys.modules.pop("other_kernels", None)
 
 
-def test_a_broken_kernel_is_named_and_fails(others: Path) -> None:
+def test_a_broken_kernel_is_named_and_fails(others: str, capsys: pytest.CaptureFixture[str]) -> None:
     architectures = ("sm_80", "sm_90", "sm_100")
-    process = aot("--arch", *architectures, "--entries", "other_kernels", "--kernels", "broken", "gather", path=others)
-    assert process.returncode == 1
+    assert main(["--arch", *architectures, "--entries", others, "--kernels", "broken", "gather"]) == 1
+    printed = capsys.readouterr()
     for arch in architectures:
-        (failure,) = [line for line in process.stderr.splitlines() if line.startswith(f"broken for {arch}: ")]
+        (failure,) = [line for line in printed.err.splitlines() if line.startswith(f"broken for {arch}: ")]
         assert "CompilationError" in failure
-        assert re.search(rf"gather\[bf16->bf16, aligned\] +│ {arch} +│ +\d+", process.stdout)  # the others are compiled
+        assert re.search(rf"gather\[bf16->bf16, aligned\] +│ {arch} +│ +\d+", printed.out)  # the others are compiled
 
 
-def test_a_spill_fails(others: Path, tmp_path: Path) -> None:
+def test_a_spill_fails(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "aot.json"
-    arguments = ("--arch", "sm_90", "--entries", "other_kernels", "--kernels", "spilling", "--json", str(file))
-    process = aot(*arguments, path=others)
-    assert process.returncode == 1
+    assert main(["--arch", "sm_90", "--entries", others, "--kernels", "spilling", "--json", str(file)]) == 1
     (result,) = json.loads(file.read_text())["results"]
     assert result["error"] is None
     assert result["spill_bytes"] > 0
-    assert f"spilling for sm_90: spills {result['spill_bytes']} bytes of registers" in process.stderr
+    assert f"spilling for sm_90: spills {result['spill_bytes']} bytes of registers" in capsys.readouterr().err
 
 
-def test_every_device_function_exists(others: Path, tmp_path: Path) -> None:
+def test_every_device_function_exists(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also those that no kernel of the product uses."""
-    arguments = ("--arch", "sm_90", "--entries", "other_kernels", "--kernels", "all_functions", "--keep", str(tmp_path))
-    process = aot(*arguments, *library(), path=others)
-    assert process.returncode == 0, process.stderr
+    arguments = ("--arch", "sm_90", "--entries", others, "--kernels", "all_functions", "--keep", str(tmp_path))
+    assert main([*arguments, *library()]) == 0, capsys.readouterr().err
     assert ".extern .func" not in (tmp_path / "all_functions.sm_90.ptx").read_text()
 
 
-def test_a_missing_device_library_fails(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_missing_device_library_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "aot.json"
     how = ("--arch", "sm_90", "--kernels", "nvshmem_pes", "fill[bf16, aligned]", "--nvshmem-lib", str(tmp_path))
-    process = aot(*how, "--json", str(file))
-    assert process.returncode == 1
-    assert "nvshmem_pes for sm_90: FileNotFoundError: no NVSHMEM device library" in process.stderr
-    assert "pip install nvidia-nvshmem-cu13" in process.stderr
+    assert main([*how, "--json", str(file)]) == 1
+    printed = capsys.readouterr().err
+    assert "nvshmem_pes for sm_90: FileNotFoundError: no NVSHMEM device library" in printed
+    assert "pip install nvidia-nvshmem-cu13" in printed
     missing, fill = json.loads(file.read_text())["results"]
     assert "pip install" in missing["error"]
     assert fill["cubin_bytes"] > 0
 
 
-def test_an_unreadable_device_library_fails(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_an_unreadable_device_library_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A release whose bitcode is of a newer LLVM than Triton's looks like this to Triton."""
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC\xc0\xde" + bytes(64))
-    process = aot("--arch", "sm_90", "--kernels", "nvshmem_pes", "--nvshmem-lib", str(tmp_path))
-    assert process.returncode == 1
-    assert re.search(r"Triton 3\S+ cannot read this NVSHMEM release's bitcode: pip install nvidia", process.stderr)
+    assert main(["--arch", "sm_90", "--kernels", "nvshmem_pes", "--nvshmem-lib", str(tmp_path)]) == 1
+    words = r"Triton 3\S+ cannot read this NVSHMEM release's bitcode: pip install nvidia"
+    assert re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +329,11 @@ def test_a_wrong_command_line(capsys: pytest.CaptureFixture[str], arguments: tup
     assert message in capsys.readouterr().err
 
 
-def test_help_teaches() -> None:
-    text = aot("--help").stdout
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
     for word in ("examples:", "exit code", "--nvshmem-lib", "pip install", "sm_90"):
         assert word in text
 

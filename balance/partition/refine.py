@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +71,8 @@ def refine(
         order = active[np.argsort(-table.times[active], kind="stable")]
         half = order.size // 2
         if shift < min(half, _NUM_PAIRINGS):
-            improved = table.exchange(order[:half], np.roll(order[::-1][:half], shift))
+            fast = order[::-1][:half]
+            improved = table.exchange(order[:half], np.concatenate([fast[half - shift :], fast[: half - shift]]))
             shift = 0 if improved[0] else shift + 1
         else:
             if not table.improve(order[0], order[:0:-1][:_MAX_PARTNERS]):
@@ -93,10 +95,12 @@ class _Table:
         widest = max(map(len, parts))
         width = min(widest, max(_MIN_WIDTH, _MAX_CELLS // len(parts)))
         self._left_out: Parts = [[] for _ in parts]
+        self._fixed_loads, self._fixed_weights = np.zeros(len(parts)), np.zeros(len(parts), dtype=np.int64)
         if widest > width:
             parts, self._left_out = _costliest(costs, parts, width)
-        self._fixed_loads = np.array([costs[items].sum() for items in self._left_out])
-        self._fixed_weights = np.array([0 if limit is None else limit.weights[i].sum() for i in self._left_out])
+            self._fixed_loads = np.array([costs[items].sum() for items in self._left_out])
+            if limit is not None:
+                self._fixed_weights = np.array([limit.weights[items].sum() for items in self._left_out])
         self._items = np.full((len(parts), width + (2 if self._room_needed else 0)), -1, dtype=np.int64)
         for row, items in enumerate(parts):
             self._items[row, : len(items)] = items
@@ -111,8 +115,8 @@ class _Table:
 
     def is_even(self, rows: IntArray) -> bool:
         """Whether these parts finish together, as closely as costs are known."""
-        speeds = np.ones(rows.size) if self._speeds is None else self._speeds[rows]
-        ideal = float(self._loads[rows].sum() / speeds.sum())
+        total_speed = rows.size if self._speeds is None else self._speeds[rows].sum()
+        ideal = float(self._loads[rows].sum() / total_speed)
         return bool(self.times[rows].max() <= ideal * (1 + CLOSE_ENOUGH))
 
     def parts(self) -> Parts:
@@ -149,16 +153,16 @@ class _Table:
         num_pairs, width = slow.size, self._items.shape[1]
         if width <= _DENSE_WIDTH:
             # Every item of the one with every item of the other.
-            given, taken = np.divmod(np.arange(width * width), width)
+            given, taken = _pairs(width)
             costs = (self._costs[slow][:, :, None] - self._costs[fast][:, None, :]).reshape(num_pairs, -1)
         else:
             given = np.tile(np.arange(width), 2)
             taken = self._nearest(slow, fast)
-            costs = self._costs[slow][:, given] - np.take_along_axis(self._costs[fast], taken, axis=1)
+            costs = self._costs[slow][:, given] - self._costs[fast[:, None], taken]
         times = self._times_after(slow, fast, costs)
         if self._item_weights is not None:
             weights = self._item_weights[self._items]
-            moved = weights[slow][:, given] - np.take_along_axis(weights[fast], np.atleast_2d(taken), axis=1)
+            moved = weights[slow][:, given] - weights[fast[:, None], taken]
             totals = (weights.sum(axis=1) + self._fixed_weights)[:, None]
             times[np.maximum(totals[slow] - moved, totals[fast] + moved) > self._capacity] = np.inf
         if times.size == 0:
@@ -198,17 +202,24 @@ class _Table:
         self._sort(np.concatenate([slow, fast]))
 
     def _sort(self, rows: IntArray) -> None:
-        if self._room_needed and not (self._items < 0).any(axis=1).all():
+        items = self._items[rows]
+        if self._room_needed and not (items < 0).any(axis=1).all():
             # Some part has no place left for one more item.
             self._items = np.pad(self._items, ((0, 0), (2, 0)), constant_values=-1)
             self._costs = np.pad(self._costs, ((0, 0), (2, 0)))
-        items = self._items[rows]
+            items = self._items[rows]
         costs = self._item_costs[items]
-        order = np.argsort(costs, axis=1, kind="stable")
-        self._items[rows] = np.take_along_axis(items, order, axis=1)
-        self._costs[rows] = np.take_along_axis(costs, order, axis=1)
+        lines, order = np.arange(rows.size)[:, None], np.argsort(costs, axis=1, kind="stable")
+        self._items[rows], self._costs[rows] = items[lines, order], costs[lines, order]
         # Summed anew: loads kept up to date by differences would drift.
         self._loads[rows] = costs.sum(axis=1) + self._fixed_loads[rows]
+
+
+@functools.cache
+def _pairs(width: int) -> tuple[IntArray, IntArray]:
+    """The columns of all pairs of an item of one part with an item of another."""
+    first, second = np.divmod(np.arange(width * width), width)
+    return first, second
 
 
 def _share(slow: FloatArray, fast: FloatArray) -> FloatArray:

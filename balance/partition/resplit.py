@@ -71,6 +71,7 @@ class _Walk:
         self.num_steps = 0
         self._costs = costs
         self._equal_size = equal_size
+        self._has_speeds = speeds is not None
         self._rates = np.ones(len(parts)) if speeds is None else speeds
         self.times = np.array([costs[part].sum() for part in self.parts]) / self._rates
 
@@ -108,17 +109,20 @@ class _Walk:
         items = self.parts[a] + self.parts[b]
         if len(items) > _MAX_ITEMS:
             return items, np.zeros((0, len(items)), dtype=bool), np.zeros(0)
-        chosen, sizes = _subsets(len(items))
+        chosen, factors, sizes = _subsets(len(items))
         costs = self._costs[items]
-        cost_a = chosen @ costs
-        times = np.maximum(cost_a / self._rates[a], (costs.sum() - cost_a) / self._rates[b])
+        cost_a = factors @ costs
+        cost_b = costs.sum() - cost_a
+        if self._has_speeds:
+            cost_a, cost_b = cost_a / self._rates[a], cost_b / self._rates[b]
+        times = np.maximum(cost_a, cost_b, out=cost_b)
         if self._equal_size:
-            times = np.where(sizes == len(self.parts[a]), times, np.inf)
+            times[sizes != len(self.parts[a])] = np.inf
         if self._limit is not None:
             weights = self._limit.weights[items]
             weight_a = chosen @ weights
             over = np.maximum(weight_a, weights.sum() - weight_a) > self._limit.capacity
-            times = np.where(over, np.inf, times)
+            times[over] = np.inf
         return items, chosen, times
 
     def _apply(self, a: int, b: int, items: list[int], chosen: npt.NDArray[np.bool_]) -> None:
@@ -130,7 +134,7 @@ class _Walk:
 
 
 @functools.cache
-def _subsets(num_items: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """All subsets as rows, (2 ** num_items, num_items), and their sizes."""
+def _subsets(num_items: int) -> tuple[npt.NDArray[np.bool_], FloatArray, npt.NDArray[np.int64]]:
+    """All subsets as rows, (2 ** num_items, num_items), the same as numbers 0 and 1, and their sizes."""
     rows = np.arange(2**num_items)[:, None] >> np.arange(num_items) & 1
-    return rows.astype(bool), rows.sum(axis=1)
+    return rows.astype(bool), rows.astype(np.float64), rows.sum(axis=1)
