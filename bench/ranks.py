@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,7 @@ SILENCE_LIMIT_S = 600.0  # of all ranks of run_ranks: they report their progress
 _END_LIMIT_S = 20.0
 _PR_SET_PDEATHSIG = 1
 # torch._dynamo: fully_shard and optimizers import it when first used, which is most of a short rank's time.
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch", "odc.transports.shm"]
+FOR_TRAINING = ("torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch", "odc.transports.shm")
 
 
 class RankFailedError(RuntimeError):
@@ -88,28 +88,40 @@ def _run_body(
     dist.destroy_process_group()
 
 
+def process_of_fork_server(
+    main: Callable[..., None], *arguments: Any, preload: Sequence[str] = (), daemon: bool = False
+) -> Any:
+    """A process, to be started, that calls ``main(*arguments)`` and is killed when this one ends.
+
+    It need not import torch: a fork server has. As that only imports, what it forks may use CUDA, which a fork of a
+    process that uses CUDA itself cannot.
+
+    Args:
+        preload: modules that the fork server is to import besides that of ``main``, if it does not run already.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([main.__module__, *preload])
+    return context.Process(target=_main, args=(dict(os.environ), main, *arguments), daemon=daemon)
+
+
 @contextmanager
 def rank_processes(
-    world_size: int, main: Callable[..., None], arguments: Sequence[Any], *, spawn: bool = False
+    world_size: int, main: Callable[..., None], arguments: Sequence[Any], *, preload: Sequence[str] = FOR_TRAINING
 ) -> Iterator[list[Connection]]:
     """The ranks' ends of their pipes while they run; no rank outlives the block, nor is waited for if it raises.
 
     Args:
         main: called in each rank's process with rank, world size, the path of the file through which they
             :func:`meet`, its own end of the pipe, and ``arguments``.
-        spawn: start from nothing. A forked process cannot use CUDA if its parent has; on a CPU a fork server saves
-            importing torch in every rank.
+        preload: see :func:`process_of_fork_server`.
     """
-    context: Any = multiprocessing.get_context("spawn" if spawn else "forkserver")
-    if not spawn:
-        context.set_forkserver_preload([*_PRELOADED, main.__module__])
     processes, pipes, failed = [], [], True
     with tempfile.TemporaryDirectory(prefix="odc-ranks-") as folder:
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                words = (main, rank, world_size, str(Path(folder, "store")), theirs, *arguments)
-                process = context.Process(target=_main, args=words, daemon=True)
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                words = (rank, world_size, str(Path(folder, "store")), theirs, *arguments)
+                process = process_of_fork_server(main, *words, preload=preload, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -126,9 +138,11 @@ def rank_processes(
                 pipe.close()
 
 
-def _main(main: Callable[..., None], *words: Any) -> None:
+def _main(environment: Mapping[str, str], main: Callable[..., None], *arguments: Any) -> None:
     die_with_parent()
-    main(*words)
+    os.environ.clear()  # the fork server's own is that of the time when it was started
+    os.environ.update(environment)
+    main(*arguments)
 
 
 def die_with_parent() -> None:

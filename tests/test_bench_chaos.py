@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from odc.bench.chaos.launch import _Seen, blamed_rank, judge, last_error, run_trials
+from odc.bench.chaos import launch
+from odc.bench.chaos.launch import Outcome, _Seen, blamed_rank, judge, last_error, run_trials
 from odc.bench.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, Trial, generate
 from odc.faults import ACTIONS as FAULT_ACTIONS
 from odc.faults import POINTS as FAULT_POINTS
@@ -37,8 +39,27 @@ def test_ranks_that_come_to_grief_are_named_by_the_others() -> None:
         {"action": "raise", "phase": "set-up", "transport": "replicas", "world_size": 4, "victim": 0, "idle": True},
         {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3, "copies": "on"},
     )
-    for outcome in run_trials(trials, jobs=2):
+    for outcome in run_trials(trials, jobs=1):  # each job imports torch
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
+
+
+class TwoAtATime:
+    """Runs a trial, in its stead, only while another one runs."""
+
+    both = threading.Barrier(2)
+
+    def run(self, trial: Trial) -> Outcome:
+        self.both.wait(30)
+        return Outcome(trial, "right")
+
+    def close(self) -> None:
+        pass
+
+
+def test_jobs_run_side_by_side_and_outcomes_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Ranks", TwoAtATime)
+    trials = trials_of(*[{}] * 4)
+    assert [outcome.trial for outcome in run_trials(trials, jobs=2)] == trials
 
 
 def seen(code: int = -9, other: int = 1, text: str = f"odc.errors.PeerDiedError: {DEAD}", **further: Any) -> _Seen:

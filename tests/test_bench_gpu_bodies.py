@@ -18,6 +18,7 @@ import pytest
 import torch
 from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
 from kernel_cases import interpreted
+from process_ranks import _start_server
 
 from odc import Runtime
 from odc.bench.gpu import (
@@ -37,6 +38,12 @@ from odc.bench.gpu.setting import CheckFailedError, Setting
 from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
 from odc.engine import TransferTable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server_of_all_tests() -> None:
+    """There is one per process. One that a check started would lack what ranks of other tests need."""
+    _start_server()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_settings import HAS_GPU, ROOT, STREAMS, WITHIN
+from process_ranks import _start_server
 
 from odc.bench.gpu import (
     command,
@@ -32,8 +33,15 @@ from odc.bench.gpu.command import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
+from odc.bench.ranks import process_of_fork_server
 
 HERE = __name__
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server_of_all_tests() -> None:
+    """There is one per process. One that a check started would lack what ranks of other tests need."""
+    _start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -164,19 +172,25 @@ def test_one_check_stops_no_other(
     assert "(5/7) hanging" in shown.err
 
 
-def test_a_command_that_is_killed_leaves_its_results_and_no_rank(tmp_path: Path) -> None:
+def check_twice(results: Path) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    run_checks([check_of("passing"), check_of("hanging", 900.0)], STREAMS, results)
+
+
+def test_a_command_that_is_killed_leaves_its_results_and_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job's time limit, say: what was found so far is written, and nothing goes on using the GPU."""
+    monkeypatch.setenv("ODC_TEST_FOLDER", str(tmp_path))
     results = tmp_path / "results.json"
-    script = f"""
-from pathlib import Path
-from test_bench_gpu_check import *
-run_checks([check_of("passing"), check_of("hanging", 900.0)], STREAMS, Path({str(results)!r}))
-"""
-    environment = {**os.environ, "ODC_TEST_FOLDER": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL) as process:
-        ranks = [tmp_path / name for name in ("0", "1")]
+    ranks = [tmp_path / name for name in ("0", "1")]
+    process = process_of_fork_server(check_twice, results)
+    process.start()
+    try:
         _wait_until(lambda: all(rank.exists() and rank.read_text() for rank in ranks))
+    finally:
         process.kill()
+        process.join()
     assert [row["name"] for row in json.loads(results.read_text())["checks"]] == ["passing"]
     pids = [int(rank.read_text()) for rank in ranks]
     _wait_until(lambda: not [pid for pid in pids if is_running(pid)])

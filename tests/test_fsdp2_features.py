@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,42 @@ from training import (
 import odc
 
 COUNTS = [2, 1]
-STEPS = 6
+STEPS = 4
 
 
-def compare(world_size: int, body: Any, *args: Any) -> float:
-    """Largest parameter difference between ``body`` patched and not; equal counts, so both can run."""
-    ours = run_ranks(world_size, body, True, *args)[0]
-    theirs = run_ranks(world_size, body, False, *args)[0]
-    return largest_difference(ours, theirs)
+Script = Callable[..., dict[str, Any]]
+SESSIONS: list[odc.Session] = []
 
 
-def with_options(rank: int, world_size: int, use_odc: bool, options: dict[str, Any], width: int) -> dict[str, Any]:
-    model = shard(build(width=width), world_size, **options)
-    session = odc.patch_fsdp(model) if use_odc else None
-    train(model, session, rank, world_size, [2] * world_size, STEPS)
-    if session:
-        assert session.stats().pushes > 0
-        session.close()
+def patched(model: Any, use_odc: bool) -> odc.Session | None:
+    """A session of the script that runs now; it is closed after the script."""
+    if use_odc:
+        SESSIONS.append(odc.patch_fsdp(model))
+    return SESSIONS[-1] if use_odc else None
+
+
+def differences(rank: int, world_size: int) -> dict[str, float]:
+    """Largest parameter difference between each script patched and not; equal counts, so both can run."""
+    found = {}
+    for name, script in SCRIPTS.items():
+        theirs, ours = script(rank, world_size, False), script(rank, world_size, True)
+        assert SESSIONS, name
+        while SESSIONS:
+            session = SESSIONS.pop()
+            assert session.stats().pushes > 0, name
+            session.close()
+        found[name] = largest_difference(ours, theirs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    return run_ranks(2, differences, timeout_s=300)[0]
+
+
+def with_options(rank: int, world_size: int, use_odc: bool, **options: Any) -> dict[str, Any]:
+    model = shard(build(width=12), world_size, **options)
+    train(model, patched(model, use_odc), rank, world_size, [2] * world_size, STEPS)
     return full_parameters(model)
 
 
@@ -53,29 +73,34 @@ def shard_matrices_on_dim_1(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
 
 
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        pytest.param({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 1e-5, id="bf16-compute"),
-        # FSDP sums bf16 here, ODC accumulates the bf16 pushes in float32: ours is the more exact one.
-        pytest.param({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, 2e-2, id="bf16-compute-and-wire"),
-        pytest.param({"reshard_after_forward": False}, 1e-5, id="no-reshard"),
-        pytest.param({"shard_placement_fn": shard_matrices_on_dim_1}, 1e-5, id="dim-1"),
-    ],
-)
-def test_options_of_fully_shard(options: dict[str, Any], tolerance: float) -> None:
-    assert compare(2, with_options, options, 12) < tolerance
+OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "bf16-compute": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 1e-5),
+    # FSDP sums bf16 here, ODC accumulates the bf16 pushes in float32: ours is the more exact one.
+    "bf16-compute-and-wire": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, 2e-2),
+    "no-reshard": ({"reshard_after_forward": False}, 1e-5),
+    "dim-1": ({"shard_placement_fn": shard_matrices_on_dim_1}, 1e-5),
+}
 
 
-def wire_bytes(rank: int, world_size: int, dtype: torch.dtype) -> int:
-    model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    with odc.patch_fsdp(model) as session:
-        train(model, session, rank, world_size, [1, 1], 1)
-        return session.stats().gather_bytes
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_fully_shard(name: str, found: dict[str, float]) -> None:
+    assert found[name] < OPTIONS[name][1]
+
+
+def wire_bytes(rank: int, world_size: int) -> list[int]:
+    """With bf16 and with fp32."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        with odc.patch_fsdp(model) as session:
+            train(model, session, rank, world_size, [1, 1], 1)
+            found.append(session.stats().gather_bytes)
+    return found
 
 
 def test_the_wire_carries_the_compute_dtype() -> None:
-    assert run_ranks(2, wire_bytes, torch.bfloat16)[0] * 2 == run_ranks(2, wire_bytes, torch.float32)[0]
+    bf16, fp32 = run_ranks(2, wire_bytes)[0]
+    assert bf16 * 2 == fp32
 
 
 def with_frozen(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -83,32 +108,30 @@ def with_frozen(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model.blocks[1].requires_grad_(False)  # a whole unit
     model.blocks[2].up.requires_grad_(False)  # a part of a unit
     model = shard(model, world_size)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     train(model, session, rank, world_size, [2] * world_size, STEPS)
     assert model.blocks[1].up.weight.grad is None
-    if session:
-        session.close()
     return full_parameters(model)
 
 
-def test_frozen_parameters() -> None:
-    assert compare(2, with_frozen) < 1e-5
+def test_frozen_parameters(found: dict[str, float]) -> None:
+    assert found["with_frozen"] < 1e-5
 
 
 def never_used(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     train(model, session, rank, world_size, [1] * world_size, STEPS, lambda step, r, m: {"skip": [1]})
     return full_parameters(model)
 
 
-def test_a_unit_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it() -> None:
-    assert compare(2, never_used) < 1e-5
+def test_a_unit_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it(found: dict[str, float]) -> None:
+    assert found["never_used"] < 1e-5
 
 
 def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         with session.minibatch() if session else torch.enable_grad():
@@ -122,16 +145,16 @@ def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradient_accumulation_without_sync() -> None:
-    assert compare(2, no_sync) < 1e-5
+def test_gradient_accumulation_without_sync(found: dict[str, float]) -> None:
+    assert found["no_sync"] < 1e-5
 
 
 def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     """zero_grad every second step only: the sums of two minibatches add up in .grad."""
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     optimizer = optimizer_of(model)
-    for step in range(STEPS):
+    for step in range(6):
         with session.minibatch() if session else torch.enable_grad():
             for m in range(2):
                 (loss_of(model, tokens(step, rank, m)) / 100).backward()
@@ -141,8 +164,8 @@ def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradients_that_are_not_zeroed_accumulate_over_minibatches() -> None:
-    assert compare(2, kept_gradients) < 1e-5
+def test_gradients_that_are_not_zeroed_accumulate_over_minibatches(found: dict[str, float]) -> None:
+    assert found["kept_gradients"] < 1e-5
 
 
 def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -150,7 +173,7 @@ def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     for module in (model, *model.blocks):
         module.set_gradient_divide_factor(3.0)
         module.set_force_sum_reduction_for_comms(True)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         with session.minibatch() if session else torch.enable_grad():
@@ -160,8 +183,12 @@ def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradient_divide_factor() -> None:
-    assert compare(2, divide_factor) < 1e-5
+def test_gradient_divide_factor(found: dict[str, float]) -> None:
+    assert found["divide_factor"] < 1e-5
+
+
+def with_evaluations(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [with_evaluation(rank, world_size, lonely) for lonely in (False, True)]
 
 
 def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
@@ -195,10 +222,14 @@ def evaluate(model: nn.Module) -> None:
             module.reshard()
 
 
+@pytest.fixture(scope="module")
+def evaluated() -> list[dict[str, Any]]:
+    return run_ranks(2, with_evaluations)[0]
+
+
 @pytest.mark.parametrize("lonely", [False, True])
-def test_evaluation_inside_and_between_minibatches(lonely: bool) -> None:
-    expected = reference(COUNTS, STEPS)
-    assert largest_difference(run_ranks(2, with_evaluation, lonely)[0], expected) < 1e-5
+def test_evaluation_inside_and_between_minibatches(lonely: bool, evaluated: list[dict[str, Any]]) -> None:
+    assert largest_difference(evaluated[lonely], reference(COUNTS, STEPS)) < 1e-5
 
 
 def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
@@ -224,7 +255,7 @@ def test_finish_instead_of_the_context_manager() -> None:
 def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     """Matrices by one optimizer, the rest by another, with an evaluation after both."""
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     optimizers = [torch.optim.SGD(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
@@ -238,8 +269,8 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_two_optimizers_publish_once_both_have_stepped() -> None:
-    assert compare(2, two_optimizers) < 1e-5
+def test_two_optimizers_publish_once_both_have_stepped(found: dict[str, float]) -> None:
+    assert found["two_optimizers"] < 1e-5
 
 
 def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -248,7 +279,7 @@ def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]
         name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
     }
     for _ in range(2):
-        session = odc.patch_fsdp(model) if use_odc else None
+        session = patched(model, use_odc)
         train(model, session, rank, world_size, [2] * world_size, 3)
         if session:
             session.close()
@@ -268,8 +299,8 @@ def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "set_custom_all_gather")]
 
 
-def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again() -> None:
-    assert compare(2, close_and_go_on) < 1e-5
+def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again(found: dict[str, float]) -> None:
+    assert found["close_and_go_on"] < 1e-5
 
 
 def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) -> dict[str, Any]:
@@ -297,10 +328,12 @@ def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) ->
     return full_parameters(fresh)
 
 
-def test_checkpoints_cross_over_in_both_directions() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        under_odc = run_ranks(2, checkpoint, True, str(Path(folder) / "a"))[0]
-        plain = run_ranks(2, checkpoint, False, str(Path(folder) / "b"))[0]
+def checkpoints(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
+    return [checkpoint(rank, world_size, under_odc, f"{folder}/{under_odc}") for under_odc in (True, False)]
+
+
+def test_checkpoints_cross_over_in_both_directions(tmp_path: Path) -> None:
+    under_odc, plain = run_ranks(2, checkpoints, str(tmp_path))[0]
     assert largest_difference(under_odc, plain) < 1e-5
 
 
@@ -311,10 +344,22 @@ def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model, mesh = build(), init_device_mesh("cpu", (world_size,))
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    session = odc.patch_fsdp(model) if use_odc else None
+    session = patched(model, use_odc)
     train(model, session, rank, world_size, [2] * world_size, STEPS)
     return full_parameters(model)
 
 
-def test_a_unit_of_several_modules() -> None:
-    assert compare(2, shared_unit) < 1e-5
+def test_a_unit_of_several_modules(found: dict[str, float]) -> None:
+    assert found["shared_unit"] < 1e-5
+
+
+SCRIPTS: dict[str, Script] = {
+    **{name: functools.partial(with_options, **options) for name, (options, _) in OPTIONS.items()},
+    **{
+        script.__name__: script
+        for script in (
+            *(with_frozen, never_used, no_sync, kept_gradients, divide_factor, two_optimizers),
+            *(close_and_go_on, shared_unit),
+        )
+    },
+}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.ranks import die_with_parent
+from odc.bench.ranks import process_of_fork_server
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 _LOG_LINES = 30
@@ -40,12 +40,11 @@ class Outcome:
 
 def run_isolated(name: str, body: str, setting: Setting, limit_s: float) -> Outcome:
     """Run the check at ``body`` (``"module:function"``) for at most ``limit_s`` seconds. Never raises for it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="odc-gpu-check-") as folder:
         log = Path(folder, "log")
-        process = context.Process(target=_main, args=(body, setting, theirs, str(log)))
+        process = process_of_fork_server(_main, body, setting, theirs, str(log))
         process.start()
         theirs.close()
         try:
@@ -95,8 +94,7 @@ def _tail(log: Path) -> str:
 
 
 def _main(body: str, setting: Setting, pipe: Connection, log: str) -> None:
-    die_with_parent()
-    os.setsid()  # ranks belong to this group and are killed with it
+    os.setsid()  # ranks, and the fork server that they come from, belong to this group and are killed with it
     tempfile.tempdir = os.path.dirname(log)  # what is left there when it is killed goes with the log
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -58,8 +58,8 @@ def run_ranks(
         CheckFailedError: a rank failed, died, or had not ended after ``limit_s`` (default: the setting's).
     """
     limit_s = limit_s or setting.group_limit_s
-    spawn = setting.device_type == "cuda"
-    with rank_processes(world_size, _main, (setting, body, tuple(arguments)), spawn=spawn) as pipes:
+    # Nothing for training: of the checks, each of which has a fork server for its ranks, few train.
+    with rank_processes(world_size, _main, (setting, body, tuple(arguments)), preload=()) as pipes:
         awaited = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in expendable}
         results: list[Any] = [None] * world_size
         deadline = time.monotonic() + limit_s
