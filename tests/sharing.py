@@ -64,6 +64,7 @@ class Share:
         (self.folder / "collected.json").write_text(json.dumps([item.nodeid for item in session.items]))
         gc.collect()
         gc.freeze()  # what all have imported is looked at, and so copied, by none of them
+        gc.enable()
         for name in PROCESSES[1:]:
             pid = os.fork()
             if pid == 0:
@@ -149,9 +150,11 @@ def main(options: Sequence[str]) -> int:
         share = Share(Path(folder))
         arguments = [str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
         codes = [1]
+        gc.disable()  # while imported objects become more and more, all of them would be looked at again and again
         try:
             codes = [int(pytest.main(arguments, plugins=[share]))]
         finally:
+            gc.enable()
             sys.stdout.flush()
             if share.name != PROCESSES[0]:
                 os._exit(codes[0])  # a fork: what is around this call belongs to the first process

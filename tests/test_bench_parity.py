@@ -22,7 +22,7 @@ from odc.fsdp_patch.unit import Unit
 from odc.protocol import End
 from odc.runtime import Runtime
 
-NUMBERS = range(8)
+NUMBERS = (1, 3, 5, 6, 7)
 """Cases of seed 0: both FSDPs, shm and tcp, replicas, 2 to 4 ranks."""
 PLAIN = Case(**{name: next(iter(values)) for name, values in FACTORS.items()})
 

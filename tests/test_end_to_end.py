@@ -59,11 +59,3 @@ def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> No
         assert (tmp_path / picture).stat().st_size > 10_000
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"gather", "scatter"} <= {event.get("cat") for event in events}
-
-
-def test_lb_mini_over_collectives_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """By each rank, before it meets the others."""
-    command = [sys.executable, str(ROOT / "examples/sft.py"), "--comm", "collective", "--policy", "lb-mini"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 2
-    assert "use --comm odc, or --policy lb-micro" in done.stderr

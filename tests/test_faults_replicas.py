@@ -27,7 +27,10 @@ from odc.bench.warm_launch import WarmLauncher
 SILENCE_S = 5.0
 POINTS = {"gather": "gather.before", "push": "scatter.before", "replicas": "replicas.before"}
 CAUSES = {
-    "kill": ("is dead: killed by signal 9", "is dead: its connection ended", "cannot be reached any more"),
+    "kill": (
+        *("is dead: killed by signal 9", "is dead: its connection ended", "cannot be reached any more"),
+        "is dead: [Errno 104] Connection reset by peer",  # killed with something unread
+    ),
     "raise": ("sample 17 has no answer", "FaultInjected"),
     "stop": ("alive but silent",),
 }

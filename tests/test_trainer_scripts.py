@@ -216,6 +216,13 @@ def test_bad_options_end_the_run_before_the_script(tmp_path: Path, warm: Warm, o
     assert "the script ran" not in text
 
 
+def test_lb_mini_over_collectives_is_refused_with_the_reason(tmp_path: Path, warm: Warm) -> None:
+    """By each rank of the demo's script, before it meets the others."""
+    words = [str(ROOT / "examples/sft.py"), "--comm", "collective", "--policy", "lb-mini"]
+    text = warm(words, tmp_path, with_odc=False, code=2)
+    assert text.count("use --comm odc, or --policy lb-micro") == 2
+
+
 @pytest.mark.extended
 def test_lb_mini_in_a_loop_over_collectives_is_refused(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "accelerate_sft.py")
