@@ -70,7 +70,9 @@ class WarmLauncher:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # bound in C++, not in __all__
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         job = {
             "arguments": [*arguments],
             "folder": str(folder.resolve()),

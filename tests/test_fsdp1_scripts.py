@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from fsdp_scripts import reading
-from fsdp_scripts.pairs import PAIRS
+from fsdp_scripts.pairs import PAIRS, pairs_of
 from fsdp_scripts.run import Run, difference
 from process_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
 
+OTHERS = pairs_of("fsdp2")
 CASES = {**reading.CASES, **PAIRS}
 
 
@@ -29,23 +31,22 @@ class Fsdp1Run(Run):
         return wrap(model, use_orig_params=True, sharding_strategy=strategy, **options)
 
 
-def differences(rank: int, world_size: int) -> dict[str, float | str]:
+def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
     """Per script: the largest difference between plain and patched, or how it failed."""
     mesh = init_device_mesh("cpu", (world_size,))
-    return {
-        name: difference(case, lambda patched: Fsdp1Run(rank, world_size, patched, mesh))
-        for name, case in CASES.items()
-    }
+    return {name: difference(CASES[name], lambda patched: Fsdp1Run(rank, world_size, patched, mesh)) for name in names}
 
 
 @functools.cache
-def found() -> list[dict[str, float | str]]:
-    return run_ranks(2, differences, timeout_s=300)
+def found(others: bool) -> list[dict[str, float | str]]:
+    return run_ranks(2, differences, [name for name in CASES if (name in OTHERS) == others], timeout_s=300)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in OTHERS else name for name in CASES]
+)
 def test_scripts_keep_their_numbers(name: str) -> None:
-    for of_rank in found():
+    for of_rank in found(name in OTHERS):
         worst = of_rank[name]
         assert not isinstance(worst, str), worst
         assert worst <= CASES[name].tolerance

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fsdp_scripts import ends, hybrid, loops, models, reading
-from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs
+from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
 from fsdp_scripts.run import TOLERANCE, Case, Run, difference, with_
 from process_ranks import run_ranks
 from torch import nn
@@ -102,6 +102,8 @@ HYBRID = {
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
 }
 ALL = {**CASES, **COMPILED, **HYBRID, **PAIRS}
+OTHERS = pairs_of("fsdp1")
+GROUPS = {"two": CASES, "compiled": COMPILED, "hybrid": HYBRID, "pairs": pairs_of("fsdp2"), "other pairs": OTHERS}
 
 
 def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
@@ -115,8 +117,7 @@ def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, f
 
 @functools.cache
 def found(group: str) -> list[dict[str, float | str]]:
-    names = list({"two": CASES, "compiled": COMPILED, "hybrid": HYBRID, "pairs": PAIRS}[group])
-    return run_ranks(4 if group == "hybrid" else 2, differences, names, timeout_s=300)
+    return run_ranks(4 if group == "hybrid" else 2, differences, list(GROUPS[group]), timeout_s=300)
 
 
 def check(group: str, name: str) -> None:
@@ -131,9 +132,11 @@ def test_scripts_keep_their_numbers(name: str) -> None:
     check("two", name)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in OTHERS else name for name in PAIRS]
+)
 def test_pairs_of_what_a_loop_may_do_keep_their_numbers(name: str) -> None:
-    check("pairs", name)
+    check("other pairs" if name in OTHERS else "pairs", name)
 
 
 def test_every_pair_of_what_a_loop_may_do_is_in_a_script() -> None:

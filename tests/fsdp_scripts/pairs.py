@@ -37,6 +37,7 @@ class Loop:
     evaluates: bool = False  # before each step, all ranks together
     keeps: bool = False  # views of gradients are kept and looked at two steps later
     reshards: bool = True  # after forward
+    fsdp: str = "fsdp2"  # under which it runs; with -m extended under both
 
     def __call__(self, run: Run) -> Outcome:
         return _Training(self, run).train()
@@ -70,6 +71,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "evaluates": (False, True),
     "keeps": (False, True),
     "reshards": (True, False),
+    "fsdp": ("fsdp2", "fsdp1"),
 }
 JOINT = ("clears", "steps", "reduces", "evaluates", "ends")
 """Factors that decide together what can be followed."""
@@ -254,3 +256,8 @@ PAIRS: dict[str, Case] = {
     name_of(combination): Case(Loop(**combination), minibatches=None)  # type: ignore[arg-type]
     for combination in covering(FACTORS)
 }
+
+
+def pairs_of(fsdp: str) -> dict[str, Case]:
+    """The scripts that run under this FSDP."""
+    return {name: case for name, case in PAIRS.items() if isinstance(case.script, Loop) and case.script.fsdp == fsdp}
