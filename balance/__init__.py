@@ -23,6 +23,7 @@ from odc.balance.costs import (
     preset_names,
 )
 from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.grouping import align_groups, best_fit_batches, pool_sort, token_budget_groups
 from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
@@ -51,6 +52,8 @@ __all__ = [
     "Simulation",
     "TransformerCost",
     "TransformerShape",
+    "align_groups",
+    "best_fit_batches",
     "bubble_rate",
     "count_loss_tokens",
     "even_lengths",
@@ -62,9 +65,11 @@ __all__ = [
     "loss_scale",
     "pack_collate",
     "policy_names",
+    "pool_sort",
     "preset",
     "preset_names",
     "sample_lengths",
+    "token_budget_groups",
 ]
 
 _NEED_TORCH = {

@@ -1,0 +1,95 @@
+"""Batches from a pool of samples, each seeded by the oldest one (load-balanced dynamic batching)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy.typing as npt
+
+from odc.balance.checks import as_count, as_lengths
+from odc.errors import shown
+
+Strategy = Literal["prefer-closest", "prefer-first", "pack"]
+
+
+def best_fit_batches(
+    lengths: npt.ArrayLike, max_tokens: int, pool_size: int, strategy: Strategy = "prefer-closest"
+) -> list[list[int]]:
+    """Cut a sequence of samples into batches, each the best fit among the next ``pool_size`` samples.
+
+    Before each batch the pool is filled up; its oldest sample begins the batch, so none waits for more than
+    ``pool_size`` batches. Then, as long as one fits:
+
+    - "prefer-closest", "prefer-first" (padded batches): the sample with which count x longest is least. Of equal ones
+      that whose length is closest to the longest one of the batch, or the oldest; of equally close ones the oldest.
+    - "pack" (packed batches): the samples of the pool in their order, each if the sum keeps the limit.
+
+    Args:
+        lengths: tokens of each sample, (num_samples,), at least 1 each, in the order in which they come.
+        max_tokens: most tokens of a batch: count x longest, or their sum with "pack". A sample of so many tokens or
+            more is alone.
+        pool_size: samples to choose from, the oldest one included.
+
+    Returns:
+        Lists of indices into ``lengths``, none empty, together every index once, in the order in which each batch took
+        them.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no such strategy.
+    """
+    tokens = as_lengths(lengths).tolist()
+    max_tokens, pool_size = as_count(max_tokens, "max_tokens"), as_count(pool_size, "pool_size")
+    if strategy not in _TAKE:
+        raise ValueError(f"strategy={shown(strategy)}: expected one of {', '.join(map(repr, _TAKE))}")
+    batches = []
+    pool: list[int] = []
+    following = 0
+    while pool or following < len(tokens):
+        wanted = min(pool_size - len(pool), len(tokens) - following)
+        pool += range(following, following + wanted)
+        following += wanted
+        batch = _TAKE[strategy](pool, tokens, max_tokens)
+        taken = set(batch)
+        pool = [sample for sample in pool if sample not in taken]
+        batches.append(batch)
+    return batches
+
+
+def _pack(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
+    batch, total = [pool[0]], tokens[pool[0]]
+    for sample in pool[1:]:
+        if total + tokens[sample] <= max_tokens:
+            batch.append(sample)
+            total += tokens[sample]
+    return batch
+
+
+def _pad_closest(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
+    return _pad(pool, tokens, max_tokens, lambda sample, longest: abs(tokens[sample] - longest))
+
+
+def _pad_first(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
+    return _pad(pool, tokens, max_tokens, lambda sample, longest: 0)
+
+
+def _pad(pool: list[int], tokens: list[int], max_tokens: int, prefer: Callable[[int, int], int]) -> list[int]:
+    """A padded batch; of equal areas the one with the least ``prefer(sample, longest)``, then the oldest."""
+    batch, left = [pool[0]], pool[1:]
+    longest = tokens[pool[0]]
+    while left:
+        # Count times the longer of two grows with the sample: what is least is so for the longest there can be.
+        best = min(left, key=lambda sample: (max(tokens[sample], longest), prefer(sample, longest)))
+        if (len(batch) + 1) * max(tokens[best], longest) > max_tokens:
+            break
+        batch.append(best)
+        left.remove(best)
+        longest = max(longest, tokens[best])
+    return batch
+
+
+_TAKE: dict[str, Callable[[list[int], list[int], int], list[int]]] = {
+    "prefer-closest": _pad_closest,
+    "prefer-first": _pad_first,
+    "pack": _pack,
+}

@@ -1,0 +1,42 @@
+"""Samples of one length at one time on all ranks, without a word between them (LengthPoolSort)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy.typing as npt
+
+from odc.balance.checks import as_count, as_lengths
+
+
+def pool_sort(lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, shuffle: bool = True) -> list[int]:
+    """The order in which pools of samples are given out: each sorted by length, then shuffled by a seed that all share.
+
+    Every rank has a pool of the same law of lengths: the i-th of the sorted samples is about as long on each. The same
+    permutation keeps that, and takes away that a pool begins with short samples and ends with long ones. The seed is 42
+    plus the index of the sample that completed the pool, so it depends on ``pool_size`` alone.
+
+    Args:
+        lengths: tokens of each sample of one rank, (num_samples,), at least 1 each, in the order in which they come.
+        pool_size: samples that are sorted together; what is left in the end is a smaller pool.
+        batch_size: samples that stay together when a pool is shuffled, so that a batch is of about one length. (Single
+            samples, as published, have a batch of 4 padded by about half.) What is left of a pool stays at its end.
+        shuffle: without it a pool is in the order of its lengths.
+
+    Returns:
+        Indices into ``lengths``, every one once.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    tokens = as_lengths(lengths).tolist()
+    pool_size, batch_size = as_count(pool_size, "pool_size"), as_count(batch_size, "batch_size")
+    order: list[int] = []
+    for start in range(0, len(tokens), pool_size):
+        pool = sorted(range(start, min(start + pool_size, len(tokens))), key=tokens.__getitem__)
+        num_whole = len(pool) // batch_size * batch_size
+        blocks = [pool[at : at + batch_size] for at in range(0, num_whole, batch_size)]
+        if shuffle:
+            random.Random(42 + start + len(pool) - 1).shuffle(blocks)
+        order += [sample for block in blocks for sample in block] + pool[num_whole:]
+    return order

@@ -1,0 +1,243 @@
+"""Layer 1: no processes. Groups of a pool of samples, against the published algorithms written out step by step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import align_groups, best_fit_batches, pool_sort, token_budget_groups
+
+POOLS = st.lists(st.integers(1, 60), max_size=40)
+LIMITS = st.integers(1, 100)
+
+
+def longest(lengths: Sequence[int], group: Sequence[int]) -> int:
+    return max(lengths[i] for i in group)
+
+
+# Token budget (ODB)
+
+
+def groups_by_hand(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Section 2.2 and appendix D of the paper, a sample at a time."""
+    ascending = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    groups: list[list[int]] = []
+    group: list[int] = []
+    threshold = 1
+    for sample in reversed(ascending):
+        group.insert(0, sample)
+        if len(group) >= threshold:
+            groups.insert(0, group)
+            threshold, group = max(max_tokens // lengths[sample], 1), []
+    return [group, *groups] if group else groups
+
+
+def test_the_example_of_the_paper() -> None:
+    assert token_budget_groups([100, 200, 500, 800], 1000) == [[0, 1], [2], [3]]
+    assert token_budget_groups([800, 100, 500, 200], 1000) == [[1, 3], [2], [0]]
+
+
+@settings(deadline=None)
+@given(lengths=POOLS, max_tokens=LIMITS)
+def test_groups_are_those_of_the_paper(lengths: list[int], max_tokens: int) -> None:
+    groups = token_budget_groups(lengths, max_tokens)
+    assert groups == groups_by_hand(lengths, max_tokens)
+    assert sorted(itertools.chain(*groups)) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * longest(lengths, group) <= max_tokens
+        assert [(lengths[i], i) for i in group] == sorted((lengths[i], i) for i in group)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "message"),
+    [
+        ([3, 0], 10, r"lengths\[1\] is 0: expected at least 1"),
+        ([3], 0, "max_tokens=0: expected an integer of at least 1"),
+    ],
+)
+def test_bad_pools_are_refused(lengths: list[int], max_tokens: int, message: str) -> None:
+    for make in (
+        lambda: token_budget_groups(lengths, max_tokens),
+        lambda: best_fit_batches(lengths, max_tokens, 4),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+# Alignment (ODB's algorithm 1)
+
+
+def test_alignment_by_hand() -> None:
+    three, one = [[0, 1], [2], [3]], [[0, 1, 2, 3]]
+    assert align_groups([three, one, []], [0, 0, 0]) == ([three, [[0, 1], [2], [3]], []], [[], [], []])
+    # Two at most: the larger groups stay, of equal ones the earlier.
+    assert align_groups([three, one], [2, 0]) == ([[[0, 1], [2]], [[0, 1, 2], [3]]], [[3], []])
+    # A rank with two samples can have two groups.
+    assert align_groups([three, [[7, 5]]], [0, 9]) == ([[[0, 1], [2]], [[7], [5]]], [[3], []])
+    # The last group that can be split is, each time; what was split off stands behind it.
+    assert align_groups([[[0], [1], [2], [3]], [[0, 1, 2], [3], [4]]], [0, 0])[0][1] == [[0, 1], [2], [3], [4]]
+    assert align_groups([[], []], [0, 0]) == ([[], []], [[], []])
+
+
+RANKS = st.lists(
+    st.tuples(st.lists(st.integers(1, 5), max_size=6), st.integers(0, 8)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(ranks=RANKS)
+def test_alignment_keeps_every_sample_and_gives_each_rank_as_many(ranks: list[tuple[list[int], int]]) -> None:
+    groups: list[list[list[int]]] = []
+    for sizes, _ in ranks:
+        samples = itertools.count()
+        groups.append([[next(samples) for _ in range(size)] for size in sizes])
+    capacities = [capacity for _, capacity in ranks]
+    before = [[list(group) for group in mine] for mine in groups]
+    aligned, returned = align_groups(groups, capacities)
+    assert groups == before
+    active = [rank for rank, mine in enumerate(groups) if mine]
+    bounds = [capacities[rank] for rank in active if capacities[rank]]
+    bounds += [sum(map(len, groups[rank])) for rank in active]
+    target = min([max((len(groups[rank]) for rank in active), default=0), *bounds])
+    for rank, mine in enumerate(aligned):
+        assert len(mine) == (target if rank in active else 0)
+        assert all(mine)
+        given_ = sorted(itertools.chain(*groups[rank]))
+        assert sorted([*itertools.chain(*mine), *returned[rank]]) == given_
+        if len(groups[rank]) > target:
+            sizes = sorted((len(group) for group in groups[rank]), reverse=True)
+            assert sorted(map(len, mine), reverse=True) == sizes[:target]
+            assert [group for group in groups[rank] if group in mine] == mine
+        else:
+            assert list(itertools.chain(*mine)) == list(itertools.chain(*groups[rank]))  # split, not moved
+            assert not returned[rank]
+
+
+@pytest.mark.parametrize(
+    ("groups", "capacities", "message"),
+    [
+        ([[[0]]], [], "0 capacities for 1 ranks"),
+        ([[[0]]], [-1], r"capacities\[0\]=-1: expected an integer of at least 0"),
+        ([[[0], []]], [0], "group 1 of rank 0 has no sample"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(groups: list[list[list[int]]], capacities: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        align_groups(groups, capacities)
+
+
+# Best fit from a pool (cosmos)
+
+
+def best_fit_by_hand(lengths: Sequence[int], max_tokens: int, pool_size: int, strategy: str) -> list[list[int]]:
+    """A candidate at a time, as the description says."""
+    stream, pool, batches = list(range(len(lengths))), [], []
+    while stream or pool:
+        while stream and len(pool) < pool_size:
+            pool.append(stream.pop(0))
+        batch = [pool.pop(0)]
+        while True:
+            best, score = None, (0, 0)
+            for sample in pool:
+                if strategy == "pack":
+                    if sum(lengths[i] for i in (*batch, sample)) <= max_tokens:
+                        best = sample
+                        break
+                    continue
+                area = (len(batch) + 1) * longest(lengths, [*batch, sample])
+                distance = abs(lengths[sample] - longest(lengths, batch)) if strategy == "prefer-closest" else 0
+                if area <= max_tokens and (best is None or (area, distance) < score):
+                    best, score = sample, (area, distance)
+            if best is None:
+                break
+            pool.remove(best)
+            batch.append(best)
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("strategy", ["prefer-closest", "prefer-first", "pack"])
+@settings(deadline=None)
+@given(lengths=POOLS, max_tokens=LIMITS, pool_size=st.integers(1, 12))
+def test_best_fit_is_that_of_the_description(
+    strategy: str, lengths: list[int], max_tokens: int, pool_size: int
+) -> None:
+    batches = best_fit_batches(lengths, max_tokens, pool_size, strategy)  # type: ignore[arg-type]
+    assert batches == best_fit_by_hand(lengths, max_tokens, pool_size, strategy)
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    waiting = set(range(len(lengths)))
+    for batch in batches:
+        assert batch[0] == min(waiting)  # the oldest
+        waiting -= set(batch)
+
+
+def test_strategies_differ_where_they_should() -> None:
+    lengths = [10, 3, 3, 9, 4, 12, 1]
+    assert best_fit_batches(lengths, 20, 4) == [[0, 3], [1, 2, 4], [5], [6]]
+    assert best_fit_batches(lengths, 20, 4, "prefer-first") == [[0, 1], [2, 4], [3, 6], [5]]
+    assert best_fit_batches(lengths, 20, 4, "pack") == [[0, 1, 2], [3, 4, 6], [5]]
+    with pytest.raises(
+        ValueError, match="strategy='closest': expected one of 'prefer-closest', 'prefer-first', 'pack'"
+    ):
+        best_fit_batches(lengths, 20, 4, "closest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pool_size=0"):
+        best_fit_batches(lengths, 20, 0)
+
+
+# Pool sort
+
+
+@settings(deadline=None)
+@given(lengths=POOLS, pool_size=st.integers(1, 12))
+def test_pool_sort_is_that_of_the_published_loop(lengths: list[int], pool_size: int) -> None:
+    expected: list[int] = []
+    pool: list[int] = []
+    for index in range(len(lengths)):
+        pool.append(index)
+        if len(pool) >= pool_size or index == len(lengths) - 1:
+            pool.sort(key=lambda i: lengths[i])
+            random.Random(42 + index).shuffle(pool)
+            expected += pool
+            pool.clear()
+    assert pool_sort(lengths, pool_size) == expected
+
+
+@settings(deadline=None)
+@given(lengths=POOLS, pool_size=st.integers(1, 12), batch_size=st.integers(1, 5))
+def test_batches_of_a_sorted_pool_stay_together(lengths: list[int], pool_size: int, batch_size: int) -> None:
+    order = pool_sort(lengths, pool_size, batch_size)
+    for start in range(0, len(lengths), pool_size):
+        mine = order[start : start + pool_size]
+        ascending = sorted(range(start, min(start + pool_size, len(lengths))), key=lambda i: lengths[i])
+        assert sorted(mine) == sorted(ascending)
+        whole = len(ascending) // batch_size * batch_size
+        blocks = [mine[at : at + batch_size] for at in range(0, whole, batch_size)]
+        assert sorted(blocks) == sorted(ascending[at : at + batch_size] for at in range(0, whole, batch_size))
+        assert mine[whole:] == ascending[whole:]
+    assert pool_sort(lengths, pool_size, batch_size, shuffle=False)[:pool_size] == sorted(
+        range(min(pool_size, len(lengths))), key=lambda i: lengths[i]
+    )
+
+
+def test_ranks_have_samples_of_one_length_at_one_time() -> None:
+    """What it is for: the i-th samples of 8 ranks differ by little, and without sorting by much."""
+    rng = np.random.default_rng(0)
+    ranks = [rng.lognormal(7, 0.8, 1000).astype(int) + 1 for _ in range(8)]
+    at_once = np.array([lengths[pool_sort(lengths, 1000)] for lengths in ranks])
+    bubble, plain = (1 - table.mean(axis=0).sum() / table.max(axis=0).sum() for table in (at_once, np.array(ranks)))
+    assert bubble < 0.12 < 0.4 < plain
+
+
+def test_bad_pool_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="pool_size=0"):
+        pool_sort([1], 0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        pool_sort([1], 1, 0)
