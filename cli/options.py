@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from odc.balance import policy_names
+from odc.balance import law_names, policy_names
 
 _TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
 
@@ -15,7 +15,7 @@ Lengths = Annotated[
     str,
     typer.Argument(
         help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens, "
-        "text or a chat per object), .npy, or a law: longalign, swesmith, aime.",
+        f"text or a chat per object), .npy, or a law: {', '.join(law_names())}.",
         show_default=False,
     ),
 ]
