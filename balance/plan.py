@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
+from odc.balance.layout import Layout, as_layout, microbatch_costs, microbatch_tokens
 from odc.errors import shown
 
 Comm = Literal["odc", "collective"]
@@ -51,6 +52,9 @@ class Plan:
     speeds: tuple[float, ...] | None = None
     """Rank r takes its cost over ``speeds[r]``; None: all ranks are equally fast."""
 
+    layout: Layout = "packed"
+    """Whether the samples of a microbatch stand one behind the other, or are padded to the longest of them."""
+
     def __post_init__(self) -> None:
         microbatches = [
             [[operator.index(sample) for sample in microbatch] for microbatch in mine] for mine in self.microbatches
@@ -59,6 +63,7 @@ class Plan:
         lengths.flags.writeable = costs.flags.writeable = False
         checked: dict[str, object] = {"microbatches": microbatches, "lengths": lengths, "costs": costs}
         checked["max_tokens"] = as_count(self.max_tokens, "max_tokens")
+        checked["layout"] = as_layout(self.layout)
         checked["microbatch_cost"] = as_cost(self.microbatch_cost, "microbatch_cost")
         if self.speeds is not None:
             checked["speeds"] = tuple(as_speeds(self.speeds, len(microbatches)).tolist())
@@ -72,7 +77,7 @@ class Plan:
             return NotImplemented
         return (
             (self.microbatches, self.max_tokens, self.policy) == (other.microbatches, other.max_tokens, other.policy)
-            and (self.microbatch_cost, self.speeds) == (other.microbatch_cost, other.speeds)
+            and (self.microbatch_cost, self.speeds, self.layout) == (other.microbatch_cost, other.speeds, other.layout)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
         )
@@ -93,21 +98,31 @@ class Plan:
         return tuple(len(mine) for mine in self.microbatches)
 
     def tokens(self, rank: int) -> int:
-        """Number of tokens that ``rank`` trains on."""
+        """Number of tokens that ``rank`` trains on, without padding."""
         return sum(int(self.lengths[microbatch].sum()) for microbatch in self.microbatches[rank])
 
     @property
     def peak_tokens(self) -> int:
-        """Number of tokens of the largest microbatch, what activation memory must hold."""
-        return max((int(self.lengths[part].sum()) for mine in self.microbatches for part in mine), default=0)
+        """Number of tokens of the largest microbatch, padding included: what activation memory must hold."""
+        return int(self.microbatch_tokens().max(initial=0))
+
+    @property
+    def padding_fraction(self) -> float:
+        """Part of all tokens that are padding, from 0 to 1; 0 for an empty plan."""
+        total = int(self.microbatch_tokens().sum())
+        return 1.0 - int(self.lengths.sum()) / total if total else 0.0
+
+    def microbatch_tokens(self) -> IntArray:
+        """Tokens of each microbatch, padding included, (world_size, largest number of microbatches)."""
+        return microbatch_tokens(self.microbatches, self.lengths, self.layout)
 
     def microbatch_times(self) -> FloatArray:
         """Time of each microbatch in units of cost, (world_size, largest number of microbatches).
 
-        That is the cost of its samples, plus ``microbatch_cost``, over the speed of the rank; 0 where a rank
-        has no such microbatch.
+        That is the cost of its samples (in a padded layout, the number of samples times the cost of the longest), plus
+        ``microbatch_cost``, over the speed of the rank; 0 where a rank has no such microbatch.
         """
-        times = sum_by_microbatch(self.microbatches, self.costs)
+        times = microbatch_costs(self.microbatches, self.costs, self.lengths, self.layout)
         if self.microbatch_cost:
             exists = np.arange(times.shape[1]) < np.array(self.num_microbatches)[:, None]
             times += self.microbatch_cost * exists
@@ -138,7 +153,8 @@ class Plan:
         """A short text for people: what each rank got, and how much of the time it would wait."""
         lines = [
             f"{self.policy}: {_count(self.num_samples, 'sample')}, {_count(int(self.lengths.sum()), 'token')} "
-            f"on {_count(self.world_size, 'rank')}, at most {_count(self.max_tokens, 'token')} a microbatch",
+            f"on {_count(self.world_size, 'rank')}, at most {_count(self.max_tokens, 'token')} a microbatch"
+            + (f", {self.padding_fraction:.1%} of all tokens are padding" if self.layout == "padded" else ""),
             f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, "
             f"{self.bubble_rate('collective'):.1%} with collectives",
         ]
@@ -169,14 +185,13 @@ class Plan:
             )
 
     def _check_limit(self) -> None:
-        for rank, mine in enumerate(self.microbatches):
-            for m, microbatch in enumerate(mine):
-                tokens = int(self.lengths[microbatch].sum())
-                if tokens > self.max_tokens:
-                    raise ValueError(
-                        f"{self.policy}: microbatch {m} of rank {rank} has {tokens} tokens: "
-                        f"expected at most max_tokens={self.max_tokens}"
-                    )
+        tokens = self.microbatch_tokens()
+        for rank, m in np.argwhere(tokens > self.max_tokens).tolist():
+            padded = " with its padding" if self.layout == "padded" else ""
+            raise ValueError(
+                f"{self.policy}: microbatch {m} of rank {rank} has {tokens[rank, m]} tokens{padded}: "
+                f"expected at most max_tokens={self.max_tokens}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,16 +206,6 @@ class PlannedMinibatch:
     def of_rank(self, rank: int) -> list[list[int]]:
         """Dataset indices of each microbatch of ``rank``."""
         return [self.samples[microbatch].tolist() for microbatch in self.plan.microbatches[rank]]
-
-
-def sum_by_microbatch(microbatches: Sequence[Sequence[Sequence[int]]], values: FloatArray) -> FloatArray:
-    """Sums of ``values`` of the samples of each microbatch, (world_size, largest number); 0 where there is none."""
-    width = max(map(len, microbatches))
-    parts = [part for mine in microbatches for part in (*mine, *((),) * (width - len(mine)))]
-    samples = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64)
-    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    sums = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
-    return sums.reshape(len(microbatches), width)
 
 
 def _count(number: int, noun: str) -> str:

@@ -30,6 +30,25 @@ def test_cost_of_a_microbatch_is_the_sum_of_its_samples() -> None:
     assert (plan.tokens(0), plan.tokens(1)) == (1 + 2, 3 + 4)
 
 
+def test_a_padded_microbatch_has_the_tokens_and_the_cost_of_its_longest_sample_times_their_number() -> None:
+    microbatches, lengths, costs = [[[0, 3], []], [[2], [1]]], np.array([2, 5, 1, 4]), np.array([0.4, 3.0, 0.1, 1.5])
+    plan = Plan(microbatches, lengths, costs, 8, "by-hand", layout="padded")
+    np.testing.assert_array_equal(plan.microbatch_tokens(), [[2 * 4, 0], [1, 5]])
+    np.testing.assert_allclose(plan.microbatch_times(), [[2 * 1.5, 0], [0.1, 3.0]])
+    assert plan.peak_tokens == 8
+    assert (plan.tokens(0), plan.tokens(1)) == (6, 6)  # without padding
+    assert plan.padding_fraction == pytest.approx(1 - 12 / 14)
+    assert "14.3% of all tokens are padding" in plan.explain()
+    packed = Plan(microbatches, lengths, costs, 8, "by-hand")
+    assert (packed.layout, packed.padding_fraction, packed.peak_tokens) == ("packed", 0.0, 6)
+    assert plan != packed
+    with pytest.raises(ValueError, match="microbatch 0 of rank 0 has 8 tokens with its padding: expected at most max"):
+        Plan(microbatches, lengths, costs, 7, "by-hand", layout="padded")
+    with pytest.raises(ValueError, match="layout='ragged': expected one of 'packed', 'padded'"):
+        Plan(microbatches, lengths, costs, 8, "by-hand", layout="ragged")  # type: ignore[arg-type]
+    assert Plan([[], []], lengths[:0], costs[:0], 8, "by-hand", layout="padded").padding_fraction == 0.0
+
+
 def test_missing_microbatches_cost_nothing() -> None:
     plan = make([[[0], [1]], [[2]], []], [4.0, 3.0, 2.0])
     assert plan.makespan("collective") == 4.0 + 3.0

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_speeds
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.plan import Comm, Plan, sum_by_microbatch
+from odc.balance.layout import microbatch_costs
+from odc.balance.plan import Comm, Plan
 from odc.balance.streams import normal_quantiles, random_stream, uniform
 from odc.errors import shown
 
@@ -129,7 +130,7 @@ class Stopwatch:
         rates = self._machine.rates(plan)[:, None]
         busy, makespan = np.zeros(exists.shape), 0.0
         for count, costs in zip(self._counts, self._costs[:, samples], strict=True):
-            compute = sum_by_microbatch(plan.microbatches, costs)
+            compute = microbatch_costs(plan.microbatches, costs, plan.lengths, plan.layout)
             if plan.microbatch_cost:
                 compute = compute + exists * plan.microbatch_cost / self._counts.sum()
             for part, communication in self._stages():

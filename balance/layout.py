@@ -1,0 +1,66 @@
+"""What a microbatch holds and costs: its samples one behind the other, or each padded to the longest of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray
+from odc.errors import shown
+
+Layout = Literal["packed", "padded"]
+"""In "packed" microbatches, tokens and costs are the sums of those of the samples. In "padded" ones they are the number
+of samples times those of the longest one (of several longest, the last)."""
+
+Microbatches = Sequence[Sequence[Sequence[int]]]
+"""``microbatches[rank][m]``: samples of microbatch m of a rank."""
+
+
+def as_layout(layout: str) -> Layout:
+    """``layout``, checked.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
+    for known in get_args(Layout):
+        if layout == known:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"layout={shown(layout)}: expected one of {', '.join(map(repr, get_args(Layout)))}")
+
+
+def microbatch_tokens(microbatches: Microbatches, lengths: IntArray, layout: Layout) -> IntArray:
+    """Tokens of each microbatch, padding included, (world_size, largest number); 0 where there is none.
+
+    Args:
+        lengths: tokens of each sample, (num_samples,).
+    """
+    return _of_microbatches(microbatches, lengths.astype(np.float64), lengths, layout).astype(np.int64)
+
+
+def microbatch_costs(microbatches: Microbatches, costs: FloatArray, lengths: IntArray, layout: Layout) -> FloatArray:
+    """Cost of the samples of each microbatch, (world_size, largest number); 0 where there is none.
+
+    Args:
+        costs: of each sample by itself, without padding, (num_samples,).
+        lengths: tokens of each sample, (num_samples,): they tell which one is the longest.
+    """
+    return _of_microbatches(microbatches, costs, lengths, layout)
+
+
+def _of_microbatches(microbatches: Microbatches, values: FloatArray, lengths: IntArray, layout: Layout) -> FloatArray:
+    width = max(map(len, microbatches))
+    parts = [part for mine in microbatches for part in (*mine, *((),) * (width - len(mine)))]
+    counts = np.array([len(part) for part in parts], dtype=np.int64)
+    samples = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=int(counts.sum()))
+    owners = np.repeat(np.arange(len(parts)), counts)
+    if layout == "packed":
+        found = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
+    else:
+        found = np.zeros(len(parts))
+        by_length = samples[np.lexsort((lengths[samples], owners))]
+        longest = by_length[np.cumsum(counts)[counts > 0] - 1]
+        found[counts > 0] = counts[counts > 0] * values[longest]
+    return found.reshape(len(microbatches), width)
