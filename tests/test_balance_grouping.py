@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.balance import align_groups, best_fit_batches, pool_sort, token_budget_groups
+from odc.balance import align_groups, best_fit_batches, pool_sort, sample_lengths, token_budget_groups
+from odc.balance.grouping.quota import fill_quota
 
 POOLS = st.lists(st.integers(1, 60), max_size=40)
 LIMITS = st.integers(1, 100)
@@ -241,3 +242,55 @@ def test_bad_pool_sizes_are_refused() -> None:
         pool_sort([1], 0)
     with pytest.raises(ValueError, match="batch_size=0"):
         pool_sort([1], 1, 0)
+
+
+# Quotas: what a rank takes for one minibatch
+
+COSTS = st.lists(st.floats(0.01, 10.0), max_size=9)
+
+
+@settings(deadline=None, max_examples=300)
+@given(costs=COSTS, quota=st.floats(0.0, 30.0))
+def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: float) -> None:
+    chosen = fill_quota(costs, quota)
+    assert chosen == sorted(set(chosen))
+    assert chosen[:1] == ([0] if costs else [])
+    total = sum(costs[i] for i in chosen)
+    assert total <= quota * (1 + 1e-12) or chosen == [0]
+    if costs and total <= quota:  # nothing that is left would fit as well
+        assert all(total + costs[i] > quota * (1 - 1e-12) for i in range(len(costs)) if i not in chosen)
+
+
+@settings(deadline=None, max_examples=200)
+@given(costs=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=8), factor=st.floats(0.1, 2.4))
+def test_small_quotas_are_filled_as_well_as_they_can_be(costs: list[float], factor: float) -> None:
+    """Up to three samples besides the oldest: then the choice is the best of all."""
+    quota = costs[0] + factor * float(np.mean(costs))
+    best = max(
+        sum(costs[i] for i in others)
+        for count in range(4)
+        for others in itertools.combinations(range(1, len(costs)), count)
+        if sum(costs[i] for i in others) <= quota - costs[0]
+    )
+    assert sum(costs[i] for i in fill_quota(costs, quota)) >= costs[0] + best - 1e-9
+
+
+@pytest.mark.parametrize("law", ["longalign", "sharegpt4o", "llava"])
+def test_pools_fill_their_quotas_to_a_thousandth(law: str) -> None:
+    """Pools of 256 and minibatches of about four samples."""
+    missed = []
+    for seed in range(30):
+        lengths = sample_lengths(law, 256, seed).astype(float) / 32000
+        costs = 1.982122 * lengths**2 + 2.611821 * lengths
+        quota = max(4 * costs.mean(), costs[0])
+        missed.append(1 - costs[fill_quota(costs, quota)].sum() / quota)
+    assert np.mean(missed) < 1e-3
+    assert max(missed) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("costs", "quota", "message"), [([1.0, -1.0], 1.0, r"costs\[1\] is -1.0"), ([1.0], float("nan"), "quota=nan")]
+)
+def test_bad_costs_and_quotas_are_refused(costs: list[float], quota: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fill_quota(costs, quota)
