@@ -6,12 +6,12 @@ import numpy as np
 
 from odc.balance import law_names
 from odc.balance.checks import IntArray
-from odc.balance.streams import random_stream
+from odc.balance.random_numbers import random_generator
 
 
 def shuffled(num_samples: int, seed: int) -> IntArray:
     """The indices of all samples in random order."""
-    return np.argsort(random_stream("some", seed).random_raw(num_samples), kind="stable")
+    return np.argsort(random_generator("some", seed).random_raw(num_samples), kind="stable")
 
 
 def some_of(lengths: IntArray, most: int, seed: int) -> IntArray:

@@ -102,7 +102,7 @@ def compare(costs: list[float], k: int, equal_size: bool, speeds: list[float] | 
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the start is good, or whatever comes first, so that the solvers find all of the way."""
     if not request.param:
-        monkeypatch.setattr(exact, "balance", chunks)
+        monkeypatch.setattr(exact, "split_by_cost", chunks)
 
 
 def chunks(costs: np.ndarray, k: int, *, equal_size: bool, speeds: np.ndarray | None = None) -> list[list[int]]:
@@ -131,7 +131,7 @@ def test_from_nothing(monkeypatch: pytest.MonkeyPatch, max_items: int, speeds: l
     if not max_items:
         pytest.importorskip("pulp", reason="pulp is an optional package (extra: exact)")
     monkeypatch.setattr(exact, "MAX_ITEMS", max_items)
-    monkeypatch.setattr(exact, "balance", chunks)
+    monkeypatch.setattr(exact, "split_by_cost", chunks)
     rng = np.random.default_rng(3)
     for n, k, equal_size in [(9, 3, True), (9, 3, False), (8, 4, True), (8, 4, False)] * 2:
         compare(rng.lognormal(0.0, 0.7, n).tolist(), k, equal_size, speeds)
@@ -272,7 +272,7 @@ def test_building_stops_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_empty_parts_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "balance", lambda *_, **__: [[0, 1, 2, 3], [], []])
+    monkeypatch.setattr(exact, "split_by_cost", lambda *_, **__: [[0, 1, 2, 3], [], []])
     costs = np.array([4.0, 0.0, 0.0, 0.0])
     check(exact_partition(costs, 3), costs, 3)
 

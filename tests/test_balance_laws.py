@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from odc.balance import LinearCost, MinibatchSampler, even_lengths, law_names, sample_lengths
+from odc.balance.random_numbers import normal_quantiles, random_generator, uniform
 from odc.balance.simulate.laws import LAWS, BoundedPareto, Lognormal, LognormalMixture
-from odc.balance.streams import normal_quantiles, random_stream, uniform
 
 NAMES = law_names()
 PINNED = {
@@ -197,7 +197,7 @@ def test_the_shuffle_does_not_sort_the_lengths(name: str, seed: int) -> None:
 
 def test_streams_of_different_names_or_keys_have_nothing_in_common() -> None:
     def numbers(*key: object) -> np.ndarray:
-        return uniform(random_stream(*key), 4096)  # type: ignore[arg-type]
+        return uniform(random_generator(*key), 4096)  # type: ignore[arg-type]
 
     first = numbers("lengths", 0)
     np.testing.assert_array_equal(first, numbers("lengths", 0))

@@ -19,7 +19,7 @@ from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, Mi
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import Policy
-from odc.balance.streams import random_stream
+from odc.balance.random_numbers import random_generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +269,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return Minibatch(mine, loss_scale(self.sampler.world_size, total), total, planned.plan)
 
     def _worker_seed(self, start: int) -> int:
-        return int(random_stream("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw())
+        return int(random_generator("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw())
 
 
 def _microbatches(planned: Iterable[PlannedMinibatch], rank: int) -> Iterator[list[int]]:

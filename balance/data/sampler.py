@@ -13,7 +13,7 @@ from odc.balance.costs import CostModel
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import Job
-from odc.balance.streams import random_stream
+from odc.balance.random_numbers import random_generator
 
 
 class MinibatchSampler:
@@ -151,7 +151,7 @@ class MinibatchSampler:
         return given or max(1, len(self)) * self.minibatch_size
 
     def _batch_seed(self, batch: int) -> int:
-        return int(random_stream("batch", self.seed, self.epoch, batch).random_raw())
+        return int(random_generator("batch", self.seed, self.epoch, batch).random_raw())
 
     def _order(self) -> IntArray:
         if not self.shuffle:

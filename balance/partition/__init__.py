@@ -1,6 +1,6 @@
 """Split items into parts of similar total cost."""
 
 from odc.balance.partition.exact import ExactPartition, exact_partition
-from odc.balance.partition.kway import balance, karmarkar_karp
+from odc.balance.partition.kway import karmarkar_karp, split_by_cost
 
-__all__ = ["ExactPartition", "balance", "exact_partition", "karmarkar_karp"]
+__all__ = ["ExactPartition", "exact_partition", "karmarkar_karp", "split_by_cost"]

@@ -15,7 +15,7 @@ from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.cover import MAX_ITEMS, search_covers
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.instance import ROUNDING, TOLERANCE, Instance
-from odc.balance.partition.kway import balance, canonical, fill_empty
+from odc.balance.partition.kway import canonical, fill_empty, split_by_cost
 from odc.balance.partition.mip import solve_mip
 from odc.errors import shown
 
@@ -125,7 +125,9 @@ def _checked(
     instance = Instance(costs, np.ones(k) if given is None else given, part_size, deadline)
     if start is not None:
         instance.offer(_checked_start(start, k, costs.size, part_size))
-    instance.offer(balance(costs, k, equal_size=equal_size, speeds=given) if costs.size else [[] for _ in range(k)])
+    instance.offer(
+        split_by_cost(costs, k, equal_size=equal_size, speeds=given) if costs.size else [[] for _ in range(k)]
+    )
     instance.raise_bound(lower_bound(costs, k, equal_size=equal_size, speeds=given) * (1 - ROUNDING))
     return instance
 

@@ -57,10 +57,10 @@ def karmarkar_karp(
             f"{array.size} items cannot be split into k={k} parts of equal size: expected a multiple of {k}; "
             f"drop {array.size % k} items, add {k - array.size % k}, or pass equal_size=False"
         )
-    return balance(array, k, equal_size=equal_size, speeds=None if speeds is None else as_speeds(speeds, k))
+    return split_by_cost(array, k, equal_size=equal_size, speeds=None if speeds is None else as_speeds(speeds, k))
 
 
-def balance(
+def split_by_cost(
     costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None = None, thorough: bool = True
 ) -> Parts:
     """:func:`karmarkar_karp` for checked arguments; with ``equal_size``, sizes may differ by one if they must.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from odc.balance.partition import balance
+from odc.balance.partition import split_by_cost
 from odc.balance.partition.differencing import Parts
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
 from odc.balance.policies.packing import Packer, min_microbatches, pack_together, smallest
@@ -54,7 +54,7 @@ class LBMicroGlobal(Policy):
 
 def equally_many(job: Job) -> Parts:
     """Balance the cost over ranks whose numbers of samples differ by at most one."""
-    return balance(job.costs, job.world_size, equal_size=True, speeds=job.speeds)
+    return split_by_cost(job.costs, job.world_size, equal_size=True, speeds=job.speeds)
 
 
 def pack_ranks(job: Job, ranks: Parts) -> list[Parts]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.partition import balance
+from odc.balance.partition import split_by_cost
 from odc.balance.partition.differencing import Parts
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
 from odc.balance.policies.micro import equally_many
@@ -36,7 +36,7 @@ class LBMini(Policy):
 
     def ranks(self, job: Job) -> Parts:
         """Which rank gets which samples."""
-        return balance(job.costs, job.world_size, equal_size=False, speeds=job.speeds)
+        return split_by_cost(job.costs, job.world_size, equal_size=False, speeds=job.speeds)
 
     def _assign(self, job: Job, costs: FloatArray) -> list[Parts]:
         microbatches: list[Parts] = []

@@ -9,7 +9,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.partition.differencing import Parts
-from odc.balance.partition.kway import balance, canonical, fill_empty
+from odc.balance.partition.kway import canonical, fill_empty, split_by_cost
 from odc.balance.partition.refine import Limit, refine
 
 T = TypeVar("T")
@@ -99,10 +99,10 @@ class Packer:
 
         One is always found if first-fit-decreasing needs no more, thus at the latest with one sample in each.
         """
-        parts = balance(self._costs, num_microbatches, equal_size=False, thorough=False)
+        parts = split_by_cost(self._costs, num_microbatches, equal_size=False, thorough=False)
         if self._fits(parts):
             return parts
-        parts = balance(self._lengths.astype(np.float64), num_microbatches, equal_size=False)
+        parts = split_by_cost(self._lengths.astype(np.float64), num_microbatches, equal_size=False)
         if not self._fits(parts):
             num_empty = num_microbatches - len(self._first_fit)
             if num_empty < 0:

@@ -9,7 +9,7 @@ import numpy as np
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies.base import Job
 from odc.balance.policies.micro import LBMicro, equally_many, pack_ranks
-from odc.balance.streams import random_stream
+from odc.balance.random_numbers import random_generator
 
 
 class VerlOptimized(LBMicro):
@@ -43,5 +43,5 @@ class VerlNative(LBMicro):
 
 
 def _shuffled(samples: list[int], seed: int, rank: int) -> list[int]:
-    keys = random_stream("share", seed, rank).random_raw(len(samples))
+    keys = random_generator("share", seed, rank).random_raw(len(samples))
     return [samples[i] for i in np.argsort(keys, kind="stable")]

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count
-from odc.balance.streams import normal_quantiles, random_stream, uniform
+from odc.balance.random_numbers import normal_quantiles, random_generator, uniform
 from odc.errors import shown
 
 
@@ -111,7 +111,7 @@ def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
     """
     law = _get(law)
     num_samples, seed = as_count(num_samples, "num_samples"), as_count(seed, "seed", minimum=0, maximum=None)
-    numbers = uniform(random_stream("lengths", seed), 2 * num_samples)
+    numbers = uniform(random_generator("lengths", seed), 2 * num_samples)
     return _rounded(law, numbers[:num_samples], numbers[num_samples:])
 
 

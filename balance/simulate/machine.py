@@ -12,7 +12,7 @@ from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_speed
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.layout import microbatch_costs
 from odc.balance.plan import Comm, Plan
-from odc.balance.streams import normal_quantiles, random_stream, uniform
+from odc.balance.random_numbers import normal_quantiles, random_generator, uniform
 from odc.errors import shown
 
 
@@ -80,7 +80,7 @@ class Machine:
         if self.noise == 0:
             return np.ones(num_samples)
         variance = np.log1p(self.noise**2)
-        normal = normal_quantiles(uniform(random_stream("noise", self.seed), num_samples))
+        normal = normal_quantiles(uniform(random_generator("noise", self.seed), num_samples))
         factors: FloatArray = np.exp(np.sqrt(variance) * normal - variance / 2)
         return factors
 

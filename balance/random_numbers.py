@@ -9,7 +9,7 @@ import numpy as np
 from odc.balance.checks import FloatArray
 
 
-def random_stream(name: str, *keys: int) -> np.random.PCG64:
+def random_generator(name: str, *keys: int) -> np.random.PCG64:
     """The raw generator called ``name`` with these keys; numpy keeps its stream stable across versions.
 
     The name keeps streams apart: lengths drawn from the stream that shuffles them would come out sorted.
