@@ -9,13 +9,18 @@ Tables 13 and 14 have trained on (updates x samples per update: 95 % of each dat
 pool, and the pool is filled up. GMT is the paper's offline comparator: all samples sorted, cut into padded batches of
 the budget, dealt out to the ranks. Standard has batches of a fixed size.
 
+The second table is what only on-demand communication can do: ranks that need not run in step fill equal quotas of cost,
+each from its own pool (:mod:`odc.balance.grouping.quota`), and wait at the end of a minibatch only. Costs are those of
+the 1.5B model of the ODC paper (:mod:`odc.bench.paper_costs`), minibatches of about 4 samples per rank, pools of 256.
+
 Not covered: accuracy and samples per second, which need the models and the GPUs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from odc.balance import align_groups, sample_lengths, token_budget_groups
-from odc.balance.checks import IntArray
+from odc.balance.checks import FloatArray, IntArray
+from odc.balance.costs import CostModel, evaluate
+from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 from odc.balance.random_numbers import random_generator
 from odc.bench.environment import describe_environment
+from odc.bench.paper_costs import paper_cost
 from odc.bench.progress import progress_bar
 
 WORLD_SIZE, POOL_SIZE = 8, 1024
@@ -122,6 +130,92 @@ def odb_epoch(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE, 
                 epoch.add_batch(lengths[group])
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """How an epoch went in which ranks wait for one another at the end of each minibatch only."""
+
+    time_per_1000: float
+    """Sum over minibatches of the slowest rank's cost, per 1000 samples."""
+
+    bubble_rate: float
+    bubble_before_the_end: float
+    """Of the minibatches until 85 % of the samples are done."""
+
+    samples_per_minibatch: float
+    """Of one rank, on average."""
+
+    oldest: int
+    """Most minibatches that a sample has waited in its pool."""
+
+
+def minibatch_epoch(
+    lengths: IntArray,
+    cost: CostModel,
+    minibatch_size: int,
+    pool_size: int,
+    *,
+    world_size: int = WORLD_SIZE,
+    deals: bool = True,
+) -> Waiting:
+    """An epoch in which every rank fills the same quota of cost from its own pool.
+
+    Samples come into the pools in one order: a rank that has used more gets more of what comes next.
+
+    Args:
+        lengths: of the shuffled samples, (num_samples,).
+        deals: deal the samples of the last pools out anew, see :func:`~odc.balance.grouping.quota.even_out`.
+    """
+    costs = evaluate(cost, lengths)
+    pools: list[list[int]] = [[] for _ in range(world_size)]
+    since = np.zeros(lengths.size, dtype=np.int64)
+    seen: list[list[float]] = [[0.0, 0] for _ in range(world_size)]
+    quotas, coming, loads, done, oldest = Quotas(minibatch_size), 0, [], [0], 0
+    while True:
+        wanted = [pool_size - len(pool) for pool in pools]
+        left = lengths.size - coming
+        if sum(wanted) > left:  # the last ones are dealt out evenly
+            wanted = [min(own, left // world_size + (rank < left % world_size)) for rank, own in enumerate(wanted)]
+        for rank, (pool, own) in enumerate(zip(pools, wanted, strict=True)):
+            pool += range(coming, coming + own)
+            since[coming : coming + own] = len(loads)
+            seen[rank][0] += float(costs[coming : coming + own].sum())
+            seen[rank][1] += own
+            coming += own
+        if deals and coming == lengths.size:
+            pools = [[pools[rank][at] for rank, at in mine] for mine in even_out([costs[pool] for pool in pools])]
+            deals = False
+        offers = [
+            Offer(float(costs[pool[0]]) if pool else 0.0, cost_seen, int(num_seen))
+            for pool, (cost_seen, num_seen) in zip(pools, seen, strict=True)
+        ]
+        quota = quotas.grant(offers)
+        if not quota:
+            break
+        spent, used = [], 0
+        for rank, pool in enumerate(pools):
+            chosen = fill_quota(costs[pool], quota)
+            spent.append(float(costs[[pool[i] for i in chosen]].sum()))
+            used += len(chosen)
+            oldest = max(oldest, *(len(loads) - int(since[pool[i]]) for i in chosen), 0)
+            gone = set(chosen)
+            pools[rank] = [sample for i, sample in enumerate(pool) if i not in gone]
+        loads.append(spent)
+        done.append(done[-1] + used)
+    table = np.array(loads)
+    early = table[: int(np.searchsorted(done, 0.85 * lengths.size))]
+    return Waiting(
+        time_per_1000=float(table.max(axis=1).sum()) * 1000 / lengths.size,
+        bubble_rate=_bubble(table),
+        bubble_before_the_end=_bubble(early),
+        samples_per_minibatch=lengths.size / world_size / len(table),
+        oldest=oldest,
+    )
+
+
+def _bubble(loads: FloatArray) -> float:
+    return float(1 - loads.sum() / (loads.max(axis=1).sum() * loads.shape[1]))
+
+
 def gmt_updates(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE) -> int:
     """Updates of the offline comparator (appendix I): padded batches of the sorted samples, each as large as fits; the
     list is filled up to a multiple of the ranks."""
@@ -163,9 +257,7 @@ class Result:
 
 def simulate(row: Row, seed: int = 0) -> Result:
     """One row, with lengths drawn anew, in random order."""
-    lengths = sample_lengths(row.dataset, row.num_samples, seed)
-    order = np.argsort(random_generator("batching", seed).random_raw(lengths.size), kind="stable")
-    lengths = lengths[order]
+    lengths = _shuffled(row.dataset, row.num_samples, seed)
     if row.method == "odb":
         epoch = odb_epoch(lengths, row.setting)
         assert epoch.num_samples == row.num_samples
@@ -173,6 +265,44 @@ def simulate(row: Row, seed: int = 0) -> Result:
     if row.method == "gmt":
         return Result(row, gmt_updates(lengths, row.setting))
     return Result(row, standard_padding(lengths, row.setting))
+
+
+def _shuffled(law: str, num_samples: int, seed: int) -> IntArray:
+    lengths = sample_lengths(law, num_samples, seed)
+    return lengths[np.argsort(random_generator("batching", seed).random_raw(num_samples), kind="stable")]
+
+
+WAITING = (("longalign", 10_000), ("sharegpt4o", 57_284))
+"""Laws and numbers of samples of the second table."""
+MINIBATCH_SIZE, SMALL_POOL = 4, 256
+
+
+def simulate_waiting(law: str, num_samples: int, deals: bool, seed: int = 0) -> Waiting:
+    """One row of the second table."""
+    lengths = _shuffled(law, num_samples, seed)
+    return minibatch_epoch(lengths, paper_cost("1.5B"), MINIBATCH_SIZE, SMALL_POOL, deals=deals)
+
+
+def show_waiting(found: Mapping[tuple[str, bool], Waiting]) -> Table:
+    """The second table."""
+    table = Table(
+        title=f"Equal quotas on {WORLD_SIZE} ranks: minibatches of about {MINIBATCH_SIZE}, pools of {SMALL_POOL}"
+    )
+    table.add_column("data set")
+    table.add_column("last pools")
+    for name in ("time per 1000", "bubble %", "until 85 %", "samples/minibatch", "waited"):
+        table.add_column(name, justify="right")
+    for (law, deals), one in found.items():
+        table.add_row(
+            law,
+            "dealt out anew" if deals else "as they are",
+            f"{one.time_per_1000:.1f}",
+            f"{100 * one.bubble_rate:.2f}",
+            f"{100 * one.bubble_before_the_end:.2f}",
+            f"{one.samples_per_minibatch:.1f}",
+            str(one.oldest),
+        )
+    return table
 
 
 def show(results: Sequence[Result]) -> Table:
@@ -200,20 +330,29 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths and their order.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
 ) -> None:
-    """Rebuild the updates and the padding of ODB's Tables 13 and 14. Exits with 1 if a row is further off than it
-    should be."""
-    results = []
+    """Rebuild the updates and the padding of ODB's Tables 13 and 14, and simulate equal quotas.
+
+    Exits with 1 if a row is further off than it should be.
+    """
+    results, waiting = [], {}
     with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("batching", total=sum(row.num_samples for row in ROWS))
+        total = sum(row.num_samples for row in ROWS) + 2 * sum(num_samples for _, num_samples in WAITING)
+        bar = progress.add_task("batching", total=total)
         for row in ROWS:
             results.append(simulate(row, seed))
             progress.advance(bar, row.num_samples)
-    console = Console()
-    Console(width=console.width if console.is_terminal else WIDTH).print(show(results))
+        for (law, num_samples), deals in itertools.product(WAITING, (False, True)):
+            waiting[law, deals] = simulate_waiting(law, num_samples, deals, seed)
+            progress.advance(bar, num_samples)
+    given = Console()
+    console = Console(width=given.width if given.is_terminal else WIDTH)
+    console.print(show(results))
+    console.print(show_waiting(waiting))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         rows = [{**asdict(result), "error": round(result.error, 5)} for result in results]
-        document = {"rows": rows, "seed": seed, "pool_size": POOL_SIZE, "world_size": WORLD_SIZE}
+        quotas = [{"law": law, "deals": deals, **asdict(one)} for (law, deals), one in waiting.items()]
+        document = {"rows": rows, "quotas": quotas, "seed": seed, "pool_size": POOL_SIZE, "world_size": WORLD_SIZE}
         json_file.write_text(json.dumps({**document, "environment": describe_environment()}, indent=1) + "\n")
     bad = [result.row for result in results if not result.is_good]
     for row in bad:

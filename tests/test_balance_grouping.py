@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import align_groups, best_fit_batches, pool_sort, sample_lengths, token_budget_groups
-from odc.balance.grouping.quota import fill_quota
+from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 
 POOLS = st.lists(st.integers(1, 60), max_size=40)
 LIMITS = st.integers(1, 100)
@@ -286,6 +286,45 @@ def test_pools_fill_their_quotas_to_a_thousandth(law: str) -> None:
         missed.append(1 - costs[fill_quota(costs, quota)].sum() / quota)
     assert np.mean(missed) < 1e-3
     assert max(missed) < 1e-2
+
+
+def test_quotas_by_hand() -> None:
+    quotas = Quotas(4)
+    # 12 samples of cost 18 seen: four of them cost 6.
+    offers = [Offer(1.0, 10.0, 6), Offer(2.0, 8.0, 6)]
+    assert quotas.grant(offers) == pytest.approx(6.0)
+    # The dearest of the oldest samples must go, and what it takes more comes off the next minibatch,
+    assert quotas.grant([Offer(8.0, 10.0, 6), Offer(2.0, 8.0, 6)]) == pytest.approx(8.0)
+    assert quotas.grant(offers) == pytest.approx(4.0)
+    # half of the usual one at least.
+    assert quotas.grant([Offer(30.0, 10.0, 6), Offer(0.0, 8.0, 6)]) == pytest.approx(30.0)
+    assert quotas.grant(offers) == pytest.approx(3.0)
+    assert (quotas.num_granted, quotas.granted) == (5, pytest.approx(51.0))
+    # Where it was left off.
+    assert Quotas(4, quotas.granted, quotas.num_granted).grant(offers) == quotas.grant(offers)
+    # Nothing is left.
+    assert quotas.grant([Offer(0.0, 10.0, 6), Offer(0.0, 8.0, 6)]) == 0.0
+    assert quotas.num_granted == 6
+    assert Quotas(4).grant([Offer(0.0, 0.0, 0)]) == 0.0
+    with pytest.raises(ValueError, match="minibatch_size=0"):
+        Quotas(0)
+
+
+@settings(deadline=None)
+@given(pools=st.lists(st.lists(st.floats(0.1, 10.0), max_size=12), min_size=1, max_size=5))
+def test_last_pools_are_dealt_out_evenly_and_nothing_is_lost(pools: list[list[float]]) -> None:
+    dealt = even_out(pools)
+    assert len(dealt) == len(pools)
+    every = [(rank, position) for rank, mine in enumerate(pools) for position in range(len(mine))]
+    assert sorted(itertools.chain(*dealt)) == every
+    for mine in dealt:
+        assert [position for _, position in mine] == sorted(position for _, position in mine)
+    before, after = (
+        max(sum(mine) for mine in loads)
+        for loads in (pools, [[pools[rank][position] for rank, position in mine] for mine in dealt])
+    )
+    total, largest = sum(map(sum, pools)), max(itertools.chain((0.0,), *pools))
+    assert after <= before + 1e-9 or after <= max(total / len(pools), largest) * 4 / 3
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from odc.balance import LinearCost
 from odc.bench import batching
-from odc.bench.batching import ROWS, Result, gmt_updates, odb_epoch, simulate, standard_padding
+from odc.bench.batching import (
+    ROWS,
+    Result,
+    gmt_updates,
+    minibatch_epoch,
+    odb_epoch,
+    simulate,
+    simulate_waiting,
+    standard_padding,
+)
 
 
 def test_an_epoch_by_hand() -> None:
@@ -38,6 +48,26 @@ def test_the_comparators_by_hand() -> None:
     assert standard_padding(np.array([1, 3, 2, 2, 4]), 2) == pytest.approx(100 * (1 - 12 / (6 + 4 + 4)))
 
 
+def test_equal_quotas_by_hand() -> None:
+    # Two ranks, each with two of the samples at a time; a minibatch is one average sample of 2 tokens, or the dearest.
+    epoch = minibatch_epoch(np.array([2, 2, 2, 2, 2, 2, 2, 2]), LinearCost(), 1, 2, world_size=2)
+    assert (epoch.bubble_rate, epoch.samples_per_minibatch) == (0.0, 1.0)
+    assert epoch.time_per_1000 == pytest.approx(1000 * 2 / 2)
+    alone = minibatch_epoch(np.array([3, 1, 1, 1]), LinearCost(), 1, 2, world_size=2, deals=False)
+    # A quota of 3: 3 and 1 + 1, and then 1 on rank 0 alone.
+    assert alone.bubble_rate == pytest.approx(1 - 6 / (2 * (3 + 1)))
+
+
+@pytest.mark.parametrize(("law", "num_samples"), [("longalign", 4096), ("sharegpt4o", 8192)])
+def test_ranks_that_fill_equal_quotas_hardly_wait(law: str, num_samples: int) -> None:
+    as_they_are, dealt = (simulate_waiting(law, num_samples, deals) for deals in (False, True))
+    assert as_they_are.bubble_before_the_end < 0.005
+    assert dealt.bubble_rate < 0.015
+    assert dealt.bubble_rate < as_they_are.bubble_rate < 0.08
+    assert 3.5 < dealt.samples_per_minibatch < 6.5
+    assert dealt.oldest < 256
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.dataset == "sharegpt4o" or row.method != "odb"])
 def test_rows_come_out_as_published(row: batching.Row) -> None:
     result = simulate(row)
@@ -50,6 +80,7 @@ def test_a_row_that_is_too_far_off_fails(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return Result(row, row.paper + (1.1 if row.method == "standard" else 0.0), row.padding_percent)
 
     monkeypatch.setattr(batching, "simulate", simulated)
+    monkeypatch.setattr(batching, "WAITING", ())
     path = tmp_path / "new" / "batching.json"
     done = CliRunner().invoke(batching.app, ["--json", str(path)])
     assert done.exit_code == 1
@@ -60,6 +91,7 @@ def test_a_row_that_is_too_far_off_fails(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_committed_result_is_of_all_rows() -> None:
-    document = json.loads((Path(__file__).parent.parent / "bench/results/batching_odb.json").read_text())
+    document = json.loads((Path(__file__).parent.parent / "bench/results/batching.json").read_text())
     assert [row["row"] for row in document["rows"]] == [vars(row) for row in ROWS]
+    assert [row["law"] for row in document["quotas"]] == ["longalign"] * 2 + ["sharegpt4o"] * 2
     assert max(abs(row["error"]) for row in document["rows"] if row["row"]["method"] != "standard") < 0.02

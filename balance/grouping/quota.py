@@ -1,14 +1,87 @@
-"""What a rank takes from its pool for one minibatch, so that it takes as long as every other rank."""
+"""What a rank takes from its pool for one minibatch, so that it takes as long as every other rank.
+
+Where ranks need not run in step, nothing has to be aligned but the end of a minibatch: it is enough that all spend the
+same cost until then. So they agree on a number, and no sample moves.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count
+from odc.balance.partition import split_by_cost
 
 _TRIED = 32
 """First samples of triples that are tried: with 256 samples in the pool, one quota in a thousand is missed by 1 %."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank says of its pool before a minibatch."""
+
+    oldest_cost: float
+    """Of the sample that has waited longest; 0 if the pool is empty."""
+
+    seen_cost: float
+    """Of all samples that have ever been in the pool."""
+
+    num_seen: int
+    """How many these are."""
+
+
+@dataclass
+class Quotas:
+    """What every rank may spend in each minibatch: worked out by each rank from the offers of all, so the same on all.
+
+    On average that is ``minibatch_size`` samples of average cost, where the average is that of what was seen so far. It
+    is never less than the dearest of the ranks' oldest samples, which must go, nor less than half of that; what was
+    granted too much comes off the next ones.
+    """
+
+    minibatch_size: int
+    granted: float = 0.0
+    """All quotas so far."""
+
+    num_granted: int = 0
+
+    def __post_init__(self) -> None:
+        as_count(self.minibatch_size, "minibatch_size")
+
+    def grant(self, offers: Sequence[Offer]) -> float:
+        """The quota of the next minibatch; 0 if no rank has a sample."""
+        num_seen = sum(offer.num_seen for offer in offers)
+        dearest = max(offer.oldest_cost for offer in offers)
+        if not num_seen or not dearest:
+            return 0.0
+        usual = self.minibatch_size * sum(offer.seen_cost for offer in offers) / num_seen
+        self.num_granted += 1
+        quota = max(self.num_granted * usual - self.granted, dearest, usual / 2)
+        self.granted += quota
+        return quota
+
+
+def even_out(costs: Sequence[npt.ArrayLike]) -> list[list[tuple[int, int]]]:
+    """Deal the samples of all ranks' last pools out anew, so that what is left costs every rank the same.
+
+    Once a source is at its end, pools of unequal costs would have some ranks go on alone.
+
+    Args:
+        costs: of the samples of each rank's pool, the oldest first, (num_samples,) each.
+
+    Returns:
+        For each rank, the samples that it is to have, as (rank that has it, position in its pool), those that have
+        waited longest first.
+    """
+    pools = [as_costs(mine) for mine in costs]
+    owned = [(position, rank) for rank, mine in enumerate(pools) for position in range(mine.size)]
+    owned.sort()  # by age, as far as ranks can compare
+    values = np.array([pools[rank][position] for position, rank in owned])
+    parts = split_by_cost(values, len(pools), equal_size=False)
+    return [[(owned[i][1], owned[i][0]) for i in sorted(part)] for part in parts]
 
 
 def fill_quota(costs: npt.ArrayLike, quota: float) -> list[int]:
