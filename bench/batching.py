@@ -35,6 +35,7 @@ from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 from odc.balance.random_numbers import random_generator
+from odc.balance.simulate.simulator import Scenario, Simulation
 from odc.bench.environment import describe_environment
 from odc.bench.paper_costs import paper_cost
 from odc.bench.progress import progress_bar
@@ -169,7 +170,8 @@ def minibatch_epoch(
     pools: list[list[int]] = [[] for _ in range(world_size)]
     since = np.zeros(lengths.size, dtype=np.int64)
     seen: list[list[float]] = [[0.0, 0] for _ in range(world_size)]
-    quotas, coming, loads, done, oldest = Quotas(minibatch_size), 0, [], [0], 0
+    loads: list[list[float]] = []
+    quotas, coming, done, oldest = Quotas(minibatch_size), 0, [0], 0
     while True:
         wanted = [pool_size - len(pool) for pool in pools]
         left = lengths.size - coming
@@ -193,7 +195,7 @@ def minibatch_epoch(
             break
         spent, used = [], 0
         for rank, pool in enumerate(pools):
-            chosen = fill_quota(costs[pool], quota)
+            chosen = fill_quota(costs[pool], quota, quotas.usual)
             spent.append(float(costs[[pool[i] for i in chosen]].sum()))
             used += len(chosen)
             oldest = max(oldest, *(len(loads) - int(since[pool[i]]) for i in chosen), 0)
@@ -283,7 +285,13 @@ def simulate_waiting(law: str, num_samples: int, deals: bool, seed: int = 0) -> 
     return minibatch_epoch(lengths, paper_cost("1.5B"), MINIBATCH_SIZE, SMALL_POOL, deals=deals)
 
 
-def show_waiting(found: Mapping[tuple[str, bool], Waiting]) -> Table:
+def simulate_known(law: str, num_samples: int, seed: int = 0) -> Simulation:
+    """LB-Mini on the same samples, whose lengths it knows; each minibatch is the next ones in their order."""
+    scenario = Scenario(_shuffled(law, num_samples, seed), paper_cost("1.5B"), WORLD_SIZE, MINIBATCH_SIZE)
+    return scenario.plan("lb-mini").run("odc")
+
+
+def show_waiting(found: Mapping[tuple[str, bool], Waiting], known: Mapping[str, Simulation]) -> Table:
     """The second table."""
     table = Table(
         title=f"Equal quotas on {WORLD_SIZE} ranks: minibatches of about {MINIBATCH_SIZE}, pools of {SMALL_POOL}"
@@ -293,6 +301,8 @@ def show_waiting(found: Mapping[tuple[str, bool], Waiting]) -> Table:
     for name in ("time per 1000", "bubble %", "until 85 %", "samples/minibatch", "waited"):
         table.add_column(name, justify="right")
     for (law, deals), one in found.items():
+        if not deals:
+            table.add_row(law, "LB-Mini: all lengths known", "", f"{100 * known[law].bubble_rate:.2f}")
         table.add_row(
             law,
             "dealt out anew" if deals else "as they are",
@@ -334,7 +344,7 @@ def main(
 
     Exits with 1 if a row is further off than it should be.
     """
-    results, waiting = [], {}
+    results, waiting, known = [], {}, {}
     with progress_bar(Console(stderr=True)) as progress:
         total = sum(row.num_samples for row in ROWS) + 2 * sum(num_samples for _, num_samples in WAITING)
         bar = progress.add_task("batching", total=total)
@@ -342,17 +352,25 @@ def main(
             results.append(simulate(row, seed))
             progress.advance(bar, row.num_samples)
         for (law, num_samples), deals in itertools.product(WAITING, (False, True)):
+            known[law] = simulate_known(law, num_samples, seed)
             waiting[law, deals] = simulate_waiting(law, num_samples, deals, seed)
             progress.advance(bar, num_samples)
     given = Console()
     console = Console(width=given.width if given.is_terminal else WIDTH)
     console.print(show(results))
-    console.print(show_waiting(waiting))
+    console.print(show_waiting(waiting, known))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         rows = [{**asdict(result), "error": round(result.error, 5)} for result in results]
         quotas = [{"law": law, "deals": deals, **asdict(one)} for (law, deals), one in waiting.items()]
-        document = {"rows": rows, "quotas": quotas, "seed": seed, "pool_size": POOL_SIZE, "world_size": WORLD_SIZE}
+        document = {
+            "rows": rows,
+            "quotas": quotas,
+            "lb_mini": {law: one.bubble_rate for law, one in known.items()},
+            "seed": seed,
+            "pool_size": POOL_SIZE,
+            "world_size": WORLD_SIZE,
+        }
         json_file.write_text(json.dumps({**document, "environment": describe_environment()}, indent=1) + "\n")
     bad = [result.row for result in results if not result.is_good]
     for row in bad:

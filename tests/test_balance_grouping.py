@@ -250,9 +250,9 @@ COSTS = st.lists(st.floats(0.01, 10.0), max_size=9)
 
 
 @settings(deadline=None, max_examples=300)
-@given(costs=COSTS, quota=st.floats(0.0, 30.0))
-def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: float) -> None:
-    chosen = fill_quota(costs, quota)
+@given(costs=COSTS, quota=st.floats(0.0, 30.0), usual=st.floats(0.0, 30.0))
+def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: float, usual: float) -> None:
+    chosen = fill_quota(costs, quota, usual)
     assert chosen == sorted(set(chosen))
     assert chosen[:1] == ([0] if costs else [])
     total = sum(costs[i] for i in chosen)
@@ -288,6 +288,17 @@ def test_pools_fill_their_quotas_to_a_thousandth(law: str) -> None:
     assert max(missed) < 1e-2
 
 
+def test_a_large_quota_goes_to_what_would_ask_for_one_later() -> None:
+    costs = [1.0, 1.0, 1.0, 7.0, 1.0, 9.0, 8.0]
+    for quota, usual, expected in (
+        (10.0, 6.0, [1.0, 1.0, 1.0, 7.0]),
+        (17.0, 6.0, [1.0, 7.0, 9.0]),
+        (3.0, 6.0, [1.0] * 3),
+    ):
+        chosen = fill_quota(costs, quota, usual)  # the older of the dear ones first, as far as they fit
+        assert sorted(costs[i] for i in chosen) == expected
+
+
 def test_quotas_by_hand() -> None:
     quotas = Quotas(4)
     # 12 samples of cost 18 seen: four of them cost 6.
@@ -301,6 +312,7 @@ def test_quotas_by_hand() -> None:
     assert quotas.grant(offers) == pytest.approx(3.0)
     assert (quotas.num_granted, quotas.granted) == (5, pytest.approx(51.0))
     # Where it was left off.
+    assert quotas.usual == pytest.approx(6.0)
     assert Quotas(4, quotas.granted, quotas.num_granted).grant(offers) == quotas.grant(offers)
     # Nothing is left.
     assert quotas.grant([Offer(0.0, 10.0, 6), Offer(0.0, 8.0, 6)]) == 0.0

@@ -47,6 +47,8 @@ class Quotas:
     """All quotas so far."""
 
     num_granted: int = 0
+    usual: float = 0.0
+    """What ``minibatch_size`` samples of average cost were when the last one was granted."""
 
     def __post_init__(self) -> None:
         as_count(self.minibatch_size, "minibatch_size")
@@ -57,9 +59,9 @@ class Quotas:
         dearest = max(offer.oldest_cost for offer in offers)
         if not num_seen or not dearest:
             return 0.0
-        usual = self.minibatch_size * sum(offer.seen_cost for offer in offers) / num_seen
+        self.usual = self.minibatch_size * sum(offer.seen_cost for offer in offers) / num_seen
         self.num_granted += 1
-        quota = max(self.num_granted * usual - self.granted, dearest, usual / 2)
+        quota = max(self.num_granted * self.usual - self.granted, dearest, self.usual / 2)
         self.granted += quota
         return quota
 
@@ -84,16 +86,19 @@ def even_out(costs: Sequence[npt.ArrayLike]) -> list[list[tuple[int, int]]]:
     return [[(owned[i][1], owned[i][0]) for i in sorted(part)] for part in parts]
 
 
-def fill_quota(costs: npt.ArrayLike, quota: float) -> list[int]:
+def fill_quota(costs: npt.ArrayLike, quota: float, usual: float = float("inf")) -> list[int]:
     """Choose samples of a pool whose costs add up to a quota, or to little less.
 
-    The oldest sample is always chosen, so none waits for longer than it takes to come to the front. The others are
-    chosen in the order of their age, those that fit, until room for about two is left; one, two or three samples that
-    fill it best, whatever their age, are the last.
+    The oldest sample is always chosen, so none waits for longer than it takes to come to the front. Next come those
+    that fit and cost more than the usual quota: what one rank's oldest sample makes larger for all is used by the
+    others for samples of theirs that would make a later one larger. The others are chosen in the order of their age,
+    those that fit, until room for about two is left; one, two or three samples that fill it best, whatever their age,
+    are the last.
 
     Args:
         costs: of each sample of the pool, the oldest first, (num_samples,).
         quota: what they may cost together.
+        usual: see :class:`Quotas`.
 
     Returns:
         Indices into ``costs``, ascending, none if the pool is empty. Their costs add up to at most ``quota``, unless
@@ -109,12 +114,14 @@ def fill_quota(costs: npt.ArrayLike, quota: float) -> list[int]:
     chosen = [0]
     left -= float(values[0])
     mean = float(values.mean())
+    dear = [i for i in range(1, values.size) if values[i] > usual]
     waiting = []
-    for sample in range(1, values.size):
+    for sample in [*dear, *(i for i in range(1, values.size) if values[i] <= usual)]:
+        cost = float(values[sample])
         # Two average samples stay to be chosen well. Less than that, and each sample decides too much.
-        if left >= 2.5 * mean and values[sample] <= left - 1.5 * mean:
+        if cost <= left if cost > usual else left >= 2.5 * mean and cost <= left - 1.5 * mean:
             chosen.append(sample)
-            left -= float(values[sample])
+            left -= cost
         else:
             waiting.append(sample)
     last = _best_end(np.array(waiting, dtype=np.int64), values, left)
