@@ -298,11 +298,11 @@ def show_waiting(found: Mapping[tuple[str, bool], Waiting], known: Mapping[str, 
     )
     table.add_column("data set")
     table.add_column("last pools")
-    for name in ("time per 1000", "bubble %", "until 85 %", "samples/minibatch", "waited"):
+    for name in ("time per 1000", "bubble %", "until 85 %", "per minibatch", "waited"):
         table.add_column(name, justify="right")
     for (law, deals), one in found.items():
         if not deals:
-            table.add_row(law, "LB-Mini: all lengths known", "", f"{100 * known[law].bubble_rate:.2f}")
+            table.add_row(law, "LB-Mini: known", "", f"{100 * known[law].bubble_rate:.2f}")
         table.add_row(
             law,
             "dealt out anew" if deals else "as they are",
