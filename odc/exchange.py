@@ -160,7 +160,7 @@ class ProcessGroupExchange:
         patience_s = min(self._timeout_s, _BEGIN_S)
         self._roll_call.enter(patience_s)  # before the barrier: who waits must be known to have come
         self._meet(check)
-        self._connections = num_connections()
+        self._connections = num_connections() or 0
         store = self._roll_call.begin(patience_s)
         if store is None:
             raise SetupError(
@@ -217,7 +217,8 @@ class ProcessGroupExchange:
     def _look_for_losses(self, swap: _Swap) -> None:
         """All ranks have entered; whoever has ended since then will not come."""
         lost = self._roll_call.ended()
-        is_cut_off = num_connections() < self._connections
+        left = num_connections()
+        is_cut_off = left is not None and left < self._connections
         if (lost is None and not is_cut_off) or swap.done.wait(_LOSSES_S):  # it may have brought its part, and ended
             return
         raise BrokenExchangeError(

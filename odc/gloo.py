@@ -13,6 +13,7 @@ process's process groups.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -38,9 +39,15 @@ def end_connections() -> int:
     return ended
 
 
-def num_connections() -> int:
-    """How many connections of gloo there are in this process. Gloo closes those whose other end has ended."""
-    return sum(_is_connection(fd) for watched in _loops() for fd in watched)
+def num_connections() -> int | None:
+    """How many connections of gloo there are in this process, which closes those whose other end has ended; None where
+    there is no descriptor left to look with."""
+    try:
+        return sum(_is_connection(fd) for watched in _loops() for fd in watched)
+    except OSError as problem:
+        if problem.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
 
 
 def _is_connection(fd: int) -> bool:
