@@ -18,7 +18,6 @@ Not covered: accuracy and samples per second, which need the models and the GPUs
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -351,10 +350,11 @@ def main(
         for row in ROWS:
             results.append(simulate(row, seed))
             progress.advance(bar, row.num_samples)
-        for (law, num_samples), deals in itertools.product(WAITING, (False, True)):
+        for law, num_samples in WAITING:
             known[law] = simulate_known(law, num_samples, seed)
-            waiting[law, deals] = simulate_waiting(law, num_samples, deals, seed)
-            progress.advance(bar, num_samples)
+            for deals in (False, True):
+                waiting[law, deals] = simulate_waiting(law, num_samples, deals, seed)
+                progress.advance(bar, num_samples)
     given = Console()
     console = Console(width=given.width if given.is_terminal else WIDTH)
     console.print(show(results))

@@ -105,14 +105,17 @@ def train(
     arguments = [str(script), *words, "--out", str(folder), *options]
     first = output_of(folder, 0)
     first.write_bytes(b"")  # that of an earlier run there
-    codes = launcher.run(
-        arguments,
-        folder,
-        world_size=num_ranks,
-        cwd=Path(),
-        limit_s=RUN_LIMIT_S,
-        on_wait=lambda: on_progress(_minibatches_done(first)),
-    )
+    try:
+        codes = launcher.run(
+            arguments,
+            folder,
+            world_size=num_ranks,
+            cwd=Path(),
+            limit_s=RUN_LIMIT_S,
+            on_wait=lambda: on_progress(_minibatches_done(first)),
+        )
+    except RuntimeError as error:
+        raise ChildError(f"{error}: what it said is above") from None
     # Of ranks that fail, the one that was not killed for it says why.
     for rank in sorted(range(num_ranks), key=lambda rank: codes[rank] < 0):
         if codes[rank]:

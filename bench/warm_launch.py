@@ -1,4 +1,4 @@
-"""Launches of training scripts without the minutes of importing: ranks are forks of a process that has the libraries.
+"""Launches of training scripts without the seconds of importing: ranks are forks of a process that has the libraries.
 
 What ``torchrun`` and ``odc run`` do with their options is not part of it: each rank does what ``torchrun script.py`` or
 ``torchrun -m odc.run script.py`` has it do, in a process of its own that ends like any other interpreter.
@@ -6,6 +6,7 @@ What ``torchrun`` and ``odc run`` do with their options is not part of it: each 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -82,8 +83,9 @@ class WarmLauncher:
             "port": store.port,
             "limit_s": limit_s,
         }
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
         while not select.select([self._process.stdout], [], [], _POLL_S)[0]:
             on_wait()
         answer = self._process.stdout.readline()
@@ -95,7 +97,8 @@ class WarmLauncher:
     def close(self) -> None:
         """End the process; also in the middle of a run, whose ranks it takes along."""
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):  # a job that it has not taken
+            self._process.communicate()
 
 
 def output_of(folder: Path, rank: int) -> Path:

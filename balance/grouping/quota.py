@@ -16,7 +16,7 @@ from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count
 from odc.balance.partition import split_by_cost
 
 _TRIED = 32
-"""First samples of triples that are tried: with 256 samples in the pool, one quota in a thousand is missed by 1 %."""
+"""First samples of triples that are tried: more take longer, and fill a quota hardly better."""
 
 
 @dataclass(frozen=True)
