@@ -32,6 +32,7 @@ from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, la
 if TYPE_CHECKING:
     from odc.balance.data.collate import count_loss_tokens, pack_collate
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
+    from odc.balance.data.stream import StreamLoader
 
 __all__ = [
     "ActivationMemory",
@@ -50,6 +51,7 @@ __all__ = [
     "Scenario",
     "ShardedState",
     "Simulation",
+    "StreamLoader",
     "TransformerCost",
     "TransformerShape",
     "align_groups",
@@ -76,6 +78,7 @@ _NEED_TORCH = {
     "Minibatch": "odc.balance.data.loader",
     "MinibatchLoader": "odc.balance.data.loader",
     "count_loss_tokens": "odc.balance.data.collate",
+    "StreamLoader": "odc.balance.data.stream",
     "loss_scale": "odc.balance.data.loader",
     "pack_collate": "odc.balance.data.collate",
 }

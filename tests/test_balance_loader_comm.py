@@ -63,7 +63,7 @@ def test_who_may_get_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process that plans for all ranks, a run under `odc run`, which patches later, and whoever says so."""
     assert len(list(make_loader(0, 2))) == 1
     ranks = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
-    monkeypatch.setattr("odc.balance.data.loader.dist", ranks)
+    monkeypatch.setattr("odc.balance.data.iteration.dist", ranks)
     for rank in range(2):
         with pytest.raises(RuntimeError, match=r"gives the ranks \[[12], [12]\] microbatches in minibatch 0"):
             list(make_loader(rank, 2))

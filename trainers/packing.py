@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from odc.balance.checks import IntArray
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
-from odc.balance.data.microbatches import name_samples
+from odc.balance.data.reader import name_samples
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.batches import Part
 from odc.trainers.bundles import Bundle, Microbatch, cut

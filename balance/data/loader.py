@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal
 
 import numpy.typing as npt
-import torch.distributed as dist
 
 from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
+from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loss_tokens import as_loss_tokens
-from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, MicrobatchReader, SampleT
+from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
+from odc.balance.data.reader import Reader
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import Policy
@@ -35,8 +35,11 @@ class Minibatch(Generic[BatchT]):
     num_loss_tokens: int
     """Number of loss tokens of the global minibatch."""
 
-    plan: Plan
-    """The plan of all ranks."""
+    num_samples: int
+    """Number of samples of the global minibatch."""
+
+    plan: Plan | None = None
+    """The plan of all ranks; None in a stream, where no rank knows the lengths of the others' samples."""
 
 
 def loss_scale(world_size: int, num_loss_tokens: int) -> float:
@@ -157,7 +160,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             raise ValueError(f"comm={comm!r}: expected 'auto', 'odc' or 'collective'")
         self.comm = comm
         self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
-        self._reader = MicrobatchReader(
+        self._reader = Reader[list[int], BatchT](
             MicrobatchDataset(
                 dataset,
                 collate,
@@ -175,7 +178,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         )
         self._num_yielded = 0
         self._start = 0
-        self._iteration = 0
+        self._iterations = Iterations()
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""
@@ -188,8 +191,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     def _iterate(self) -> Iterator[Minibatch[BatchT]]:
         start, self._start = self._start, 0
         self._num_yielded = start
-        self._iteration += 1
-        iteration = self._iteration
+        iteration = self._iterations.begin()
         # The plans are read twice: by the reader, ahead, for what to make, and here for what that belongs to.
         plans, ahead = itertools.tee(self._planned(start))
         batches = self._reader.read(_microbatches(ahead, self.rank), self._worker_seed(start))
@@ -198,11 +200,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             minibatch = self._take(planned, batches)
             self._num_yielded = number + 1
             yield minibatch
-            if iteration != self._iteration:
-                raise RuntimeError(
-                    f"this iteration ended after minibatch {number}: the loader was iterated again, or given "
-                    "another epoch or state. Start a new iteration, or make a loader for each"
-                )
+            self._iterations.check(iteration, number + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank.
@@ -212,7 +210,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         """
         if epoch != self.sampler.epoch:
             self._start = self._num_yielded = 0
-            self._iteration += 1
+            self._iterations.begin()
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | str]:
@@ -227,26 +225,14 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             ValueError: the state is of a loader that cuts its minibatches otherwise, lacks something, or is out of
                 range.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"the state is a {type(state).__name__}: expected what state_dict() returned, a mapping")
-        place = ("epoch", "num_minibatches_done")
-        identity = self.sampler.identity()
-        if missing := [name for name in place if name not in state]:
-            raise ValueError(f"the state has no {' and no '.join(missing)}: expected what state_dict() returned")
-        for name in [*identity, *(name for name in state if name not in (*identity, *place))]:
-            mine, its = identity.get(name), state.get(name)
-            if not (isinstance(its, int | str) and its == mine):
-                raise ValueError(
-                    f"the state has {name}={its!r}, this loader {name}={mine!r}: "
-                    "their minibatches are not the same ones"
-                )
+        state = check_state(state, self.sampler.identity(), ("epoch", "num_minibatches_done"))
         epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
         num_done = as_count(state["num_minibatches_done"], "num_minibatches_done", minimum=0)
         if num_done > len(self):
             raise ValueError(f"num_minibatches_done={num_done}: expected at most {len(self)}")
         self.sampler.set_epoch(epoch)
         self._start = self._num_yielded = num_done
-        self._iteration += 1
+        self._iterations.begin()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
         planned = self.sampler.starting_at(start)
@@ -254,7 +240,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
-        if self.comm == "auto" and len(set(plan.num_microbatches)) > 1 and _ranks_go_in_step():
+        if self.comm == "auto" and len(set(plan.num_microbatches)) > 1 and ranks_go_in_step():
             raise RuntimeError(
                 f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in minibatch "
                 f"{number}, and ODC is not at work in this process: the collectives of FSDP or DDP would wait forever. "
@@ -266,7 +252,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     def _take(self, planned: PlannedMinibatch, batches: Iterator[BatchT]) -> Minibatch[BatchT]:
         mine = [next(batches) for _ in planned.plan.microbatches[self.rank]]
         total = int(self.num_loss_tokens[planned.samples].sum())
-        return Minibatch(mine, loss_scale(self.sampler.world_size, total), total, planned.plan)
+        scale = loss_scale(self.sampler.world_size, total)
+        return Minibatch(mine, scale, total, planned.plan.num_samples, planned.plan)
 
     def _worker_seed(self, start: int) -> int:
         return int(random_generator("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw())
@@ -283,13 +270,3 @@ def _filled_up(planned: PlannedMinibatch) -> PlannedMinibatch:
     most = max(plan.num_microbatches)
     microbatches = [[*mine, *([] for _ in range(most - len(mine)))] for mine in plan.microbatches]
     return PlannedMinibatch(planned.samples, replace(plan, microbatches=microbatches))
-
-
-def _ranks_go_in_step() -> bool:
-    """Whether this process is one of several ranks, and ODC is not there to let them run different numbers."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work. Both a
-    # session and `odc run`, which makes sessions later, listen for the ends of minibatches.
-    interception = sys.modules.get("odc.fsdp_patch.interception")
-    return interception is None or not interception.listening()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,58 @@ def check_tokens(
         + ("; ".join(longer[:5]) if longer else "The samples are as long as they should be, so collate adds tokens")
         + ". Pass as lengths the number of tokens that each sample has in a batch"
     )
+
+
+def check_batch(
+    batch: object, samples: Sequence[int], lengths: Sequence[int], num_loss_tokens: int, max_tokens: int
+) -> None:
+    """Compare a batch of a stream with its samples, as far as it has ``input_ids`` and ``labels``.
+
+    Args:
+        samples: what the user knows them by.
+        lengths: tokens of each of them.
+        num_loss_tokens: of all of them.
+
+    Raises:
+        ValueError: a sample is not in the batch, or the batch has more tokens, padding included, or other loss tokens.
+    """
+    check_labels(batch, samples, num_loss_tokens)
+    if not (isinstance(batch, Mapping) and "input_ids" in batch):
+        return
+    shape = np.shape(batch["input_ids"])
+    if (area := int(np.prod(shape))) > max_tokens:
+        raise ValueError(
+            f"the batch of samples {list(samples)} has {area} tokens, padding included: expected at most "
+            f"max_tokens={max_tokens}. Their lengths are {list(lengths)}: length(sample) must return the tokens of a "
+            "sample in a batch"
+        )
+    found = _lengths_in(batch, shape)
+    if found is None or len(found) >= len(samples):
+        return
+    left = Counter(found)
+    missing = []
+    for sample, length in zip(samples, lengths, strict=True):
+        if not left[length]:
+            missing.append(sample)
+        left[length] -= 1
+    known = len(missing) == len(samples) - len(found)
+    raise ValueError(
+        f"collate made a batch of {len(found)} samples out of samples {list(samples)}: "
+        f"{missing if known else 'some'} are not in it. Leave samples out where they are made, before their length is "
+        "taken: what is dropped here would still count in the loss scale"
+    )
+
+
+def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...]) -> list[int] | None:
+    """Tokens of each sample of a batch, packed or padded; None: they cannot be told."""
+    if (starts := batch.get("cu_seqlens")) is not None:
+        return [int(number) for number in np.diff(np.asarray(starts))]
+    if len(shape) != 2:
+        return None
+    mask = batch.get("attention_mask")
+    if mask is not None and np.shape(mask) == shape:
+        return [int(number) for number in torch.as_tensor(mask).bool().sum(dim=1)]
+    return [shape[1]] * shape[0] if shape[0] > 1 else None
 
 
 def _num_tokens(batch: object) -> int | None:

@@ -156,6 +156,10 @@ class MinibatchSampler:
     def _order(self) -> IntArray:
         if not self.shuffle:
             return np.arange(self.lengths.size)
-        # Sorting by the raw stream: numpy keeps that one stable across versions, but not permutation().
-        keys = np.random.PCG64([self.seed, self.epoch]).random_raw(self.lengths.size)
-        return np.argsort(keys, kind="stable")
+        return shuffled(self.lengths.size, self.seed, self.epoch)
+
+
+def shuffled(num_samples: int, *keys: int) -> IntArray:
+    """The indices of the samples in an order that depends on the keys alone, (num_samples,)."""
+    # Sorting by the raw stream: numpy keeps that one stable across versions, but not permutation().
+    return np.argsort(np.random.PCG64(list(keys)).random_raw(num_samples), kind="stable")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy.typing as npt
 
-from odc.balance.checks import as_count, as_lengths
+from odc.balance.checks import IntArray, as_count, as_lengths
 from odc.errors import shown
 
 Strategy = Literal["prefer-closest", "prefer-first", "pack"]
@@ -42,7 +42,7 @@ def best_fit_batches(
     max_tokens, pool_size = as_count(max_tokens, "max_tokens"), as_count(pool_size, "pool_size")
     if strategy not in _TAKE:
         raise ValueError(f"strategy={shown(strategy)}: expected one of {', '.join(map(repr, _TAKE))}")
-    batches = []
+    batches: list[list[int]] = []
     pool: list[int] = []
     following = 0
     while pool or following < len(tokens):
@@ -54,6 +54,11 @@ def best_fit_batches(
         pool = [sample for sample in pool if sample not in taken]
         batches.append(batch)
     return batches
+
+
+def best_fit(lengths: IntArray, max_tokens: int, strategy: Strategy) -> list[int]:
+    """The first batch of a pool, see :func:`best_fit_batches`. There is at least one sample."""
+    return _TAKE[strategy](list(range(lengths.size)), lengths.tolist(), max_tokens)
 
 
 def _pack(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:

@@ -9,7 +9,9 @@ import numpy.typing as npt
 from odc.balance.checks import as_count, as_lengths
 
 
-def pool_sort(lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, shuffle: bool = True) -> list[int]:
+def pool_sort(
+    lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, shuffle: bool = True, num_before: int = 0
+) -> list[int]:
     """The order in which pools of samples are given out: each sorted by length, then shuffled by a seed that all share.
 
     Every rank has a pool of the same law of lengths: the i-th of the sorted samples is about as long on each. The same
@@ -22,6 +24,7 @@ def pool_sort(lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, sh
         batch_size: samples that stay together when a pool is shuffled, so that a batch is of about one length. (Single
             samples, as published, have a batch of 4 padded by about half.) What is left of a pool stays at its end.
         shuffle: without it a pool is in the order of its lengths.
+        num_before: samples of the rank that came before these.
 
     Returns:
         Indices into ``lengths``, every one once.
@@ -31,12 +34,13 @@ def pool_sort(lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, sh
     """
     tokens = as_lengths(lengths).tolist()
     pool_size, batch_size = as_count(pool_size, "pool_size"), as_count(batch_size, "batch_size")
+    num_before = as_count(num_before, "num_before", minimum=0)
     order: list[int] = []
     for start in range(0, len(tokens), pool_size):
         pool = sorted(range(start, min(start + pool_size, len(tokens))), key=tokens.__getitem__)
         num_whole = len(pool) // batch_size * batch_size
         blocks = [pool[at : at + batch_size] for at in range(0, num_whole, batch_size)]
         if shuffle:
-            random.Random(42 + start + len(pool) - 1).shuffle(blocks)
+            random.Random(42 + num_before + start + len(pool) - 1).shuffle(blocks)
         order += [sample for block in blocks for sample in block] + pool[num_whole:]
     return order

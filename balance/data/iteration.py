@@ -1,0 +1,73 @@
+"""What the loaders share: one iteration at a time, states that fit or are refused by name, ranks that go in step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from odc.errors import shown
+
+
+class Iterations:
+    """Numbers the iterations of a loader, of which the last one alone goes on.
+
+    Two at once would mix what belongs to two epochs or states, on each rank at the point that its own had reached.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def begin(self) -> int:
+        """The number of a new iteration; those before it end."""
+        self._last += 1
+        return self._last
+
+    def check(self, number: int, num_done: int) -> None:
+        """Refuse to go on if the iteration of this number has ended, after ``num_done`` minibatches of the epoch.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if number != self._last:
+            raise RuntimeError(
+                f"this iteration ended after minibatch {num_done - 1}: the loader was iterated again, or given "
+                "another epoch or state. Start a new iteration, or make a loader for each"
+            )
+
+
+def check_state(state: object, identity: Mapping[str, int | str], place: tuple[str, ...]) -> Mapping[str, Any]:
+    """Refuse a state that a loader of this identity cannot go on from.
+
+    Args:
+        identity: what the loader whose state this is must have in common with this one.
+        place: names of the other entries.
+
+    Raises:
+        TypeError: the state is not a mapping.
+        ValueError: the state is of another loader, or lacks something.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is a {type(state).__name__}: expected what state_dict() returned, a mapping")
+    if missing := [name for name in place if name not in state]:
+        raise ValueError(f"the state has no {' and no '.join(missing)}: expected what state_dict() returned")
+    for name in [*identity, *(name for name in state if name not in (*identity, *place))]:
+        mine, its = identity.get(name), state.get(name)
+        if not (isinstance(its, int | str) and its == mine):
+            raise ValueError(
+                f"the state has {name}={shown(its)}, this loader {name}={shown(mine)}: "
+                "their minibatches are not the same ones"
+            )
+    return state
+
+
+def ranks_go_in_step() -> bool:
+    """Whether this process is one of several ranks, and ODC is not there to let them run different numbers."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work. Both a
+    # session and `odc run`, which makes sessions later, listen for the ends of minibatches.
+    interception = sys.modules.get("odc.fsdp_patch.interception")
+    return interception is None or not interception.listening()

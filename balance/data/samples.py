@@ -1,0 +1,258 @@
+"""Samples as workers hand them over: read, measured, and many of them in one piece. (Needs torch.)
+
+A sample by itself would cost more to hand over than to read: a tensor of a worker takes a file descriptor and a mapping
+of its own. So a worker writes the samples of a request into one buffer.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch.utils import data as torch_data
+
+from odc.balance.data.reader import name_samples
+from odc.errors import shown
+
+IterableYields = Literal["all", "rank", "worker"]
+"""What an iterable dataset yields, see :class:`~odc.balance.StreamLoader`."""
+
+
+class Read(NamedTuple):
+    """A request for samples of a dataset with indices."""
+
+    indices: list[int]
+
+
+class Continue(NamedTuple):
+    """A request for the next samples of an iterable dataset."""
+
+    iteration: int
+    """A worker that was in another one, or in another lap, begins anew."""
+
+    lap: int
+    epoch: int
+    """For ``dataset.set_epoch``, if it has that."""
+
+    most: int
+
+
+@dataclass
+class Chunk:
+    """What a request was answered with."""
+
+    samples: list[Any] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    num_loss_tokens: list[int] = field(default_factory=list)
+    worker: int = 0
+    lap: int = 0
+    is_end: bool = False
+    """Of the lap, for this worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """Tells a sample's tokens and loss tokens, or what is wrong with them.
+
+    Raises:
+        ValueError: a number is missing or out of range. Errors of the functions keep their type.
+    """
+
+    length: Callable[[Any], int]
+    num_loss_tokens: Callable[[Any], int] | None
+    max_tokens: int
+
+    def __call__(self, sample: Any) -> tuple[int, int]:
+        length = _as_number(self.length(sample), "length", 1)
+        if length > self.max_tokens:
+            raise ValueError(
+                f"it has {length} tokens, more than max_tokens={self.max_tokens}: raise max_tokens, or truncate it or "
+                "leave it out where it is made"
+            )
+        if self.num_loss_tokens is None:
+            return length, length - 1
+        count = _as_number(self.num_loss_tokens(sample), "num_loss_tokens", 0)
+        if count > length:
+            raise ValueError(f"num_loss_tokens of it is {count}: expected at most its length, {length}")
+        return length, count
+
+
+@dataclass(eq=False)
+class SampleDataset(torch_data.Dataset[Any]):
+    """A dataset of chunks: its "index" is a request. One copy in each worker, which keeps its place in an iterable."""
+
+    dataset: Any
+    measure: Measure
+    rank: int
+    world_size: int
+    iterable_yields: IterableYields
+
+    _at: tuple[int, int] | None = None
+    _iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
+    _num_read: int = 0
+    """Samples of this worker in this lap."""
+
+    def __post_init__(self) -> None:
+        if self.iterable_yields not in get_args(IterableYields):
+            known = ", ".join(map(repr, get_args(IterableYields)))
+            raise ValueError(f"iterable_yields={shown(self.iterable_yields)}: expected one of {known}")
+
+    def __getitem__(self, request: Read | Continue | None) -> Chunk | torch.Tensor | None:
+        if request is None:
+            return None
+        info = torch_data.get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if isinstance(request, Read):
+            chunk = self._read(request.indices)
+        else:
+            chunk = self._continue(request, worker, num_workers)
+        chunk.worker = worker
+        return chunk if info is None else pack_chunk(chunk)
+
+    def _read(self, indices: list[int]) -> Chunk:
+        chunk = Chunk()
+        for index in indices:
+            try:
+                sample = self.dataset[index]
+            except Exception as error:
+                name_samples(error, f"when sample {index} was read")
+                raise
+            self._add(chunk, sample, f"sample {index}")
+        return chunk
+
+    def _continue(self, request: Continue, worker: int, num_workers: int) -> Chunk:
+        if self._at != (request.iteration, request.lap):
+            self._at, self._num_read = (request.iteration, request.lap), 0
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(request.epoch)
+            self._iterator = self._part(worker, num_workers)
+        chunk = Chunk(lap=request.lap)
+        while len(chunk.samples) < request.most:
+            name = self._name(worker, num_workers)
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                chunk.is_end = True
+                break
+            except Exception as error:
+                name_samples(error, f"when {name} was read")
+                raise
+            self._add(chunk, sample, name)
+            self._num_read += 1
+        return chunk
+
+    def _part(self, worker: int, num_workers: int) -> Iterator[Any]:
+        """What this worker is to yield of what the dataset does."""
+        if self.iterable_yields == "worker":
+            return iter(self.dataset)
+        whole = iter(_without_worker_info(self.dataset)) if num_workers > 1 else iter(self.dataset)
+        first, every = worker, num_workers
+        if self.iterable_yields == "all":
+            first, every = worker * self.world_size + self.rank, num_workers * self.world_size
+        return _every(whole, first, every)
+
+    def _name(self, worker: int, num_workers: int) -> str:
+        number = self._num_read
+        if self.iterable_yields == "worker" and num_workers > 1:
+            return f"sample {number} of worker {worker} of rank {self.rank}"
+        number = number * num_workers + worker
+        if self.iterable_yields == "all":
+            return f"sample {number * self.world_size + self.rank}"
+        return f"sample {number} of rank {self.rank}"
+
+    def _add(self, chunk: Chunk, sample: Any, name: str) -> None:
+        try:
+            length, count = self.measure(sample)
+        except Exception as error:
+            name_samples(error, f"when {name} was measured")
+            raise
+        chunk.samples.append(sample)
+        chunk.lengths.append(length)
+        chunk.num_loss_tokens.append(count)
+
+
+def _every(items: Iterator[Any], first: int, every: int) -> Iterator[Any]:
+    # Not itertools.islice: that would read on to the next multiple before it gives the last one.
+    for number, item in enumerate(items):
+        if number % every == first:
+            yield item
+
+
+def _without_worker_info(dataset: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over a dataset as if this process were no worker.
+
+    Many iterable datasets split themselves between workers. What is split here must not have been split before: samples
+    would be lost without a word.
+    """
+    from torch.utils.data._utils import worker as torch_worker
+
+    info = torch_worker._worker_info
+    iterator = None
+    while True:
+        torch_worker._worker_info = None
+        try:
+            if iterator is None:
+                iterator = iter(dataset)
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            torch_worker._worker_info = info
+        yield item
+
+
+def _as_number(value: Any, name: str, minimum: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = minimum - 1
+    if isinstance(value, bool) or number < minimum:
+        raise ValueError(f"{name} of it is {shown(value)}: expected an integer of at least {minimum}")
+    return number
+
+
+# One buffer per chunk.
+
+
+_UNKNOWN_TO_NUMPY = frozenset([torch.bfloat16])
+_AS_BYTES = _UNKNOWN_TO_NUMPY | {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as the bytes they are. (torch would put each into shared memory of its own.)"""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.dtype not in _AS_BYTES:
+            return NotImplemented  # as torch does it
+        if value.dtype in _UNKNOWN_TO_NUMPY:
+            return _tensor_of, (value.contiguous().view(torch.int16).numpy(), value.dtype)
+        return torch.from_numpy, (value.numpy(),)
+
+
+def _tensor_of(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(array).view(dtype)
+
+
+def pack_chunk(chunk: Chunk) -> torch.Tensor:
+    """A chunk as bytes, (n,) uint8, which torch hands over in one piece of shared memory."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(chunk)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpack_chunk(data: torch.Tensor) -> Chunk:
+    """The chunk that :func:`pack_chunk` made this of."""
+    chunk = pickle.loads(data.numpy().data)
+    assert isinstance(chunk, Chunk)
+    return chunk

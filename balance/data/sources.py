@@ -1,0 +1,402 @@
+"""Where the samples of a stream come from: which ones a rank gets next, and how they are read ahead of their use."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc.balance.checks import IntArray
+from odc.balance.costs import CostModel, evaluate
+from odc.balance.data.reader import Reader
+from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
+from odc.balance.grouping.rounds import Entry
+
+_MOST_IN_REQUEST = 16
+"""Samples that a worker reads before it hands them over: many enough that handing over costs little."""
+
+Request = Read | Continue
+
+
+class Requests:
+    """Asks a reader for chunks, a few at a time, and takes what comes back in the same order.
+
+    A ``DataLoader`` gives its workers another item only when one is taken from it, and ends when there is none. So it
+    is given empty requests where nothing is wanted yet, and those that have come back are taken when something is.
+    """
+
+    def __init__(self, reader: Reader[Request | None, Chunk | torch.Tensor | None], seed: int) -> None:
+        self.num_ahead = reader.num_ahead
+        self._waiting: deque[Request] = deque()
+        self._num_under_way = 0
+        self._is_started = False
+        self._results = reader.read(self._next_ones(), seed)
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Have these read, after all that was asked for before."""
+        was_idle = not self._num_under_way
+        self._waiting += requests
+        self._num_under_way += len(requests)
+        if was_idle and self._is_started and requests:
+            for _ in range(self.num_ahead):  # empty ones, each of which makes room for another
+                chunk = next(self._results)
+                assert chunk is None
+
+    def __len__(self) -> int:
+        """Chunks that were asked for and not taken."""
+        return self._num_under_way
+
+    def take(self) -> Chunk:
+        """The next chunk. Waits for it."""
+        assert self._num_under_way
+        self._is_started = True
+        while (chunk := next(self._results)) is None:
+            pass
+        self._num_under_way -= 1
+        return unpack_chunk(chunk) if isinstance(chunk, torch.Tensor) else chunk
+
+    def close(self) -> None:
+        """End the workers, unless they are persistent."""
+        self._results.close()  # type: ignore[attr-defined]
+
+    def _next_ones(self) -> Iterator[Request | None]:
+        while True:
+            yield self._waiting.popleft() if self._waiting else None
+
+
+class Source(ABC):
+    """The samples that one rank gets, in their order. What was read is kept here until it is taken."""
+
+    is_finished = False
+    """Whether nothing comes after what was wanted so far."""
+
+    def __init__(self, requests: Requests, cost: CostModel) -> None:
+        self._requests = requests
+        self._cost = cost
+        self._samples: dict[int, Any] = {}
+        self._num_asked = 0
+
+    @abstractmethod
+    def want(self, pooled: Sequence[int]) -> None:
+        """Have read what the pools lack.
+
+        Args:
+            pooled: samples in the pool of each rank, (world_size,), the same on all ranks.
+        """
+
+    @abstractmethod
+    def arrivals(self) -> list[Entry]:
+        """What was wanted, in its order. Waits for it."""
+
+    @abstractmethod
+    def read_on(self, most: int) -> None:
+        """Take what was read meanwhile, so that workers can go on, until so many requests are under way."""
+
+    def take(self, entry: Entry) -> Any:
+        """The sample, which is forgotten here."""
+        return self._samples.pop(entry.place)
+
+    def name(self, entry: Entry) -> int:
+        """What the user knows the sample by: its index in the dataset, or its number in what the dataset yields."""
+        return entry.place
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Where the source is, for JSON."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
+        """Go on from a state, and read again the samples that are still to be used, given by their places."""
+
+    def next_lap(self) -> None:
+        """Begin anew, in another order."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers, unless they are persistent."""
+        self._samples.clear()
+        self._requests.close()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
+
+    def _entries(self, places: Sequence[int], chunk: Chunk) -> list[Entry]:
+        costs = evaluate(self._cost, np.array(chunk.lengths, dtype=np.int64)).tolist()
+        self._samples.update(zip(places, chunk.samples, strict=True))
+        return list(map(Entry, places, chunk.lengths, chunk.num_loss_tokens, costs))
+
+
+class IndexedSource(Source):
+    """A dataset with indices, of which all ranks have one order: whoever has used more gets more of what comes next.
+
+    The numbers that say so are known to all ranks after each round, so every rank knows what it gets without being
+    told. The last samples are dealt out evenly.
+
+    Args:
+        num_samples: of the dataset.
+        order: indices of the dataset in a lap (0, 1, ...), (num_samples,).
+        rank: this rank, among those that are given in :meth:`want`.
+        endless: another lap follows each.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        cost: CostModel,
+        num_samples: int,
+        order: Callable[[int], IntArray],
+        rank: int,
+        pool_size: int,
+        endless: bool,
+    ) -> None:
+        super().__init__(requests, cost)
+        self._num_samples = num_samples
+        self._make_order = order
+        self._orders: dict[int, IntArray] = {}
+        self._rank = rank
+        self._pool_size = pool_size
+        self._endless = endless
+        self._lap = 0
+        self._dealt = 0
+        """Samples of all ranks so far."""
+        self._wanted: deque[int] = deque()
+        self._read: list[Entry] = []
+
+    @property
+    def all_dealt(self) -> bool:
+        """Whether every sample of the lap is some rank's; the same on all ranks."""
+        return not self._endless and self._dealt == (self._lap + 1) * self._num_samples
+
+    def want(self, pooled: Sequence[int]) -> None:
+        wanted = [self._pool_size - number for number in pooled]
+        if not self._endless:
+            wanted = deal(wanted, (self._lap + 1) * self._num_samples - self._dealt)
+        first = self._dealt + sum(wanted[: self._rank])
+        self._dealt += sum(wanted)
+        self.is_finished = self.all_dealt
+        self._ask(range(first, first + wanted[self._rank]))
+
+    def arrivals(self) -> list[Entry]:
+        self.read_on(0)
+        entries, self._read = self._read, []
+        return entries
+
+    def read_on(self, most: int) -> None:
+        while len(self._requests) > most:
+            chunk = self._requests.take()
+            self._read += self._entries([self._wanted.popleft() for _ in chunk.samples], chunk)
+
+    def read_places(self, places: Sequence[int]) -> list[Entry]:
+        """Entries of these samples, in their order, which are read if they are not here."""
+        assert not len(self._requests)
+        self._ask(places)
+        return self.arrivals()
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """Other ranks have these now."""
+        for entry in entries:
+            del self._samples[entry.place]
+
+    def name(self, entry: Entry) -> int:
+        return self._index(entry.place)
+
+    def state(self) -> dict[str, Any]:
+        return {"lap": self._lap, "dealt": self._dealt}
+
+    def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
+        self._lap, self._dealt = int(state["lap"]), int(state["dealt"])
+        self.is_finished = self.all_dealt
+        return self.read_places(places)
+
+    def next_lap(self) -> None:
+        self._lap += 1
+        self._dealt = self._lap * self._num_samples
+        self.is_finished = False
+        self._samples.clear()
+
+    def _ask(self, places: Sequence[int]) -> None:
+        self._wanted += places
+        indices = [self._index(place) for place in places]
+        size = max(1, min(_MOST_IN_REQUEST, -(-len(indices) // max(self._requests.num_ahead, 1))))
+        self._requests.ask([Read(indices[at : at + size]) for at in range(0, len(indices), size)])
+
+    def _index(self, place: int) -> int:
+        lap, at = divmod(place, self._num_samples)
+        if lap not in self._orders:
+            self._orders = {known: order for known, order in self._orders.items() if known >= lap - 1}
+            self._orders[lap] = self._make_order(lap)
+        return int(self._orders[lap][at])
+
+
+def deal(wanted: Sequence[int], left: int) -> list[int]:
+    """What each rank gets of what it wants; the last samples are dealt out evenly."""
+    if sum(wanted) <= left:
+        return list(wanted)
+    got = [0] * len(wanted)
+    hungry = [rank for rank, number in enumerate(wanted) if number]
+    while left and hungry:
+        share, rest = divmod(left, len(hungry))
+        for turn, rank in enumerate(hungry):
+            number = min(wanted[rank] - got[rank], share + (turn < rest))
+            got[rank] += number
+            left -= number
+        hungry = [rank for rank in hungry if got[rank] < wanted[rank]]
+    return got
+
+
+class IterableSource(Source):
+    """An iterable dataset, of which this rank gets its part: by turns a sample of each worker that has one.
+
+    There is no way back to a sample but to begin anew: a state is gone back to by reading up to it.
+
+    Args:
+        num_workers: processes that iterate, each over its part; at least 1, this one.
+        iteration: of the loader.
+        epoch: of the first lap.
+        name: of this rank, for messages.
+        rank, pool_size, endless: as of :class:`IndexedSource`.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        cost: CostModel,
+        num_workers: int,
+        iteration: int,
+        epoch: int,
+        name: str,
+        rank: int,
+        pool_size: int,
+        endless: bool,
+    ) -> None:
+        super().__init__(requests, cost)
+        self._num_workers = num_workers
+        self._iteration = iteration
+        self._epoch = epoch
+        self._name = name
+        self._rank = rank
+        self._pool_size = pool_size
+        self._endless = endless
+        self._lap = 0
+        self._num_taken = 0
+        """Samples that were given out, in all laps; the place of the next one."""
+        self._laps: list[tuple[int, int]] = [(0, 0)]
+        """Laps that samples in the pool may be of, and their first places."""
+        self._missing = 0
+        self._buffers: list[deque[tuple[Any, int, int]]] = [deque() for _ in range(num_workers)]
+        self._ended = [False] * num_workers
+        self._turn = 0
+
+    def want(self, pooled: Sequence[int]) -> None:
+        self._missing = 0 if self.is_finished else self._pool_size - pooled[self._rank]
+        self._ask(self._missing - sum(map(len, self._buffers)))
+
+    def arrivals(self) -> list[Entry]:
+        first, chunk = self._num_taken, Chunk()
+        while self._missing and self._has_next():
+            self._move_next(chunk)
+        self._missing = 0
+        return self._entries(range(first, self._num_taken), chunk)
+
+    def read_on(self, most: int) -> None:
+        while len(self._requests) > most:
+            self._receive()
+
+    def state(self) -> dict[str, Any]:
+        oldest = min(self._samples, default=self._num_taken)
+        while len(self._laps) > 1 and self._laps[1][1] <= oldest:
+            del self._laps[0]
+        laps = [list(one) for one in self._laps]
+        return {"num_taken": self._num_taken, "laps": laps, "is_finished": int(self.is_finished)}
+
+    def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
+        target = int(state["num_taken"])
+        self._laps = [(int(lap), int(first)) for lap, first in state["laps"]]
+        self._lap, self._num_taken = self._laps[0]
+        del self._laps[1:]
+        if target > self._num_taken:
+            warnings.warn(
+                f"{self._name} iterates again over {target - self._num_taken} samples of its dataset, which has "
+                "no indices, to come to where the state was taken",
+                stacklevel=2,
+            )
+        kept, chunk = set(places), Chunk()
+        while self._num_taken < target:
+            self._missing = target - self._num_taken
+            if not self._has_next():
+                raise RuntimeError(
+                    f"the dataset of {self._name} ended after {self._num_taken} samples, and had {target} when "
+                    "the state was taken: it must yield the same samples again"
+                )
+            self._move_next(chunk if self._num_taken in kept else Chunk())
+        self._missing = 0
+        self.is_finished = bool(state["is_finished"])
+        entries = {entry.place: entry for entry in self._entries(sorted(kept), chunk)}
+        return [entries[place] for place in places]
+
+    def _move_next(self, chunk: Chunk) -> None:
+        """Add the next one by turns. There is one."""
+        sample, length, count = self._buffers[self._turn].popleft()
+        chunk.samples.append(sample)
+        chunk.lengths.append(length)
+        chunk.num_loss_tokens.append(count)
+        self._turn = (self._turn + 1) % self._num_workers
+        self._num_taken += 1
+        self._missing -= 1
+
+    def _has_next(self) -> bool:
+        """Whether there is another sample, of the worker whose turn it is then. Waits until that is known."""
+        while True:
+            for _ in range(self._num_workers):
+                if self._buffers[self._turn] or not self._ended[self._turn]:
+                    break
+                self._turn = (self._turn + 1) % self._num_workers
+            if self._buffers[self._turn]:
+                return True
+            if all(self._ended) and not any(self._buffers):
+                if not self._endless:
+                    self.is_finished = True
+                    return False
+                if self._num_taken == self._laps[-1][1]:
+                    raise ValueError(
+                        f"the dataset of {self._name} yields nothing: there is no end to infinite=True"
+                    )
+                self._begin_lap()
+            if not len(self._requests):
+                self._ask(max(self._missing - sum(map(len, self._buffers)), 1))
+            self._receive()
+
+    def _begin_lap(self) -> None:
+        while len(self._requests):
+            self._receive()
+        self._lap += 1
+        self._laps.append((self._lap, self._num_taken))
+        self._ended = [False] * self._num_workers
+        self._turn = 0
+
+    def _ask(self, number: int) -> None:
+        """For about so many samples, as many of each worker."""
+        if number <= 0 or all(self._ended):
+            return
+        each = -(-number // self._num_workers)
+        requests = [
+            Continue(self._iteration, self._lap, self._epoch + self._lap, min(_MOST_IN_REQUEST, each - at))
+            for at in range(0, each, _MOST_IN_REQUEST)
+            for _ in range(self._num_workers)
+        ]
+        self._requests.ask(requests)
+
+    def _receive(self) -> None:
+        chunk = self._requests.take()
+        if chunk.lap != self._lap:
+            assert not chunk.samples
+            return
+        self._buffers[chunk.worker] += zip(chunk.samples, chunk.lengths, chunk.num_loss_tokens, strict=True)
+        self._ended[chunk.worker] |= chunk.is_end

@@ -1,0 +1,130 @@
+"""The steps of one rank: its pool, filled from a source, and the rounds in which it agrees with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from odc.balance.checks import FloatArray
+from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.sources import IndexedSource, Source
+from odc.balance.grouping.quota import even_out
+from odc.balance.grouping.rounds import Entry, QuotaRounds, Rounds, Step
+
+
+class StepStream:
+    """Runs rounds: fill the pool, exchange a vector, plan, have read what the pool lacks now, give out the steps.
+
+    A position is the round that a step is of, as it was before it was planned, and how many of its steps were given
+    out: whoever goes on from it exchanges and plans that round again, the same on all ranks.
+
+    Args:
+        make_rounds: rounds with an empty pool.
+        exchange: None: of one rank alone.
+        pool_size: most samples in a pool.
+        quota: None: go on until no rank has anything left. Else the rounds end as soon as one has nothing left, and
+            begin anew in another lap of the source until so many samples, of all ranks, were given out.
+    """
+
+    def __init__(
+        self,
+        make_rounds: Callable[[], Rounds],
+        source: Source,
+        exchange: VectorExchange | None,
+        pool_size: int,
+        quota: int | None,
+    ) -> None:
+        self._make_rounds = make_rounds
+        self._rounds = make_rounds()
+        self._source = source
+        self._exchange = exchange
+        self._pool_size = pool_size
+        self._quota = quota
+        self._num_emitted = 0
+        self._is_dealt_anew = False
+
+    def run(self, start: Mapping[str, Any]) -> Iterator[tuple[Step, dict[str, Any]]]:
+        """Steps, and the position behind each, from the position ``start`` on; none: from the beginning."""
+        num_done = 0
+        if start:
+            num_done = self._load(start)
+        else:
+            self._source.want(self._rounds.pooled)
+        while True:
+            self._rounds.add(self._source.arrivals())
+            self._deal_anew()
+            position = self._position()
+            steps = self._plan()
+            num_requests = self._source.num_requests
+            for number, step in enumerate(steps, 1):
+                self._num_emitted += step.num_samples
+                if number > num_done:
+                    yield step, {**position, "num_steps_done": number}
+                else:
+                    for entry in entries_of([step]):
+                        self._source.take(entry)
+                # Workers go on as fast as steps are taken: what they read is spread over the round.
+                self._source.read_on(num_requests * (len(steps) - number) // len(steps))
+                if self._quota is not None and self._num_emitted >= self._quota:
+                    return
+            num_done = 0
+            if self._rounds.is_done:
+                if self._quota is None or self._num_emitted >= self._quota:
+                    return
+                self._source.next_lap()
+                self._rounds = self._make_rounds()
+                self._source.want(self._rounds.pooled)
+
+    def _plan(self) -> list[Step]:
+        steps = self._rounds.plan(self._gather(self._rounds.offer(self._source.is_finished)))
+        if not self._rounds.is_done:
+            self._source.want(self._rounds.pooled)
+        return steps
+
+    def _gather(self, vector: FloatArray) -> FloatArray:
+        return vector[None] if self._exchange is None else self._exchange.gather(vector)
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "rounds": self._rounds.state(),
+            "source": self._source.state(),
+            "places": self._rounds.places(),
+            "num_emitted": self._num_emitted,
+            "is_dealt_anew": int(self._is_dealt_anew),
+        }
+
+    def _load(self, position: Mapping[str, Any]) -> int:
+        """Go to a position, and return how many steps of its round were given out."""
+        self._rounds.load(position["rounds"], self._source.load(position["source"], position["places"]))
+        self._num_emitted = int(position["num_emitted"])
+        self._is_dealt_anew = bool(position["is_dealt_anew"])
+        return int(position["num_steps_done"])
+
+    def _deal_anew(self) -> None:
+        """Even out what is left in the pools once nothing more comes, where any rank can read any sample."""
+        rounds, source = self._rounds, self._source
+        if not (isinstance(rounds, QuotaRounds) and isinstance(source, IndexedSource) and source.all_dealt):
+            return
+        if self._is_dealt_anew or self._exchange is None:
+            return
+        self._is_dealt_anew = True
+        vector = np.zeros(1 + 2 * self._pool_size)
+        vector[0] = len(rounds.pool)
+        vector[1 : 1 + len(rounds.pool)] = [entry.place for entry in rounds.pool]
+        vector[1 + self._pool_size :][: len(rounds.pool)] = [entry.cost for entry in rounds.pool]
+        found = self._gather(vector)
+        sizes = found[:, 0].astype(int).tolist()
+        parts = even_out([row[1 + self._pool_size :][:size] for row, size in zip(found, sizes, strict=True)])
+        mine = [int(found[rank, 1 + at]) for rank, at in parts[self._exchange.rank]]
+        here = {entry.place: entry for entry in rounds.pool}
+        source.forget([entry for place, entry in here.items() if place not in set(mine)])
+        missing = [place for place in mine if place not in here]
+        here.update(zip(missing, source.read_places(missing), strict=True))
+        rounds.deal_anew([here[place] for place in mine])
+
+
+def entries_of(steps: Sequence[Step]) -> list[Entry]:
+    """The samples that this rank trains on in these steps."""
+    return [entry for step in steps for entries in step.microbatches for entry in entries]

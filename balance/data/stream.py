@@ -1,0 +1,492 @@
+"""A loader for samples whose lengths are not known before they are read: pools, groups, and steps that fit together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing.context import BaseContext
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils import data as torch_data
+
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_count
+from odc.balance.costs import CostModel, LinearCost, evaluate
+from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
+from odc.balance.data.loader import Minibatch
+from odc.balance.data.loss_tokens import check_batch
+from odc.balance.data.microbatches import BatchT, SampleT
+from odc.balance.data.reader import Reader, name_samples
+from odc.balance.data.sampler import shuffled
+from odc.balance.data.samples import IterableYields, Measure, SampleDataset
+from odc.balance.data.sources import IndexedSource, IterableSource, Requests, Source
+from odc.balance.data.steps import StepStream, entries_of
+from odc.balance.grouping.methods import Grouping, Name
+from odc.balance.grouping.rounds import AlignedRounds, Entry, FreeRounds, QuotaRounds, Rounds, Step
+from odc.balance.random_numbers import random_generator
+from odc.errors import OdcError, shown
+
+T = TypeVar("T")
+
+Align = Literal["dgap", "minibatch", "none"]
+LossScaling = Literal["exact", "approx", "sample", "none"]
+"""See :class:`StreamLoader`."""
+
+_PLACE = ("epoch", "position")
+
+
+class StreamLoader(Generic[SampleT, BatchT]):
+    """Iterates over the minibatches of a stream, whose samples show their lengths when they are read.
+
+    The chain: every rank reads its part of the samples into a pool, cuts the pool into groups of samples that go
+    together (``grouping``), the ranks agree on what each does next (``align``), and each collates its groups. What
+    comes out is what :class:`~odc.balance.MinibatchLoader` gives: for each minibatch run every microbatch, multiply its
+    *summed* loss by ``minibatch.loss_scale``, backward; then step.
+
+    Nothing is lost, and nothing there twice: in an epoch every sample is trained on once, whether or not the ranks
+    divide their number. The stream depends on the arguments and the epoch, not on timing or on the number of workers.
+
+    Args:
+        dataset: gives sample i as ``dataset[i]`` and their number as ``len(dataset)``, or is any iterable.
+        collate: makes a batch of a list of samples. It gets an empty list where a rank has to go through a step without
+            samples ("dgap"), and must return a batch whose summed loss is 0.
+        rank, world_size: of this process, among those that share the data.
+        max_tokens: most tokens of a microbatch, padding included. A longer sample is refused.
+        length: tokens of a sample. Called where the sample is read, in a worker if there are any.
+        num_loss_tokens: tokens of a sample that have a loss; default: ``length(sample) - 1``, all but the first.
+        grouping: how a pool is cut into microbatches.
+            "token-budget": padded batches of similar lengths and about ``max_tokens`` (Online Dynamic Batching).
+            "prefer-closest", "prefer-first": padded batches around the oldest sample, as full as can be (load-balanced
+            dynamic batching). "pack": the same for packed batches. "pool-sort": the sorted pool in batches of
+            ``batch_size``, shuffled in the same way on all ranks (LengthPoolSort). "none": ``batch_size`` samples as
+            they come; batches of these two end early where ``max_tokens`` would be exceeded.
+        pool_size: most samples of a rank to choose from.
+        batch_size: samples of a microbatch, for "pool-sort" and "none".
+        align: what ranks have in common.
+            "dgap": they have equally many steps of one microbatch each, as collectives need: groups are split or put
+            back into pools until all ranks have as many (ODB). One exchange per round of steps.
+            "minibatch": they have the same cost until the end of each minibatch, and any number of microbatches, which
+            needs ODC: from a quota that all agree on, each fills its minibatch out of its own pool. One exchange per
+            minibatch. "none": nothing, no communication. Ranks may have different numbers of steps.
+        join: with "dgap", go on until no rank has anything left. Else an epoch ends once as many samples as the dataset
+            has were trained on, and data begins anew, in another order, whenever the first rank has nothing left: some
+            samples of an epoch come twice then, and some not.
+        minibatch_size: with "minibatch", samples of a rank in a minibatch on average.
+        gradient_accumulation_steps: steps of "dgap" and "none" that make one minibatch.
+        cost: cost model of a sample, for "minibatch"; default: its length.
+        loss_scaling: what the gradient is that of, with t the loss tokens of a rank and n its samples in a minibatch.
+            "exact": the mean over all loss tokens of the minibatch. "approx": the same with t from the rank's mean per
+            sample. "sample": of ranks' means, weighted by n. "none": by nothing. (ODB, equation 2 and appendix B.)
+        seed, shuffle: of the order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is
+            called if there is one.
+        infinite: another epoch follows each, in another order, without an end to the pools between them.
+        iterable_yields: what an iterable dataset yields on a rank. "all": every sample, of which each rank and worker
+            keeps its part. "rank": only those of this rank. "worker": only those of this rank, and in a worker only
+            those of that worker (``torch.utils.data.get_worker_info()``).
+        check_batches: compare the batches with the samples, as far as they have ``input_ids`` and ``labels``.
+        comm: "odc" lets "minibatch" give ranks different numbers of microbatches without looking whether ODC is at
+            work, see :class:`~odc.balance.MinibatchLoader`.
+        group: the process group of the ranks that share the data; default: all of ``torch.distributed``. It is not
+            communicated in: the loader makes a gloo group of its own of the same ranks.
+        exchange_timeout_s: most seconds to wait for the other ranks.
+        num_workers, prefetch_factor, persistent_workers, multiprocessing_context, worker_timeout_s, worker_init_fn: as
+            of :class:`~odc.balance.MinibatchLoader`. Workers read and measure samples; they are collated here.
+
+    Raises:
+        ValueError: an argument is out of range, or makes no sense beside another. While iterating: a sample is longer
+            than ``max_tokens``, has no length, or is not in its batch.
+        TypeError: something is not what it should be.
+        RuntimeError: while iterating: "minibatch" without ODC, or the iteration was ended by another.
+        OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[SampleT]], BatchT],
+        rank: int,
+        world_size: int,
+        *,
+        max_tokens: int,
+        length: Callable[[SampleT], int],
+        num_loss_tokens: Callable[[SampleT], int] | None = None,
+        grouping: Name = "token-budget",
+        pool_size: int = 1024,
+        batch_size: int | None = None,
+        align: Align = "dgap",
+        join: bool = True,
+        minibatch_size: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        cost: CostModel | None = None,
+        loss_scaling: LossScaling = "exact",
+        seed: int = 0,
+        shuffle: bool = True,
+        infinite: bool = False,
+        iterable_yields: IterableYields = "all",
+        check_batches: bool = True,
+        comm: Literal["auto", "odc"] = "auto",
+        group: dist.ProcessGroup | None = None,
+        exchange_timeout_s: float = 1800.0,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        multiprocessing_context: str | BaseContext | None = None,
+        worker_timeout_s: float = 600.0,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        self.world_size = as_count(world_size, "world_size")
+        self.rank = as_count(rank, "rank", minimum=0)
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
+        self.pool_size = as_count(pool_size, "pool_size", maximum=2**20)
+        self.seed = as_count(seed, "seed", minimum=0, maximum=None)
+        self.shuffle = bool(shuffle)
+        self.infinite = bool(infinite)
+        self.join = bool(join)
+        self.align = _one_of(align, "align", Align)
+        self.loss_scaling = _one_of(loss_scaling, "loss_scaling", LossScaling)
+        self.comm = _one_of(comm, "comm", Literal["auto", "odc"])
+        self.grouping = Grouping(grouping, max_tokens, batch_size, self.shuffle)
+        self.accumulated = as_count(gradient_accumulation_steps, "gradient_accumulation_steps")
+        self.minibatch_size = None if minibatch_size is None else as_count(minibatch_size, "minibatch_size")
+        if cost is not None and not callable(cost):
+            raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
+        self.cost = LinearCost() if cost is None else cost
+        for name, function in (("collate", collate), ("length", length), ("num_loss_tokens", num_loss_tokens)):
+            if not callable(function) and not (function is None and name == "num_loss_tokens"):
+                raise TypeError(f"{name}={shown(function)}: expected a function")
+        self._check_together()
+        self._num_samples = _size_of(dataset)
+        self.dataset = dataset
+        self._collate = collate
+        self._checks = bool(check_batches)
+        self._group = group
+        self._timeout_s = as_cost(exchange_timeout_s, "exchange_timeout_s")
+        self._reader: Reader[Any, Any] = Reader(
+            SampleDataset(
+                dataset,
+                Measure(length, num_loss_tokens, self.grouping.max_tokens),
+                self.rank,
+                self.world_size,
+                iterable_yields,
+            ),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=False,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=multiprocessing_context,
+            worker_timeout_s=worker_timeout_s,
+            worker_init_fn=worker_init_fn,
+        )
+        self.iterable_yields = iterable_yields
+        self.epoch = 0
+        self._exchange: VectorExchange | None = None
+        self._iterations = Iterations()
+        self._position: dict[str, Any] = {}
+        self._start: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Minibatch[BatchT]]:
+        self._position = self._start  # not when the first is asked for: a state taken before it has none done
+        return self._iterate()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch (from 0). Call it before each epoch, on every rank.
+
+        After :meth:`load_state_dict`, the epoch of the state continues where it stopped; any other starts at its
+        beginning.
+        """
+        epoch = as_count(epoch, "epoch", minimum=0, maximum=None)
+        if epoch != self.epoch:
+            self._start = self._position = {}
+            self._iterations.begin()
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is, for JSON: a minibatch counts as done once it was handed out.
+
+        Every rank keeps its own. Samples in the pool are known by their place in the order, and read again.
+        """
+        return {**self._identity(), "epoch": self.epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken.
+
+        All ranks do so, each with a state of its own that was taken after the same minibatch.
+
+        Raises:
+            TypeError: the state is not a mapping.
+            ValueError: the state is of a loader that makes other minibatches, or of another rank, or lacks something.
+        """
+        state = check_state(state, self._identity(), _PLACE)
+        epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
+        if not isinstance(state["position"], Mapping):
+            raise ValueError(f"position={shown(state['position'])}: expected a mapping, as of state_dict()")
+        self.epoch = epoch
+        self._start = self._position = dict(state["position"])
+        self._iterations.begin()
+
+    def close(self) -> None:
+        """End what waits for other ranks. Iterations end their workers themselves."""
+        self._iterations.begin()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _iterate(self) -> Iterator[Minibatch[BatchT]]:
+        start, self._start = self._start, {}
+        self._position = start
+        if start.get("is_done"):
+            return
+        number = self._iterations.begin()
+        exchange = self._begin_exchange()
+        exchanged = 0 if exchange is None else exchange.begin()
+        source = self._source(number)
+        minibatches = self._minibatches(source, exchange, start)
+        num_done = 0
+        try:
+            while (found := self._told_if_it_fails(minibatches, exchange)) is not None:
+                minibatch, self._position = found
+                num_done += 1
+                yield minibatch
+                self._iterations.check(number, num_done)
+            self._position = {"is_done": 1}
+        except GeneratorExit:
+            if exchange is not None:
+                exchange.tell_left(exchanged, num_done)
+            raise
+        finally:
+            minibatches.close()
+            source.close()
+
+    @staticmethod
+    def _told_if_it_fails(items: Iterator[T], exchange: VectorExchange | None) -> T | None:
+        """The next item, if there is one. The other ranks are told of an error that is not theirs."""
+        try:
+            return next(items, None)
+        except OdcError:
+            raise
+        except BaseException as error:
+            if exchange is not None:
+                exchange.tell_failure(error)
+            raise
+
+    def _minibatches(
+        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any]
+    ) -> Generator[tuple[Minibatch[BatchT], dict[str, Any]], None, None]:
+        """Minibatches, and the position behind each."""
+        steps: list[Step] = []
+        position: dict[str, Any] = {}
+        quota = None if self.join else self._num_samples
+        stream = StepStream(self._rounds, source, exchange, self.pool_size, quota)
+        for step, position in stream.run(start):
+            steps.append(step)
+            if len(steps) == self.accumulated:
+                yield self._made(steps, source), position
+                steps = []
+        if steps:
+            yield self._made(steps, source), position
+
+    def _made(self, steps: Sequence[Step], source: Source) -> Minibatch[BatchT]:
+        microbatches = [
+            self._batch(entries, source) for step in steps for entries in step.microbatches or self._dummy()
+        ]
+        return Minibatch(
+            microbatches,
+            self._loss_scale(steps),
+            sum(step.num_loss_tokens for step in steps),
+            sum(step.num_samples for step in steps),
+        )
+
+    def _dummy(self) -> list[list[Entry]]:
+        return [] if self.align == "minibatch" else [[]]
+
+    def _batch(self, entries: list[Entry], source: Source) -> BatchT:
+        names = [source.name(entry) for entry in entries]
+        samples = [source.take(entry) for entry in entries]
+        try:
+            batch = self._collate(samples)
+        except Exception as error:
+            name_samples(error, f"when samples {names} were collated")
+            raise
+        if self._checks and entries:
+            check_batch(
+                batch,
+                names,
+                [entry.length for entry in entries],
+                sum(entry.num_loss_tokens for entry in entries),
+                self.grouping.max_tokens,
+            )
+        return batch
+
+    def _loss_scale(self, steps: Sequence[Step]) -> float:
+        """The weight of this rank's mean loss among the ranks' times world_size, over the rank's loss tokens."""
+        entries = entries_of(steps)
+        own = sum(entry.num_loss_tokens for entry in entries)
+        if not own:
+            return 0.0
+        if self.loss_scaling == "exact":
+            return self.world_size / sum(step.num_loss_tokens for step in steps)
+        if self.loss_scaling == "approx":
+            mine = sum(step.own_approximate_loss_tokens for step in steps)
+            return self.world_size * mine / sum(step.approximate_loss_tokens for step in steps) / own
+        if self.loss_scaling == "sample":
+            return self.world_size * len(entries) / sum(step.num_samples for step in steps) / own
+        return 1 / own
+
+    def _rounds(self) -> Rounds:
+        arguments = (self.grouping, self.pool_size, *self._among())
+        if self.align == "dgap":
+            return AlignedRounds(*arguments, joins=self.join)
+        if self.align == "minibatch":
+            assert self.minibatch_size is not None
+            return QuotaRounds(*arguments, minibatch_size=self.minibatch_size)
+        return FreeRounds(*arguments)
+
+    def _among(self) -> tuple[int, int]:
+        """This rank, and how many there are, of those that agree on steps."""
+        return (0, 1) if self.align == "none" else (self.rank, self.world_size)
+
+    def _source(self, iteration: int) -> Source:
+        seed = int(random_generator("workers", self.seed, self.epoch, self.rank).random_raw())
+        requests = Requests(self._reader, seed)
+        rank, _ = self._among()
+        common = (rank, self.pool_size, self.infinite)
+        if self._num_samples is None:
+            num_workers = max(self._reader.num_workers, 1)
+            name = f"rank {self.rank}"
+            return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, *common)
+        if self.align == "none":
+            num_mine = len(range(self.rank, self._num_samples, self.world_size))
+            return IndexedSource(requests, self.cost, num_mine, self._own_order, *common)
+        return IndexedSource(requests, self.cost, self._num_samples, self._order, *common)
+
+    def _order(self, lap: int) -> IntArray:
+        assert self._num_samples is not None
+        if not self.shuffle:
+            return np.arange(self._num_samples)
+        if self.infinite or not lap:  # a lap is the epoch that it would be without
+            return shuffled(self._num_samples, self.seed, self.epoch + lap)
+        return shuffled(self._num_samples, self.seed, self.epoch, lap)
+
+    def _own_order(self, lap: int) -> IntArray:
+        return self._order(lap)[self.rank :: self.world_size]
+
+    def _begin_exchange(self) -> VectorExchange | None:
+        if self.align == "none" or self.world_size == 1:
+            return None
+        if self.align == "minibatch" and self.comm == "auto" and ranks_go_in_step():
+            raise RuntimeError(
+                "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work in this "
+                "process: the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) before the "
+                "first minibatch, or start the script with `odc run`. Otherwise use align='dgap', or pass comm='odc' "
+                "if your ranks communicate once per minibatch in another way"
+            )
+        if self._exchange is None:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    f"align={self.align!r} on world_size={self.world_size} ranks exchanges a vector per round: call "
+                    "torch.distributed.init_process_group first, or use align='none'"
+                )
+            ranks = dist.get_process_group_ranks(self._group or dist.GroupMember.WORLD)
+            if len(ranks) != self.world_size or ranks.index(dist.get_rank()) != self.rank:
+                raise ValueError(
+                    f"rank={self.rank}, world_size={self.world_size}: this process is rank "
+                    f"{ranks.index(dist.get_rank())} of {len(ranks)} in the process group; pass as group= the ranks "
+                    "that share the data"
+                )
+            self._exchange = VectorExchange(ranks, self._timeout_s)
+        return self._exchange
+
+    def _identity(self) -> dict[str, int | str]:
+        """What another loader must have in common with this one for the same minibatches."""
+        found: dict[str, int | str] = {
+            "num_samples": -1 if self._num_samples is None else self._num_samples,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "infinite": int(self.infinite),
+            "grouping": self.grouping.name,
+            "max_tokens": self.grouping.max_tokens,
+            "batch_size": self.grouping.batch_size or 0,
+            "pool_size": self.pool_size,
+            "align": self.align,
+            "join": int(self.join),
+            "gradient_accumulation_steps": self.accumulated,
+        }
+        if self._num_samples is None:
+            found["iterable_yields"] = self.iterable_yields
+            if self.iterable_yields == "worker":
+                found["num_workers"] = self._reader.num_workers
+        if self.align == "minibatch":
+            assert self.minibatch_size is not None
+            found["minibatch_size"] = self.minibatch_size
+            found["costs_fingerprint"] = _fingerprint(self._costs_of_some())
+        return found
+
+    def _costs_of_some(self) -> FloatArray:
+        longest = self.grouping.max_tokens
+        return evaluate(self.cost, np.unique(np.geomspace(1, longest, num=16).astype(np.int64)))
+
+    def _check_together(self) -> None:
+        """Refuse arguments that make no sense beside one another."""
+        if self.align == "minibatch":
+            if self.minibatch_size is None:
+                raise ValueError(
+                    "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
+                )
+            if self.accumulated > 1:
+                raise ValueError(
+                    f"gradient_accumulation_steps={self.accumulated} with align='minibatch', whose minibatches have as "
+                    "many microbatches as their samples need: raise minibatch_size instead"
+                )
+        elif self.minibatch_size is not None:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} with align={self.align!r}, whose minibatches are as many "
+                "samples as fit into their microbatches: leave it out, or use align='minibatch'"
+            )
+        if not self.join and self.align != "dgap":
+            raise ValueError(f"join=False with align={self.align!r}: it is a way to end the rounds of align='dgap'")
+        if not self.join and self.infinite:
+            raise ValueError("join=False with infinite=True: such a stream has no end to choose")
+        if self.align == "none" and self.world_size > 1 and self.loss_scaling != "none":
+            raise ValueError(
+                f"loss_scaling={self.loss_scaling!r} with align='none', where no rank knows the others' samples: pass "
+                "loss_scaling='none' (each rank's own mean), or use another align"
+            )
+
+
+def _size_of(dataset: Any) -> int | None:
+    """Number of samples; None: the dataset is an iterable.
+
+    Raises:
+        TypeError: it is neither, or iterates in place of having indices and is a part of another already.
+        ValueError: it is empty.
+    """
+    is_iterable = isinstance(dataset, torch_data.IterableDataset)  # has __getitem__ of its base, and maybe a length
+    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not len(dataset):
+            raise ValueError("the dataset has no samples")
+        return len(dataset)
+    if not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"dataset={shown(dataset)}: expected one with indices (__getitem__ and __len__), or an iterable"
+        )
+    if hasattr(dataset, "__next__"):
+        raise TypeError(
+            f"dataset={shown(dataset)} is an iterator, which can be gone through once: expected an iterable, that "
+            "gives a new iterator for each epoch and worker"
+        )
+    return None
+
+
+def _one_of(value: Any, name: str, allowed: Any) -> Any:
+    if value not in get_args(allowed):
+        raise ValueError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, get_args(allowed)))}")
+    return value
+
+
+def _fingerprint(costs: FloatArray) -> int:
+    return int.from_bytes(hashlib.sha256(costs.tobytes()).digest()[:6], "little")

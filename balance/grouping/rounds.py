@@ -1,0 +1,307 @@
+"""Rounds: what a rank says of its pool, and which samples it trains on next, given what all ranks have said.
+
+Pure: samples come in by :meth:`Rounds.add`, one vector per rank and round is exchanged by whoever runs the rounds, and
+steps come out. Each rank works out from the vectors of all the same numbers of samples, loss tokens and steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray
+from odc.balance.grouping.methods import Grouping
+from odc.balance.grouping.quota import Offer, Quotas, fill_quota
+from odc.balance.grouping.token_budget import Group, align_groups
+
+
+class Entry(NamedTuple):
+    """A sample in a pool."""
+
+    place: int
+    """Where it stands in the stream of all samples: what it is known by."""
+
+    length: int
+    num_loss_tokens: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank trains on until the next synchronization, and what it has to know of the others."""
+
+    microbatches: list[list[Entry]]
+    """Of this rank, none empty. None at all: the rank has nothing to train on in this step."""
+
+    num_samples: int
+    """All ranks together; also the two below."""
+
+    num_loss_tokens: int
+    approximate_loss_tokens: float
+    """From each rank's mean per sample before the alignment, as ODB estimates them (appendix B)."""
+
+    own_approximate_loss_tokens: float
+
+
+class Rounds(ABC):
+    """The pool of one rank, and its part in the rounds."""
+
+    pool: list[Entry]
+    """Samples to choose from, the oldest first."""
+
+    pooled: list[int]
+    """How many samples each rank has in its pool after the last round; known to all of them."""
+
+    is_done: bool = False
+    """Whether no rank has anything left."""
+
+    vector_size: int
+    """Numbers in a vector, the same on all ranks."""
+
+    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int) -> None:
+        self.grouping = grouping
+        self.pool_size = pool_size
+        self.rank = rank
+        self.world_size = world_size
+        self.pool = []
+        self.pooled = [0] * world_size
+        self.num_added = 0
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Put samples into the pool, in the order in which they came."""
+        self.pool += entries
+        self.num_added += len(entries)
+
+    @abstractmethod
+    def offer(self, is_finished: bool) -> FloatArray:
+        """What to tell the other ranks before the next steps, (vector_size,).
+
+        Args:
+            is_finished: nothing more will be added.
+        """
+
+    @abstractmethod
+    def plan(self, offers: FloatArray) -> list[Step]:
+        """The next steps, given what all ranks have told, (world_size, vector_size).
+
+        The samples of these steps leave the pool. Every rank gets equally many steps.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`load` needs besides the pool to go on from between two rounds; for JSON."""
+        return {"num_added": self.num_added}
+
+    def load(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        """Go on from a state, with the samples that it names in :meth:`places`."""
+        self.pool = list(entries)
+        self.num_added = int(state["num_added"])
+
+    def places(self) -> list[int]:
+        """Of all samples that are here and not yet in a step that was given out."""
+        return [entry.place for entry in self.pool]
+
+    def _groups(self) -> list[Group]:
+        lengths = np.array([entry.length for entry in self.pool], dtype=np.int64)
+        return self.grouping.of_pool(lengths, self.num_added - len(self.pool))
+
+
+class FreeRounds(Rounds):
+    """Each rank by itself: its steps are its groups, and nothing is known of the other ranks (nor of their counts)."""
+
+    vector_size = 0
+
+    def offer(self, is_finished: bool) -> FloatArray:
+        return np.zeros(0)
+
+    def plan(self, offers: FloatArray) -> list[Step]:
+        groups = self._groups()
+        steps = []
+        for group in groups:
+            entries = [self.pool[i] for i in group]
+            num_loss_tokens = sum(entry.num_loss_tokens for entry in entries)
+            steps.append(Step([entries], len(entries), num_loss_tokens, num_loss_tokens, num_loss_tokens))
+        taken = {i for group in groups for i in group}
+        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        self.pooled = [len(self.pool)]
+        self.is_done = not steps
+        return steps
+
+
+class AlignedRounds(Rounds):
+    """As many groups on every rank that has any, one in each step (ODB: the distributed group alignment problem).
+
+    The vector: number of groups (0: none yet, so that all wait for another round; -1: none, and nothing to come),
+    samples in the pool, samples in the groups; the size of each group; the loss tokens of each sample, in the order of
+    the groups. It is ODB's own with one number more, and tells after one gather what ODB tells after two: which samples
+    every rank keeps, so how many loss tokens each step has.
+
+    A grouping around the oldest sample gives one group per round, so that each has the whole pool to choose from.
+
+    Args:
+        joins: go on until no rank has anything left. Else until the first one has: what the others have in their
+            pools then is dropped.
+    """
+
+    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, joins: bool = True) -> None:
+        super().__init__(grouping, pool_size, rank, world_size)
+        self.joins = joins
+        self.vector_size = 3 + 2 * pool_size
+        self._order: list[int] = []
+        self._sizes: list[int] = []
+
+    def offer(self, is_finished: bool) -> FloatArray:
+        groups = self._groups()
+        self._order = [i for group in groups for i in group]
+        self._sizes = [len(group) for group in groups]
+        counts = [self.pool[i].num_loss_tokens for i in self._order]
+        vector = np.zeros(self.vector_size)
+        vector[:3] = (len(groups) or -int(is_finished), len(self.pool), len(counts))
+        vector[3 : 3 + len(groups)] = self._sizes
+        vector[3 + self.pool_size : 3 + self.pool_size + len(counts)] = counts
+        return vector
+
+    def plan(self, offers: FloatArray) -> list[Step]:
+        codes = offers[:, 0].astype(np.int64)
+        if (codes < 0).all() or (not self.joins and (codes < 0).any()):
+            self.pool, self.pooled, self.is_done = [], [0] * self.world_size, True
+            return []
+        if not codes.all():
+            self.pooled = offers[:, 1].astype(np.int64).tolist()
+            return []
+        counts = [vector[3 + self.pool_size :][: int(vector[2])].astype(np.int64) for vector in offers]
+        groups = [_ranges(vector[3:][: max(int(vector[0]), 0)].astype(np.int64)) for vector in offers]
+        aligned, _ = align_groups(groups, [0] * self.world_size)
+        steps = self._steps(aligned, counts)
+        taken = {self._order[at] for group in aligned[self.rank] for at in group}
+        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        used = [sum(map(len, mine)) for mine in aligned]
+        self.pooled = [int(pooled) - number for pooled, number in zip(offers[:, 1], used, strict=True)]
+        return steps
+
+    def _steps(self, aligned: list[list[Group]], counts: list[IntArray]) -> list[Step]:
+        number = max(map(len, aligned))
+        samples, tokens, approximate = (np.zeros((self.world_size, number)) for _ in range(3))
+        for rank, groups in enumerate(aligned):
+            for step, group in enumerate(groups):
+                samples[rank, step] = len(group)
+                tokens[rank, step] = counts[rank][group].sum()
+            if groups:
+                approximate[rank] = samples[rank] * counts[rank].mean()
+        mine = aligned[self.rank]
+        return [
+            Step(
+                [[self.pool[self._order[at]] for at in mine[step]]] if step < len(mine) else [],
+                int(samples[:, step].sum()),
+                int(tokens[:, step].sum()),
+                float(approximate[:, step].sum()),
+                float(approximate[self.rank, step]),
+            )
+            for step in range(number)
+        ]
+
+
+def _ranges(sizes: IntArray) -> list[Group]:
+    ends = np.cumsum(sizes).tolist()
+    return [list(range(end - size, end)) for end, size in zip(ends, sizes.tolist(), strict=True)]
+
+
+@dataclass
+class _Chosen:
+    """What a rank has chosen for its next step."""
+
+    entries: list[Entry] = field(default_factory=list)
+    mean_loss_tokens: float = 0.0
+    """Per sample, of the pool that they were chosen from."""
+
+
+class QuotaRounds(Rounds):
+    """Every rank fills the same quota of cost from its own pool: one step per round, with any number of microbatches.
+
+    Samples are chosen one round before they are trained on, so that one vector per round is enough: it tells what was
+    chosen (samples, loss tokens), for the loss scale of this step, and what there is to choose from, for the quota of
+    the next one. The vector: samples in the pool; samples, loss tokens and mean loss tokens per sample of what was
+    chosen; number and cost of all samples ever seen, cost of the oldest in the pool; whether nothing is to come.
+
+    None waits for long: the oldest sample of a pool is always chosen, so a sample is, at the latest, once as many
+    rounds have gone by as there were samples in the pool before it.
+    """
+
+    vector_size = 8
+
+    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, minibatch_size: int) -> None:
+        super().__init__(grouping, pool_size, rank, world_size)
+        self._quotas = Quotas(minibatch_size)
+        self._seen_cost = 0.0
+        self._chosen = _Chosen()
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        super().add(entries)
+        for entry in entries:
+            self._seen_cost += entry.cost
+
+    def offer(self, is_finished: bool) -> FloatArray:
+        chosen = self._chosen
+        oldest = self.pool[0].cost if self.pool else 0.0
+        tokens = sum(entry.num_loss_tokens for entry in chosen.entries)
+        mine = (len(self.pool), len(chosen.entries), tokens, chosen.mean_loss_tokens)
+        return np.array([*mine, self.num_added, self._seen_cost, oldest, is_finished], dtype=np.float64)
+
+    def plan(self, offers: FloatArray) -> list[Step]:
+        steps = self._steps(offers)
+        quota = self._quotas.grant([Offer(row[6], row[5], int(row[4])) for row in offers.tolist()])
+        costs = np.array([entry.cost for entry in self.pool])
+        taken = fill_quota(costs, quota, self._quotas.usual)
+        mean = float(np.mean([entry.num_loss_tokens for entry in self.pool])) if self.pool else 0.0
+        self._chosen = _Chosen([self.pool[i] for i in taken], mean)
+        gone = set(taken)
+        self.pool = [entry for i, entry in enumerate(self.pool) if i not in gone]
+        self.pooled = offers[:, 0].astype(np.int64).tolist()
+        self.is_done = not offers[:, 0].any() and bool(offers[:, 7].all())
+        return steps
+
+    def deal_anew(self, entries: Sequence[Entry]) -> None:
+        """Have these samples in the pool instead. They were seen before, by this rank or by another."""
+        self.pool = list(entries)
+
+    def state(self) -> dict[str, Any]:
+        quotas = {name: getattr(self._quotas, name) for name in ("granted", "num_granted", "usual")}
+        return {
+            **super().state(),
+            "quotas": quotas,
+            "seen_cost": self._seen_cost,
+            "num_chosen": len(self._chosen.entries),
+            "mean_loss_tokens": self._chosen.mean_loss_tokens,
+        }
+
+    def load(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        num_chosen = int(state["num_chosen"])
+        super().load(state, entries[num_chosen:])
+        self._chosen = _Chosen(list(entries[:num_chosen]), float(state["mean_loss_tokens"]))
+        self._quotas = Quotas(self._quotas.minibatch_size, **state["quotas"])
+        self._seen_cost = float(state["seen_cost"])
+
+    def places(self) -> list[int]:
+        return [*(entry.place for entry in self._chosen.entries), *super().places()]
+
+    def _steps(self, offers: FloatArray) -> list[Step]:
+        num_samples = int(offers[:, 1].sum())
+        if not num_samples:
+            return []
+        entries = self._chosen.entries
+        lengths = np.array([entry.length for entry in entries], dtype=np.int64)
+        costs = np.array([entry.cost for entry in entries])
+        groups = self.grouping.of_minibatch(lengths, costs) if entries else []
+        approximate = offers[:, 1] * offers[:, 3]
+        return [
+            Step(
+                [[entries[i] for i in group] for group in groups],
+                num_samples,
+                int(offers[:, 2].sum()),
+                float(approximate.sum()),
+                float(approximate[self.rank]),
+            )
+        ]
