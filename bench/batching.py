@@ -183,7 +183,7 @@ def minibatch_epoch(
             seen[rank][1] += own
             coming += own
         if deals and coming == lengths.size:
-            pools = [[pools[rank][at] for rank, at in mine] for mine in even_out([costs[pool] for pool in pools])]
+            pools = [[pools[rank][at] for rank, at in mine] for mine in even_out([costs[pool] for pool in pools], pool_size)]
             deals = False
         offers = [
             Offer(float(costs[pool[0]]) if pool else 0.0, cost_seen, int(num_seen))

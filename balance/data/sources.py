@@ -365,9 +365,7 @@ class IterableSource(Source):
                     self.is_finished = True
                     return False
                 if self._num_taken == self._laps[-1][1]:
-                    raise ValueError(
-                        f"the dataset of {self._name} yields nothing: there is no end to infinite=True"
-                    )
+                    raise ValueError(f"the dataset of {self._name} yields nothing, which infinite=True would repeat")
                 self._begin_lap()
             if not len(self._requests):
                 self._ask(max(self._missing - sum(map(len, self._buffers)), 1))

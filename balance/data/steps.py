@@ -11,7 +11,7 @@ from odc.balance.checks import FloatArray
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.sources import IndexedSource, Source
 from odc.balance.grouping.quota import even_out
-from odc.balance.grouping.rounds import Entry, QuotaRounds, Rounds, Step
+from odc.balance.grouping.rounds import Entry, Rounds, Step
 
 
 class StepStream:
@@ -105,7 +105,7 @@ class StepStream:
     def _deal_anew(self) -> None:
         """Even out what is left in the pools once nothing more comes, where any rank can read any sample."""
         rounds, source = self._rounds, self._source
-        if not (isinstance(rounds, QuotaRounds) and isinstance(source, IndexedSource) and source.all_dealt):
+        if not (rounds.deals_anew and isinstance(source, IndexedSource) and source.all_dealt):
             return
         if self._is_dealt_anew or self._exchange is None:
             return
@@ -116,7 +116,8 @@ class StepStream:
         vector[1 + self._pool_size :][: len(rounds.pool)] = [entry.cost for entry in rounds.pool]
         found = self._gather(vector)
         sizes = found[:, 0].astype(int).tolist()
-        parts = even_out([row[1 + self._pool_size :][:size] for row, size in zip(found, sizes, strict=True)])
+        costs = [row[1 + self._pool_size :][:size] for row, size in zip(found, sizes, strict=True)]
+        parts = even_out(costs, self._pool_size)
         mine = [int(found[rank, 1 + at]) for rank, at in parts[self._exchange.rank]]
         here = {entry.place: entry for entry in rounds.pool}
         source.forget([entry for place, entry in here.items() if place not in set(mine)])

@@ -24,13 +24,13 @@ from odc.balance.data.samples import IterableYields, Measure, SampleDataset
 from odc.balance.data.sources import IndexedSource, IterableSource, Requests, Source
 from odc.balance.data.steps import StepStream, entries_of
 from odc.balance.grouping.methods import Grouping, Name
-from odc.balance.grouping.rounds import AlignedRounds, Entry, FreeRounds, QuotaRounds, Rounds, Step
+from odc.balance.grouping.rounds import AlignedRounds, Entry, EqualStepRounds, FreeRounds, QuotaRounds, Rounds, Step
 from odc.balance.random_numbers import random_generator
 from odc.errors import OdcError, shown
 
 T = TypeVar("T")
 
-Align = Literal["dgap", "minibatch", "none"]
+Align = Literal["dgap", "steps", "minibatch", "none"]
 LossScaling = Literal["exact", "approx", "sample", "none"]
 """See :class:`StreamLoader`."""
 
@@ -51,7 +51,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
     Args:
         dataset: gives sample i as ``dataset[i]`` and their number as ``len(dataset)``, or is any iterable.
         collate: makes a batch of a list of samples. It gets an empty list where a rank has to go through a step without
-            samples ("dgap"), and must return a batch whose summed loss is 0.
+            samples ("dgap", "steps"), and must return a batch whose summed loss is 0.
         rank, world_size: of this process, among those that share the data.
         max_tokens: most tokens of a microbatch, padding included. A longer sample is refused.
         length: tokens of a sample. Called where the sample is read, in a worker if there are any.
@@ -67,6 +67,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         align: what ranks have in common.
             "dgap": they have equally many steps of one microbatch each, as collectives need: groups are split or put
             back into pools until all ranks have as many (ODB). One exchange per round of steps.
+            "steps": the same, but each rank knows the lengths in all pools, and the padded microbatches of a step are
+            chosen so that they cost the same on all ranks; with grouping="token-budget", whose groups these replace.
             "minibatch": they have the same cost until the end of each minibatch, and any number of microbatches, which
             needs ODC: from a quota that all agree on, each fills its minibatch out of its own pool. One exchange per
             minibatch. "none": nothing, no communication. Ranks may have different numbers of steps.
@@ -74,8 +76,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
             has were trained on, and data begins anew, in another order, whenever the first rank has nothing left: some
             samples of an epoch come twice then, and some not.
         minibatch_size: with "minibatch", samples of a rank in a minibatch on average.
-        gradient_accumulation_steps: steps of "dgap" and "none" that make one minibatch.
-        cost: cost model of a sample, for "minibatch"; default: its length.
+        gradient_accumulation_steps: steps of "dgap", "steps" and "none" that make one minibatch.
+        cost: cost model of a sample, for "steps" and "minibatch"; default: its length.
         loss_scaling: what the gradient is that of, with t the loss tokens of a rank and n its samples in a minibatch.
             "exact": the mean over all loss tokens of the minibatch. "approx": the same with t from the rank's mean per
             sample. "sample": of ranks' means, weighted by n. "none": by nothing. (ODB, equation 2 and appendix B.)
@@ -159,6 +161,11 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 raise TypeError(f"{name}={shown(function)}: expected a function")
         self._check_together()
         self._num_samples = _size_of(dataset)
+        if self._num_samples is not None and self.align == "none" and self._num_samples < self.world_size and infinite:
+            raise ValueError(
+                f"{self._num_samples} samples on {self.world_size} ranks with align='none' and infinite=True: expected "
+                "at least one sample for each rank"
+            )
         self.dataset = dataset
         self._collate = collate
         self._checks = bool(check_batches)
@@ -339,6 +346,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         arguments = (self.grouping, self.pool_size, *self._among())
         if self.align == "dgap":
             return AlignedRounds(*arguments, joins=self.join)
+        if self.align == "steps":
+            return EqualStepRounds(*arguments, cost=self.cost)
         if self.align == "minibatch":
             assert self.minibatch_size is not None
             return QuotaRounds(*arguments, minibatch_size=self.minibatch_size)
@@ -420,9 +429,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
             found["iterable_yields"] = self.iterable_yields
             if self.iterable_yields == "worker":
                 found["num_workers"] = self._reader.num_workers
-        if self.align == "minibatch":
-            assert self.minibatch_size is not None
+        if self.minibatch_size is not None:
             found["minibatch_size"] = self.minibatch_size
+        if self.align in ("steps", "minibatch"):
             found["costs_fingerprint"] = _fingerprint(self._costs_of_some())
         return found
 
@@ -446,6 +455,11 @@ class StreamLoader(Generic[SampleT, BatchT]):
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} with align={self.align!r}, whose minibatches are as many "
                 "samples as fit into their microbatches: leave it out, or use align='minibatch'"
+            )
+        if self.align == "steps" and self.grouping.name != "token-budget":
+            raise ValueError(
+                f"grouping={self.grouping.name!r} with align='steps', which makes padded groups of equal cost itself: "
+                "leave grouping at 'token-budget'"
             )
         if not self.join and self.align != "dgap":
             raise ValueError(f"join=False with align={self.align!r}: it is a way to end the rounds of align='dgap'")

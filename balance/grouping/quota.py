@@ -66,13 +66,14 @@ class Quotas:
         return quota
 
 
-def even_out(costs: Sequence[npt.ArrayLike]) -> list[list[tuple[int, int]]]:
+def even_out(costs: Sequence[npt.ArrayLike], pool_size: int) -> list[list[tuple[int, int]]]:
     """Deal the samples of all ranks' last pools out anew, so that what is left costs every rank the same.
 
     Once a source is at its end, pools of unequal costs would have some ranks go on alone.
 
     Args:
         costs: of the samples of each rank's pool, the oldest first, (num_samples,) each.
+        pool_size: most samples that a rank has, before and after.
 
     Returns:
         For each rank, the samples that it is to have, as (rank that has it, position in its pool), those that have
@@ -83,6 +84,9 @@ def even_out(costs: Sequence[npt.ArrayLike]) -> list[list[tuple[int, int]]]:
     owned.sort()  # by age, as far as ranks can compare
     values = np.array([pools[rank][position] for position, rank in owned])
     parts = split_by_cost(values, len(pools), equal_size=False)
+    if max(map(len, parts)) > pool_size:
+        filled_up = np.concatenate([values, np.zeros(-values.size % len(pools))])
+        parts = [[i for i in part if i < values.size] for part in split_by_cost(filled_up, len(pools), equal_size=True)]
     return [[(owned[i][1], owned[i][0]) for i in sorted(part)] for part in parts]
 
 

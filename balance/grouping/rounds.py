@@ -9,14 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
+from odc.balance.costs import CostModel, evaluate
+from odc.balance.grouping.equal_steps import PoolView, plan_equal_steps
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.quota import Offer, Quotas, fill_quota
 from odc.balance.grouping.token_budget import Group, align_groups
+
+_KEPT = 0.5
+"""Part of a pool that stays when steps of equal cost are planned: what they are chosen from."""
 
 
 class Entry(NamedTuple):
@@ -62,6 +67,9 @@ class Rounds(ABC):
     vector_size: int
     """Numbers in a vector, the same on all ranks."""
 
+    deals_anew: ClassVar[bool] = False
+    """Whether the pools should be evened out by cost once nothing more comes."""
+
     def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int) -> None:
         self.grouping = grouping
         self.pool_size = pool_size
@@ -75,6 +83,10 @@ class Rounds(ABC):
         """Put samples into the pool, in the order in which they came."""
         self.pool += entries
         self.num_added += len(entries)
+
+    def deal_anew(self, entries: Sequence[Entry]) -> None:
+        """Have these samples in the pool instead. They were seen before, by this rank or by another."""
+        self.pool = list(entries)
 
     @abstractmethod
     def offer(self, is_finished: bool) -> FloatArray:
@@ -209,6 +221,78 @@ def _ranges(sizes: IntArray) -> list[Group]:
     return [list(range(end - size, end)) for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
+class EqualStepRounds(Rounds):
+    """One group on every rank in each step, all of the same cost (:mod:`odc.balance.grouping.equal_steps`).
+
+    The vector: 1 if the rank has samples, else 0, or -1 if nothing is to come; how many; of each, the oldest first, its
+    length, loss tokens, and steps in the pool. So every rank knows all pools, and plans the steps of all ranks until
+    half of a pool is left; once nothing is to come, until all pools are empty.
+    """
+
+    deals_anew = True
+
+    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, cost: CostModel) -> None:
+        super().__init__(grouping, pool_size, rank, world_size)
+        self.vector_size = 3 + 3 * pool_size
+        self._cost = cost
+        self._num_steps = 0
+        self._arrived: dict[int, int] = {}
+        """Steps before each sample of the pool came, by place."""
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        super().add(entries)
+        self._arrived.update((entry.place, self._num_steps) for entry in entries)
+
+    def offer(self, is_finished: bool) -> FloatArray:
+        size = len(self.pool)
+        vector = np.zeros(self.vector_size)
+        vector[:3] = (1 if size else -int(is_finished), size, is_finished)
+        table = vector[3:].reshape(3, self.pool_size)
+        for column, entry in enumerate(self.pool):
+            table[:, column] = (entry.length, entry.num_loss_tokens, self._num_steps - self._arrived[entry.place])
+        return vector
+
+    def plan(self, offers: FloatArray) -> list[Step]:
+        codes, sizes = offers[:, 0], offers[:, 1].astype(np.int64).tolist()
+        self.pooled = sizes
+        self.is_done = bool((codes < 0).all())
+        if self.is_done or not codes.all():
+            return []
+        tables = [row[3:].reshape(3, -1)[:, :size].astype(np.int64) for row, size in zip(offers, sizes, strict=True)]
+        pools = [PoolView(table[0], evaluate(self._cost, table[0]), table[2]) for table in tables]
+        keep = 0.0 if offers[:, 2].all() else _KEPT
+        planned = plan_equal_steps(pools, self.grouping.max_tokens, keep, self.pool_size)
+        means = [table[1].mean() if table.size else 0.0 for table in tables]
+        steps = []
+        for groups in planned:
+            approximate = [len(group) * mean for group, mean in zip(groups, means, strict=True)]
+            counts = [int(table[1][group].sum()) for group, table in zip(groups, tables, strict=True)]
+            mine = [self.pool[i] for i in groups[self.rank]]
+            number = sum(map(len, groups))
+            steps.append(
+                Step([mine] if mine else [], number, sum(counts), sum(approximate), float(approximate[self.rank]))
+            )
+        taken = {i for groups in planned for i in groups[self.rank]}
+        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        self._num_steps += len(planned)
+        self._arrived = {entry.place: self._arrived[entry.place] for entry in self.pool}
+        self.pooled = [size - sum(len(groups[rank]) for groups in planned) for rank, size in enumerate(sizes)]
+        return steps
+
+    def deal_anew(self, entries: Sequence[Entry]) -> None:
+        super().deal_anew(entries)
+        self._arrived = {entry.place: self._arrived.get(entry.place, self._num_steps) for entry in entries}
+
+    def state(self) -> dict[str, Any]:
+        waited = [self._num_steps - self._arrived[entry.place] for entry in self.pool]
+        return {**super().state(), "waited": waited}
+
+    def load(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        super().load(state, entries)
+        self._num_steps = 0
+        self._arrived = {entry.place: -int(waited) for entry, waited in zip(entries, state["waited"], strict=True)}
+
+
 @dataclass
 class _Chosen:
     """What a rank has chosen for its next step."""
@@ -231,6 +315,7 @@ class QuotaRounds(Rounds):
     """
 
     vector_size = 8
+    deals_anew = True
 
     def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, minibatch_size: int) -> None:
         super().__init__(grouping, pool_size, rank, world_size)
@@ -262,10 +347,6 @@ class QuotaRounds(Rounds):
         self.pooled = offers[:, 0].astype(np.int64).tolist()
         self.is_done = not offers[:, 0].any() and bool(offers[:, 7].all())
         return steps
-
-    def deal_anew(self, entries: Sequence[Entry]) -> None:
-        """Have these samples in the pool instead. They were seen before, by this rank or by another."""
-        self.pool = list(entries)
 
     def state(self) -> dict[str, Any]:
         quotas = {name: getattr(self._quotas, name) for name in ("granted", "num_granted", "usual")}

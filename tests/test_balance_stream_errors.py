@@ -1,0 +1,283 @@
+"""Layer 3: what is refused, and how errors of samples, datasets and collate arrive; workers are never left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_balance_stream import LENGTHS, Indices, Sequence, make_loader, pad_collate, samples_of, summary
+from torch.utils.data import IterableDataset, get_worker_info
+
+from odc.balance import StreamLoader, pack_collate
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+def failure(loader: StreamLoader[Any, Any]) -> tuple[type[BaseException], str]:
+    """The error that an epoch ends with, and its notes. The error itself would keep the workers."""
+    try:
+        list(loader)
+    except Exception as error:
+        return type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])
+    raise AssertionError("there was no error")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grouping": "best"}, r"grouping='best': expected one of 'token-budget', 'prefer-closest'"),
+        ({"align": "all"}, r"align='all': expected one of 'dgap', 'steps', 'minibatch', 'none'"),
+        ({"loss_scaling": "mean"}, r"loss_scaling='mean': expected one of 'exact'"),
+        ({"iterable_yields": "some"}, r"iterable_yields='some': expected one of 'all', 'rank', 'worker'"),
+        ({"pool_size": 0}, "pool_size=0: expected an integer of at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0: expected"),
+        ({"rank": 1}, "rank=1: expected less than world_size=1"),
+        ({"align": "minibatch", "minibatch_size": None}, "align='minibatch' needs minibatch_size"),
+        ({"minibatch_size": 4}, "minibatch_size=4 with align='dgap'"),
+        ({"align": "minibatch", "gradient_accumulation_steps": 2}, "raise minibatch_size instead"),
+        ({"grouping": "pool-sort", "batch_size": None}, "grouping='pool-sort' needs batch_size"),
+        ({"batch_size": 4}, "batch_size=4 with grouping='token-budget', which cuts by max_tokens"),
+        ({"align": "steps", "grouping": "pack"}, "grouping='pack' with align='steps'"),
+        ({"align": "steps", "join": False}, "join=False with align='steps'"),
+        ({"infinite": True, "join": False}, "join=False with infinite=True"),
+        ({"align": "none", "world_size": 2, "loss_scaling": "exact"}, "pass loss_scaling='none'"),
+        ({"dataset": []}, "the dataset has no samples"),
+        ({"prefetch_factor": 2}, "prefetch_factor=2 without workers"),
+        ({"align": "none", "infinite": True, "world_size": 300}, "203 samples on 300 ranks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loader(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": 5}, "dataset=5: expected one with indices"),
+        ({"dataset": iter([1, 2])}, "is an iterator, which can be gone through once"),
+        ({"length": None}, "length=None: expected a function"),
+        ({"collate": "pad"}, "collate='pad': expected a function"),
+        ({"cost": 3.0}, "cost=3.0: expected a cost model"),
+    ],
+)
+def test_what_is_something_else_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_loader(**options)
+
+
+# Samples.
+
+
+def bad_length(index: int) -> Any:
+    return {40: 0, 41: None, 42: 121}.get(index, 10)
+
+
+def no_length(index: int) -> int:
+    return {i: 10 for i in range(203) if i != 17}[index]
+
+
+def bad_count(index: int) -> int:
+    return 11 if index == 9 else 1
+
+
+def ten(index: int) -> int:
+    return 10
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Indices, Sequence])
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"length": bad_length}, ValueError, r"length of it is 0: expected an integer of at least 1"),
+        ({"length": no_length}, KeyError, r"17"),
+        ({"length": ten, "num_loss_tokens": bad_count}, ValueError, r"num_loss_tokens of it is 11: expected at most"),
+    ],
+)
+def test_a_sample_without_a_length_is_named(
+    options: dict[str, Any], kind: type, message: str, dataset: Any, num_workers: int
+) -> None:
+    found, text = failure(make_loader(dataset=dataset(), shuffle=False, num_workers=num_workers, **options))
+    assert issubclass(found, kind)
+    named = {0: "sample 40", 1: "sample 17", 2: "sample 9"}[[bad_length, no_length, ten].index(options["length"])]
+    assert f"(when {named} was measured)" in text
+    assert message in text
+    assert not multiprocessing.active_children()
+
+
+def test_a_sample_that_is_too_long_is_named() -> None:
+    found, text = failure(make_loader(length=lambda i: 121 if i == 42 else 1))
+    assert found is ValueError
+    assert "it has 121 tokens, more than max_tokens=120: raise max_tokens, or truncate it" in text
+    assert "sample 42" in text
+
+
+class Broken:
+    """Raises at one of its samples."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def _check(self, index: int) -> int:
+        if index == 30:
+            raise {"index": IndexError("no row"), "stop": StopIteration(), "os": OSError(5, "disk")}[self.error]
+        return index
+
+
+class BrokenIndices(Broken):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return self._check(index)
+
+
+class BrokenSequence(Broken):
+    def __iter__(self) -> Iterator[int]:
+        return (self._check(index) for index in range(100))
+
+
+@WORKERS
+@pytest.mark.parametrize("error", ["index", "stop", "os"])
+@pytest.mark.parametrize("dataset", [BrokenIndices, BrokenSequence])
+def test_no_error_of_a_dataset_passes_for_the_end_of_the_data(dataset: Any, error: str, num_workers: int) -> None:
+    found, text = failure(make_loader(dataset=dataset(error), length=ten, num_workers=num_workers))
+    assert "when sample 30 was read" in text
+    assert issubclass(found, {"index": IndexError, "stop": RuntimeError, "os": OSError}[error])
+    assert not multiprocessing.active_children()
+
+
+def test_collate_that_fails_or_drops_samples_names_them() -> None:
+    def fail(samples: list[int]) -> None:
+        raise TypeError("no batch of these")
+
+    found, text = failure(make_loader(collate=fail))
+    assert found is TypeError
+    assert "when samples [" in text
+    samples = [{"input_ids": torch.arange(1, length + 1)} for length in (5, 6, 7, 8)]
+    options = {"grouping": "none", "batch_size": 4, "shuffle": False, "length": lambda s: len(s["input_ids"])}
+
+    def padded(samples: list[Any]) -> Any:
+        kept = [{**s, "labels": s["input_ids"]} for s in samples if len(s["input_ids"]) != 7]
+        batch = pad_collate(kept)
+        del batch["labels"]
+        return batch
+
+    found, text = failure(make_loader(dataset=samples, collate=padded, **options))
+    assert found is ValueError
+    assert "collate made a batch of 3 samples out of samples [0, 1, 2, 3]: [2] are not in it" in text
+    found, text = failure(make_loader(dataset=samples, collate=lambda s: pack_collate(s[:2]), **options))
+    assert "the labels of samples [0, 1, 2, 3] have 9 loss tokens, num_loss_tokens says 22" in text
+    found, text = failure(make_loader(dataset=samples, collate=lambda s: {"input_ids": torch.zeros(4, 31)}, **options))
+    assert "has 124 tokens, padding included: expected at most max_tokens=120. Their lengths are [5, 6, 7, 8]" in text
+    unchecked = make_loader(dataset=samples, collate=padded, check_batches=False, **options)
+    assert len(list(unchecked)) == 1
+
+
+# Iterable datasets and who has which part of them.
+
+
+class SplitsItself(IterableDataset[int]):
+    """Splits itself between workers, as torch's documentation says."""
+
+    def __len__(self) -> int:
+        return 203
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(203) if info is None else range(info.id, 203, info.num_workers))
+
+
+@WORKERS
+@pytest.mark.parametrize("yields", ["all", "rank", "worker"])
+def test_a_dataset_that_splits_itself_is_not_split_twice(yields: str, num_workers: int) -> None:
+    loader = make_loader(dataset=SplitsItself(), iterable_yields=yields, num_workers=num_workers)
+    assert samples_of([summary(loader)]) == list(range(203))
+
+
+def test_parts_of_ranks_and_workers() -> None:
+    for num_workers in (0, 2):
+        options = {"align": "none", "num_workers": num_workers}
+        parts = [summary(make_loader(rank, 3, SplitsItself(), **options)) for rank in range(3)]
+        assert [samples_of([part]) for part in parts] == [list(range(rank, 203, 3)) for rank in range(3)]
+
+
+class Epochs(Sequence):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch * 10 + i for i in range(4)])
+
+
+def test_an_iterable_is_told_its_epoch() -> None:
+    loader = make_loader(dataset=Epochs(), grouping="none", batch_size=4, pool_size=4, length=ten, infinite=True)
+    loader.set_epoch(2)
+    found = [minibatch.microbatches[0] for _, minibatch in zip(range(3), loader, strict=False)]
+    assert found == [[20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]]
+    with pytest.raises(ValueError, match="the dataset of rank 0 yields nothing, which infinite=True would repeat"):
+        next(iter(make_loader(dataset=Sequence(0), infinite=True)))
+    assert list(make_loader(dataset=Sequence(0))) == []
+
+
+# Lifetimes.
+
+
+def test_workers_end_when_the_loop_is_left() -> None:
+    loader = make_loader(num_workers=2)
+    for _ in loader:
+        assert len(multiprocessing.active_children()) == 2
+        break
+    assert not multiprocessing.active_children()
+    first = iter(loader)
+    next(first)
+    assert samples_of([summary(loader)]) == list(range(203))
+    with pytest.raises(RuntimeError, match="this iteration ended after minibatch 0: the loader was iterated again"):
+        next(first)
+    assert not multiprocessing.active_children()
+
+
+def test_workers_that_are_spawned_and_stay() -> None:
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    loader = make_loader(dataset=Sequence(), **options)
+    assert summary(loader) == summary(make_loader(dataset=Sequence()))
+    assert samples_of([summary(loader)]) == list(range(len(LENGTHS)))
+
+
+class Mixed:
+    """Samples of several kinds of values."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "ids": torch.arange(index + 1),
+            "half": torch.full((2, 3), index, dtype=torch.bfloat16).t(),
+            "one": torch.tensor(float(index)),
+            "none": torch.zeros(0, 3),
+            "sparse": torch.eye(2).to_sparse(),
+            "grad": torch.ones(1, requires_grad=True),
+            "text": f"sample {index}",
+        }
+
+
+def test_samples_come_out_of_workers_as_they_went_in() -> None:
+    def flat(num_workers: int) -> list[dict[str, Any]]:
+        loader = make_loader(dataset=Mixed(), length=lambda s: len(s["ids"]), num_workers=num_workers)
+        return [sample for m in loader for sample in m.microbatches[0]]
+
+    for found, expected in zip(flat(2), flat(0), strict=True):
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert (found[name].dtype, found[name].layout) == (value.dtype, value.layout)
+                assert torch.equal(found[name].to_dense(), value.to_dense())
+            else:
+                assert found[name] == value
+        found["ids"][0] = 7  # may be written to

@@ -1,0 +1,187 @@
+"""Layer 3: ranks as processes. The exchange over gloo, and what ranks are told when one of them does not come."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_ranks import run_ranks, start_ranks
+from stream_ranks import run_streams
+from test_balance_stream import make_loader, samples_of, summary
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import odc
+
+
+def epoch(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+    torch.manual_seed(rank)
+    loader = make_loader(rank, world_size, **options)
+    found = summary(loader)
+    assert summary(loader) == found  # another iteration over the same group
+    loader.close()
+    loader.close()
+    return found
+
+
+def test_the_exchange_of_processes_is_that_of_threads() -> None:
+    for options in ({"align": "dgap"}, {"align": "minibatch", "grouping": "pack"}):
+        expected = run_streams(3, lambda rank, given=options: make_loader(rank, 3, **given), summary)
+        assert run_ranks(3, epoch, options) == expected
+
+
+def of_half(rank: int, world_size: int) -> tuple[list[Any], str]:
+    """Ranks 0 and 1 are one model, 2 and 3 another: those of either share no data."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    loader = make_loader(rank % 2, 2, seed=rank // 2, group=halves[rank // 2])
+    try:
+        list(make_loader(rank % 2, 2))
+    except ValueError as error:
+        return summary(loader), str(error)
+    return summary(loader), ""
+
+
+def test_ranks_that_share_data_are_a_group() -> None:
+    found = run_ranks(4, of_half)
+    for half in (0, 2):
+        assert samples_of([mine for mine, _ in found[half : half + 2]]) == list(range(203))
+    assert found[0][0] != found[2][0]
+    for rank, (_, message) in enumerate(found):
+        assert f"rank={rank % 2}, world_size=2: this process is rank {rank} of 4 in the process group" in message
+
+
+def test_without_a_process_group_nothing_is_exchanged() -> None:
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first, or use align='none'"):
+        next(iter(make_loader(0, 2)))
+
+
+def trouble(rank: int, world_size: int, kind: str, align: str) -> tuple[str, str, float]:
+    """Rank 1 does something after two minibatches. What the others are told, and after how many seconds."""
+
+    def length_of(index: int) -> int:
+        if kind == "sample" and rank == 1 and started.is_set():
+            raise OSError(f"no such file: sample_{index}.jpg")
+        return 1 + index % 40
+
+    def collate(samples: list[int]) -> list[int]:
+        if kind == "collate" and rank == 1 and started.is_set():
+            raise TypeError("no batch of these")
+        return samples
+
+    started = threading.Event()
+    loader = make_loader(rank, world_size, align=align, length=length_of, collate=collate, exchange_timeout_s=3.0)
+    number = 0
+    begun = time.monotonic()
+    try:
+        for number, _ in enumerate(loader, 1):
+            begun = time.monotonic()
+            if number < 2 or rank != 1:
+                continue
+            started.set()
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "left":
+                break
+            if kind == "late" and number == 2:
+                time.sleep(5.0)
+    except Exception as error:
+        taken = time.monotonic() - begun
+        if rank == 1 and kind in ("sample", "collate"):
+            time.sleep(2.0)  # it is alive while the others are told
+        return type(error).__name__, str(error), taken
+    if rank == 1 and kind == "left":
+        time.sleep(2.0)
+    return "", f"ended after {number}", time.monotonic() - begun
+
+
+@pytest.mark.parametrize("align", ["dgap", "minibatch"])
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("sample", "AbortedError", r"the data of rank 1 ended with an error: OSError: \[?.*no such file: sample_"),
+        ("collate", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
+        ("left", "PeerClosedError", "rank 1 has left its loop after 2 minibatches, and this rank"),
+        ("late", "PeerSilentError", "rank 1 did not come for its next minibatch within 3 s"),
+    ],
+)
+def test_a_rank_that_fails_is_named_to_the_others(kind: str, error: str, message: str, align: str) -> None:
+    ranks = run_ranks(3, trouble, kind, align)
+    for rank in (0, 2):
+        name, text, seconds = ranks[rank]
+        assert name == error, text
+        assert re.search(message, text), text
+        assert seconds < 10
+    if kind == "sample":
+        assert ranks[1][0] == "OSError"
+
+
+def test_a_rank_that_is_killed_is_named_to_the_others() -> None:
+    results = start_ranks(3, trouble, "killed", "dgap").join(60.0, expendable=[])
+    for rank in (0, 2):
+        name, text, seconds = results[rank].value
+        assert name == "PeerDiedError"
+        assert "rank 1 is gone" in text
+        assert seconds < 10
+
+
+def two_at_a_time(rank: int, world_size: int) -> str:
+    """Rank 1 iterates once more than rank 0."""
+    loader = make_loader(rank, world_size)
+    iterator = iter(loader)
+    next(iterator)
+    if rank:
+        iterator = iter(loader)
+    try:
+        for _ in range(200):
+            next(iterator)
+    except (odc.errors.OdcError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_iterate_differently_are_told() -> None:
+    first, second = run_ranks(2, two_at_a_time)
+    assert "every rank must iterate over its loader as often as the others" in first
+    assert "every rank must" in second
+
+
+def train(rank: int, world_size: int, patched: bool) -> tuple[str, list[float]]:
+    """A minibatch of FSDP2: with ODC, ranks may have different numbers of microbatches; without, that is refused."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = odc.patch_fsdp(model) if patched else None
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        return torch.tensor([[float(1 + i % 7)] for i in samples])
+
+    loader = make_loader(rank, world_size, align="minibatch", grouping="pack", comm="auto", collate=collate)
+    try:
+        for minibatch in loader:
+            for batch in minibatch.microbatches:
+                (model(batch).square().sum() * minibatch.loss_scale).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error), []
+    weights: Any = model.weight
+    if session is not None:
+        session.close()
+    return "", weights.full_tensor().flatten().tolist()
+
+
+def test_minibatches_of_equal_cost_need_odc() -> None:
+    for message, _ in run_ranks(2, train, False):
+        assert "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work" in message
+    (first, weights), (second, others) = run_ranks(2, train, True)
+    assert (first, second) == ("", "")
+    assert weights == others

@@ -1,0 +1,165 @@
+"""Layer 3: ranks as threads. Stopped after any minibatch, a stream goes on in new loaders as if it had not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from typing import Any
+
+import pytest
+from stream_ranks import run_streams
+from test_balance_stream import KINDS, Indices, Sequence, make_loader, summary
+
+from odc.balance import LinearCost, StreamLoader
+
+
+def with_states(loader: StreamLoader[int, Any]) -> tuple[list[Any], list[str]]:
+    """What it gives, and its states as JSON: before the first minibatch and after each."""
+    states = [json.dumps(loader.state_dict())]
+    found = []
+    for minibatch in loader:
+        found += summary([minibatch])
+        states.append(json.dumps(loader.state_dict()))
+    return found, [*states, json.dumps(loader.state_dict())]
+
+
+@pytest.mark.parametrize("dataset", [Indices, Sequence])
+@pytest.mark.parametrize(("grouping", "align"), KINDS)
+def test_it_goes_on_after_any_minibatch(grouping: str, align: str, dataset: Any) -> None:
+    def make(rank: int, **options: Any) -> StreamLoader[int, Any]:
+        return make_loader(rank, 2, dataset(), align, grouping, **options)
+
+    whole = run_streams(2, make, with_states)
+    longest = min(len(states) for _, states in whole)
+    for num_done in [*range(0, longest, 5), longest - 2, longest - 1]:
+
+        def go_on(loader: StreamLoader[int, Any], at: int = num_done) -> tuple[list[Any], int]:
+            loader.load_state_dict(json.loads(whole[loader.rank][1][at]))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                iterator = iter(loader)
+                first = list(itertools.islice(iterator, 1))
+                num_read = getattr(loader.dataset, "num_read", 0)
+                return summary([*first, *iterator]), num_read
+
+        ranks = run_streams(2, make, go_on)
+        for (rest, num_read), (minibatches, _) in zip(ranks, whole, strict=True):
+            assert rest == minibatches[num_done:]
+            # Of the pool as it was; and what it lacks is read ahead.
+            assert num_read <= 2 * 20 + 20 * (num_done == longest - 2)
+
+
+def test_a_state_is_small() -> None:
+    loader = make_loader(0, 1, Indices(200), align="minibatch", grouping="pack", pool_size=150)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    num_pooled = len(state["position"]["places"])
+    assert num_pooled > 100
+    assert len(json.dumps(state)) <= 2048 + 24 * num_pooled
+
+
+@pytest.mark.parametrize("options", [{"infinite": True}, {"join": False}, {"gradient_accumulation_steps": 3}])
+def test_it_goes_on_in_a_later_lap(options: dict[str, Any]) -> None:
+    for dataset in (Indices, Sequence):
+
+        def make(rank: int, dataset: Any = dataset) -> StreamLoader[int, Any]:
+            return make_loader(rank, 2, dataset(), **options)
+
+        def run(loader: StreamLoader[int, Any]) -> tuple[list[Any], list[str]]:
+            states, found = [], []
+            for minibatch in itertools.islice(loader, 75):
+                found += summary([minibatch])
+                states.append(json.dumps(loader.state_dict()))
+            return found, states
+
+        whole = run_streams(2, make, run)
+        length = len(whole[0][0])
+        for num_done in (length // 3, 2 * length // 3, length - 1):
+
+            def go_on(loader: StreamLoader[int, Any], at: int = num_done, ranks: Any = whole) -> list[Any]:
+                loader.load_state_dict(json.loads(ranks[loader.rank][1][at - 1]))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    return summary(itertools.islice(loader, 75 - at))
+
+            assert run_streams(2, make, go_on) == [found[num_done:] for found, _ in whole]
+
+
+def test_a_stopped_iterable_is_gone_through_again_and_says_how_far() -> None:
+    loader = make_loader(dataset=Sequence())
+    for _ in zip(range(9), loader, strict=False):
+        pass
+    state = loader.state_dict()
+    again = make_loader(dataset=Sequence(), num_workers=2)
+    again.load_state_dict(state)
+    with pytest.warns(
+        UserWarning, match=r"rank 0 iterates again over \d\d samples of its dataset, which has no indices"
+    ):
+        rest = summary(again)
+    assert rest == summary(make_loader(dataset=Sequence()))[9:]
+    shorter = make_loader(dataset=Sequence(8))
+    shorter.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"the dataset of rank 0 ended after 8 samples, and had \d\d when the state"):
+        with pytest.warns(UserWarning, match="iterates again over"):
+            next(iter(shorter))
+
+
+def test_states_and_epochs() -> None:
+    loader = make_loader()
+    whole = summary(loader)
+    done = loader.state_dict()
+    loader.load_state_dict(done)
+    assert summary(loader) == []  # the epoch of the state is over
+    assert summary(loader) == whole
+    loader.load_state_dict(done)
+    loader.set_epoch(1)
+    assert len(summary(loader)) > 5
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    other = make_loader()
+    other.load_state_dict(state)
+    other.set_epoch(1)  # the epoch of the state goes on
+    assert summary(other) == summary(iterator)
+    first = make_loader()
+    iterator = iter(first)
+    next(iterator)
+    first.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="this iteration ended after minibatch 0"):
+        next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"world_size": 2}, "world_size=1, this loader world_size=2"),
+        ({"seed": 1}, "seed=0, this loader seed=1"),
+        ({"grouping": "pack"}, "grouping='token-budget', this loader grouping='pack'"),
+        ({"max_tokens": 121}, "max_tokens=120, this loader max_tokens=121"),
+        ({"pool_size": 21}, "pool_size=20, this loader pool_size=21"),
+        ({"dataset": Indices(202)}, "num_samples=203, this loader num_samples=202"),
+        ({"align": "minibatch"}, "align='dgap', this loader align='minibatch'"),
+    ],
+)
+def test_the_state_of_another_stream_is_refused_by_name(other: dict[str, Any], name: str) -> None:
+    loader = make_loader()
+    next(iter(loader))
+    with pytest.raises(ValueError, match=f"the state has {name}"):
+        make_loader(**other).load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="has no position"):
+        loader.load_state_dict({"epoch": 0})
+    with pytest.raises(TypeError, match="the state is a list"):
+        loader.load_state_dict([])  # type: ignore[arg-type]
+
+
+def test_the_state_at_other_costs_is_refused_where_they_matter() -> None:
+    for align, refused in (("minibatch", True), ("steps", True), ("dgap", False)):
+        state = make_loader(align=align).state_dict()
+        other = make_loader(align=align, cost=LinearCost())
+        if refused:
+            with pytest.raises(ValueError, match="costs_fingerprint"):
+                other.load_state_dict(state)
+        else:
+            other.load_state_dict(state)
