@@ -103,7 +103,7 @@ class SampleDataset(torch_data.Dataset[Any]):
             known = ", ".join(map(repr, get_args(IterableYields)))
             raise ValueError(f"iterable_yields={shown(self.iterable_yields)}: expected one of {known}")
 
-    def __getitem__(self, request: Read | Continue | None) -> Chunk | torch.Tensor | None:
+    def __getitem__(self, request: Read | Continue | None) -> Chunk | bytes | torch.Tensor | None:
         if request is None:
             return None
         info = torch_data.get_worker_info()
@@ -244,15 +244,21 @@ def _tensor_of(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array).view(dtype)
 
 
-def pack_chunk(chunk: Chunk) -> torch.Tensor:
-    """A chunk as bytes, (n,) uint8, which torch hands over in one piece of shared memory."""
+_MOST_IN_PIPE = 2**20
+"""Bytes that are faster handed over in a pipe than as a file of shared memory."""
+
+
+def pack_chunk(chunk: Chunk) -> bytes | torch.Tensor:
+    """A chunk as bytes; where these are many, as a (n,) uint8 tensor, which torch hands over in shared memory."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(chunk)
+    if file.tell() <= _MOST_IN_PIPE:
+        return file.getvalue()
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def unpack_chunk(data: torch.Tensor) -> Chunk:
+def unpack_chunk(data: bytes | torch.Tensor) -> Chunk:
     """The chunk that :func:`pack_chunk` made this of."""
-    chunk = pickle.loads(data.numpy().data)
+    chunk = pickle.loads(data if isinstance(data, bytes) else data.numpy().data)
     assert isinstance(chunk, Chunk)
     return chunk

@@ -30,7 +30,7 @@ class Requests:
     is given empty requests where nothing is wanted yet, and those that have come back are taken when something is.
     """
 
-    def __init__(self, reader: Reader[Request | None, Chunk | torch.Tensor | None], seed: int) -> None:
+    def __init__(self, reader: Reader[Request | None, Chunk | bytes | torch.Tensor | None], seed: int) -> None:
         self.num_ahead = reader.num_ahead
         self._waiting: deque[Request] = deque()
         self._num_under_way = 0
@@ -58,7 +58,7 @@ class Requests:
         while (chunk := next(self._results)) is None:
             pass
         self._num_under_way -= 1
-        return unpack_chunk(chunk) if isinstance(chunk, torch.Tensor) else chunk
+        return chunk if isinstance(chunk, Chunk) else unpack_chunk(chunk)
 
     def close(self) -> None:
         """End the workers, unless they are persistent."""
