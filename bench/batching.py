@@ -9,9 +9,13 @@ Tables 13 and 14 have trained on (updates x samples per update: 95 % of each dat
 pool, and the pool is filled up. GMT is the paper's offline comparator: all samples sorted, cut into padded batches of
 the budget, dealt out to the ranks. Standard has batches of a fixed size.
 
-The second table is what only on-demand communication can do: ranks that need not run in step fill equal quotas of cost,
-each from its own pool (:mod:`odc.balance.grouping.quota`), and wait at the end of a minibatch only. Costs are those of
-the 1.5B model of the ODC paper (:mod:`odc.bench.paper_costs`), minibatches of about 4 samples per rank, pools of 256.
+The second table is how long ranks wait. Under collectives, where each step waits for the slowest rank: ODB's alignment
+("dgap"), batches of a sorted pool ("pool-sort"), steps of equal cost ("steps"). With on-demand communication, where
+ranks need not run in step: equal quotas of cost, each rank's from its own pool ("minibatch"), packed. Costs are those
+of the 1.5B model of the ODC paper (:mod:`odc.bench.paper_costs`). All of it are the loader's own rounds, without data.
+
+The third is ODB's Tables 4 and 5: how many samples of an epoch may be dropped without join, and how many come twice
+because ranks do not divide their number.
 
 Not covered: accuracy and samples per second, which need the models and the GPUs.
 """
@@ -19,7 +23,7 @@ Not covered: accuracy and samples per second, which need the models and the GPUs
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,15 +33,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from odc.balance import align_groups, sample_lengths, token_budget_groups
-from odc.balance.checks import FloatArray, IntArray
-from odc.balance.costs import CostModel, evaluate
-from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
+from odc.balance import LinearCost, sample_lengths
+from odc.balance.checks import IntArray
+from odc.balance.grouping.methods import Grouping
+from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, QuotaRounds, Rounds
 from odc.balance.random_numbers import random_generator
-from odc.balance.simulate.simulator import Scenario, Simulation
+from odc.balance.simulate.simulator import Scenario
 from odc.bench.environment import describe_environment
 from odc.bench.paper_costs import paper_cost
 from odc.bench.progress import progress_bar
+from odc.bench.streamed import StreamedEpoch, stream_epoch
 
 WORLD_SIZE, POOL_SIZE = 8, 1024
 WIDTH = 100  # columns of the table
@@ -84,137 +89,17 @@ ROWS = (
 )
 
 
-@dataclass
-class Epoch:
-    """What batches one epoch has."""
-
-    updates: int = 0
-    num_samples: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-
-    def add_batch(self, lengths: IntArray) -> None:
-        """A padded batch; ``updates`` are counted elsewhere, as a batch on each rank makes one."""
-        self.num_samples += lengths.size
-        self.tokens += int(lengths.sum())
-        self.padded_tokens += int(lengths.max()) * lengths.size
-
-    @property
-    def padding_percent(self) -> float:
-        return 100 * (1 - self.tokens / self.padded_tokens)
-
-
-def odb_epoch(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE, pool_size: int = POOL_SIZE) -> Epoch:
-    """An epoch of ODB in join mode: every sample once, ranks aligned until all of them are done.
-
-    Args:
-        lengths: of the shuffled samples, (num_samples,). Sample i is rank i % world_size's.
-    """
-    shares = [np.arange(rank, lengths.size, world_size).tolist() for rank in range(world_size)]
-    pools: list[list[int]] = [[] for _ in range(world_size)]
-    epoch = Epoch()
-    while True:
-        for pool, share in zip(pools, shares, strict=True):
-            wanted = pool_size - len(pool)
-            pool += share[:wanted]
-            del share[:wanted]
-        if not any(pools):
-            return epoch
-        groups = [
-            [[pool[i] for i in group] for group in token_budget_groups(lengths[pool], max_tokens)] for pool in pools
-        ]
-        aligned, pools = align_groups(groups, [0] * world_size)
-        epoch.updates += max(map(len, aligned))
-        for mine in aligned:
-            for group in mine:
-                epoch.add_batch(lengths[group])
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """How an epoch went in which ranks wait for one another at the end of each minibatch only."""
-
-    time_per_1000: float
-    """Sum over minibatches of the slowest rank's cost, per 1000 samples."""
-
-    bubble_rate: float
-    bubble_before_the_end: float
-    """Of the minibatches until 85 % of the samples are done."""
-
-    samples_per_minibatch: float
-    """Of one rank, on average."""
-
-    oldest: int
-    """Most minibatches that a sample has waited in its pool."""
-
-
-def minibatch_epoch(
-    lengths: IntArray,
-    cost: CostModel,
-    minibatch_size: int,
-    pool_size: int,
-    *,
-    world_size: int = WORLD_SIZE,
-    deals: bool = True,
-) -> Waiting:
-    """An epoch in which every rank fills the same quota of cost from its own pool.
-
-    Samples come into the pools in one order: a rank that has used more gets more of what comes next.
+def odb_epoch(
+    lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE, pool_size: int = POOL_SIZE
+) -> StreamedEpoch:
+    """An epoch of ODB in join mode: sample i is rank i % world_size's, ranks go on until all of them are done.
 
     Args:
         lengths: of the shuffled samples, (num_samples,).
-        deals: deal the samples of the last pools out anew, see :func:`~odc.balance.grouping.quota.even_out`.
     """
-    costs = evaluate(cost, lengths)
-    pools: list[list[int]] = [[] for _ in range(world_size)]
-    since = np.zeros(lengths.size, dtype=np.int64)
-    seen: list[list[float]] = [[0.0, 0] for _ in range(world_size)]
-    loads: list[list[float]] = []
-    quotas, coming, done, oldest = Quotas(minibatch_size), 0, [0], 0
-    while True:
-        wanted = [pool_size - len(pool) for pool in pools]
-        left = lengths.size - coming
-        if sum(wanted) > left:  # the last ones are dealt out evenly
-            wanted = [min(own, left // world_size + (rank < left % world_size)) for rank, own in enumerate(wanted)]
-        for rank, (pool, own) in enumerate(zip(pools, wanted, strict=True)):
-            pool += range(coming, coming + own)
-            since[coming : coming + own] = len(loads)
-            seen[rank][0] += float(costs[coming : coming + own].sum())
-            seen[rank][1] += own
-            coming += own
-        if deals and coming == lengths.size:
-            pools = [[pools[rank][at] for rank, at in mine] for mine in even_out([costs[pool] for pool in pools], pool_size)]
-            deals = False
-        offers = [
-            Offer(float(costs[pool[0]]) if pool else 0.0, cost_seen, int(num_seen))
-            for pool, (cost_seen, num_seen) in zip(pools, seen, strict=True)
-        ]
-        quota = quotas.grant(offers)
-        if not quota:
-            break
-        spent, used = [], 0
-        for rank, pool in enumerate(pools):
-            chosen = fill_quota(costs[pool], quota, quotas.usual)
-            spent.append(float(costs[[pool[i] for i in chosen]].sum()))
-            used += len(chosen)
-            oldest = max(oldest, *(len(loads) - int(since[pool[i]]) for i in chosen), 0)
-            gone = set(chosen)
-            pools[rank] = [sample for i, sample in enumerate(pool) if i not in gone]
-        loads.append(spent)
-        done.append(done[-1] + used)
-    table = np.array(loads)
-    early = table[: int(np.searchsorted(done, 0.85 * lengths.size))]
-    return Waiting(
-        time_per_1000=float(table.max(axis=1).sum()) * 1000 / lengths.size,
-        bubble_rate=_bubble(table),
-        bubble_before_the_end=_bubble(early),
-        samples_per_minibatch=lengths.size / world_size / len(table),
-        oldest=oldest,
-    )
-
-
-def _bubble(loads: FloatArray) -> float:
-    return float(1 - loads.sum() / (loads.max(axis=1).sum() * loads.shape[1]))
+    grouping = Grouping("token-budget", max_tokens, None, True)
+    rounds = [AlignedRounds(grouping, pool_size, rank, world_size) for rank in range(world_size)]
+    return stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
 
 
 def gmt_updates(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE) -> int:
@@ -231,10 +116,8 @@ def gmt_updates(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE
 
 def standard_padding(lengths: IntArray, batch_size: int) -> float:
     """Padding in percent of the samples in their order, ``batch_size`` at a time."""
-    epoch = Epoch()
-    for start in range(0, lengths.size, batch_size):
-        epoch.add_batch(lengths[start : start + batch_size])
-    return epoch.padding_percent
+    batches = [lengths[start : start + batch_size] for start in range(0, lengths.size, batch_size)]
+    return float(100 * (1 - lengths.sum() / sum(int(batch.max()) * batch.size for batch in batches)))
 
 
 @dataclass(frozen=True)
@@ -261,7 +144,7 @@ def simulate(row: Row, seed: int = 0) -> Result:
     lengths = _shuffled(row.dataset, row.num_samples, seed)
     if row.method == "odb":
         epoch = odb_epoch(lengths, row.setting)
-        assert epoch.num_samples == row.num_samples
+        assert int(epoch.num_samples.sum()) == row.num_samples
         return Result(row, epoch.updates, epoch.padding_percent)
     if row.method == "gmt":
         return Result(row, gmt_updates(lengths, row.setting))
@@ -273,44 +156,154 @@ def _shuffled(law: str, num_samples: int, seed: int) -> IntArray:
     return lengths[np.argsort(random_generator("batching", seed).random_raw(num_samples), kind="stable")]
 
 
-WAITING = (("longalign", 10_000), ("sharegpt4o", 57_284))
-"""Laws and numbers of samples of the second table."""
+WAITING = (("longalign", 10_000, 65536), ("sharegpt4o", 57_284, 16384))
+"""Laws, numbers of samples and token budgets of the second table."""
 MINIBATCH_SIZE, SMALL_POOL = 4, 256
+STREAMS = ("dgap", "steps", "pool-sort", "minibatch", "minibatch/shards")
+"""What is streamed in the second table."""
 
 
-def simulate_waiting(law: str, num_samples: int, deals: bool, seed: int = 0) -> Waiting:
+def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed: int = 0) -> StreamedEpoch:
     """One row of the second table."""
-    lengths = _shuffled(law, num_samples, seed)
-    return minibatch_epoch(lengths, paper_cost("1.5B"), MINIBATCH_SIZE, SMALL_POOL, deals=deals)
+    cost = paper_cost("1.5B")
+    padded = Grouping("token-budget", max_tokens, None, True)
+    packed = Grouping("pack", max_tokens, None, True)
+    in_fours = Grouping("pool-sort", 4 * max_tokens, 4, True)
+    make: dict[str, Callable[[int], Rounds]] = {
+        "dgap": lambda rank: AlignedRounds(padded, SMALL_POOL, rank, WORLD_SIZE),
+        "steps": lambda rank: EqualStepRounds(padded, SMALL_POOL, rank, WORLD_SIZE, cost=cost),
+        "pool-sort": lambda rank: AlignedRounds(in_fours, POOL_SIZE, rank, WORLD_SIZE),
+        "minibatch": lambda rank: QuotaRounds(packed, SMALL_POOL, rank, WORLD_SIZE, minibatch_size=MINIBATCH_SIZE),
+    }
+    name, _, is_iterable = kind.partition("/")
+    rounds = [make[name](rank) for rank in range(WORLD_SIZE)]
+    return stream_epoch(_shuffled(law, num_samples, seed), cost, rounds, has_indices=not is_iterable)
 
 
-def simulate_known(law: str, num_samples: int, seed: int = 0) -> Simulation:
-    """LB-Mini on the same samples, whose lengths it knows; each minibatch is the next ones in their order."""
+def simulate_known(law: str, num_samples: int, seed: int = 0) -> tuple[float, float]:
+    """LB-Mini on the same samples, whose lengths it knows; each minibatch is the next ones in their order.
+
+    Returns:
+        Time per 1000 samples, bubble rate.
+    """
     scenario = Scenario(_shuffled(law, num_samples, seed), paper_cost("1.5B"), WORLD_SIZE, MINIBATCH_SIZE)
-    return scenario.plan("lb-mini").run("odc")
+    planned = scenario.plan("lb-mini")
+    times = [minibatch.plan.makespan("odc") for minibatch in planned.minibatches]
+    trained_on = sum(minibatch.plan.num_samples for minibatch in planned.minibatches)
+    return sum(times) * 1000 / trained_on, planned.run("odc").bubble_rate
 
 
-def show_waiting(found: Mapping[tuple[str, bool], Waiting], known: Mapping[str, Simulation]) -> Table:
+@dataclass(frozen=True)
+class StreamRow:
+    """A row of the second table."""
+
+    law: str
+    kind: str
+    time_per_1000: float
+    bubble_percent: float
+    early_bubble_percent: float | None = None
+    """Until 85 % of the samples are done."""
+    padding_percent: float = 0.0
+    samples_per_step: float = float(MINIBATCH_SIZE)
+    """Of one rank, on average."""
+    oldest: int = 0
+    """Most steps that a sample has waited in its pool."""
+
+    @classmethod
+    def of(cls, law: str, kind: str, epoch: StreamedEpoch) -> StreamRow:
+        """Of an epoch."""
+        return cls(
+            law,
+            kind,
+            round(epoch.time_per_1000, 3),
+            round(100 * epoch.bubble_rate(), 3),
+            round(100 * epoch.bubble_rate(0.85), 3),
+            round(epoch.padding_percent, 3),
+            round(int(epoch.num_samples.sum()) / WORLD_SIZE / epoch.updates, 2),
+            epoch.oldest,
+        )
+
+
+def simulate_streams(law: str, num_samples: int, max_tokens: int, seed: int = 0) -> list[StreamRow]:
+    """All rows of one law."""
+    time_per_1000, bubble_rate = simulate_known(law, num_samples, seed)
+    known = StreamRow(law, "LB-Mini (known)", round(time_per_1000, 3), round(100 * bubble_rate, 3))
+    streamed = [StreamRow.of(law, kind, simulate_stream(kind, law, num_samples, max_tokens, seed)) for kind in STREAMS]
+    return [*streamed, known]
+
+
+def show_streams(rows: Sequence[StreamRow]) -> Table:
     """The second table."""
     table = Table(
-        title=f"Equal quotas on {WORLD_SIZE} ranks: minibatches of about {MINIBATCH_SIZE}, pools of {SMALL_POOL}"
+        title=f"Streams on {WORLD_SIZE} ranks, pools of {SMALL_POOL} (pool-sort: {POOL_SIZE}); "
+        f"minibatches of about {MINIBATCH_SIZE}"
     )
     table.add_column("data set")
-    table.add_column("last pools")
-    for name in ("time per 1000", "bubble %", "until 85 %", "per minibatch", "waited"):
+    table.add_column("aligned by")
+    for name in ("time/1000", "bubble %", "until 85 %", "padding %", "samples", "waited"):
         table.add_column(name, justify="right")
-    for (law, deals), one in found.items():
-        if not deals:
-            table.add_row(law, "LB-Mini: known", "", f"{100 * known[law].bubble_rate:.2f}")
-        table.add_row(
-            law,
-            "dealt out anew" if deals else "as they are",
-            f"{one.time_per_1000:.1f}",
-            f"{100 * one.bubble_rate:.2f}",
-            f"{100 * one.bubble_before_the_end:.2f}",
-            f"{one.samples_per_minibatch:.1f}",
-            str(one.oldest),
-        )
+    for row in rows:
+        early = "" if row.early_bubble_percent is None else f"{row.early_bubble_percent:.2f}"
+        figures = (f"{row.time_per_1000:.1f}", f"{row.bubble_percent:.2f}", early, f"{row.padding_percent:.1f}")
+        table.add_row(row.law, row.kind, *figures, f"{row.samples_per_step:.1f}", str(row.oldest or ""))
+    return table
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A row of Table 4, and what comes out where there is a law for its data set."""
+
+    dataset: str
+    max_tokens: int
+    num_samples: int
+    depth: int
+    """D, most samples of a rank that are fetched and not emitted."""
+
+    paper_percent: float
+
+    @property
+    def percent(self) -> float:
+        """Most samples that an epoch without join drops: W x D of N (lemma 4)."""
+        return 100 * WORLD_SIZE * self.depth / self.num_samples
+
+
+BOUNDS = (
+    Bound("llava", 12288, 157_712, 4096, 20.8),
+    Bound("ultrachat", 8192, 207_865, 1024, 3.9),
+    Bound("ultrachat", 8192, 207_865, 4096, 15.8),
+    Bound("ultrachat", 16384, 207_865, 2048, 7.9),
+    Bound("sharegpt4o", 4096, 54_424, 4096, 60.2),
+    Bound("MM-Mix", 8192, 545_178, 1024, 1.5),
+    Bound("MM-Mix", 4096, 545_178, 8192, 12.0),
+)
+SURPLUS = {"sharegpt4o": (57_284, 4), "ultrachat": (207_865, 7)}
+"""Table 5: samples of a data set, and how many come twice on 8 ranks."""
+
+
+def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
+    """Samples that are left in pools and shares when the first rank has nothing left; None: there is no law."""
+    if bound.dataset == "MM-Mix":
+        return None
+    lengths = _shuffled(bound.dataset, bound.num_samples, seed)
+    grouping = Grouping("token-budget", bound.max_tokens, None, True)
+    ranks = range(WORLD_SIZE)
+    rounds = [AlignedRounds(grouping, bound.depth, rank, WORLD_SIZE, joins=False) for rank in ranks]
+    epoch = stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
+    return 100 * (1 - int(epoch.num_samples.sum()) / bound.num_samples)
+
+
+def show_bounds(dropped: Sequence[float | None]) -> Table:
+    """The third table."""
+    surplus = ", ".join(f"{law} {-num_samples % WORLD_SIZE} / {paper}" for law, (num_samples, paper) in SURPLUS.items())
+    table = Table(
+        title="Dropped without join: bound / published, and simulated (ODB, Table 4)",
+        caption=f"Twice in an epoch, as DistributedSampler deals: {surplus} (Table 5). Streams here: 0",
+    )
+    for name in ("data set", "tokens", "depth", "bound %", "dropped %"):
+        table.add_column(name, justify="left" if name == "data set" else "right")
+    for bound, found in zip(BOUNDS, dropped, strict=True):
+        figures = (f"{bound.percent:.1f} / {bound.paper_percent:.1f}", "" if found is None else f"{found:.2f}")
+        table.add_row(bound.dataset, str(bound.max_tokens), str(bound.depth), *figures)
     return table
 
 
@@ -339,36 +332,41 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths and their order.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
 ) -> None:
-    """Rebuild the updates and the padding of ODB's Tables 13 and 14, and simulate equal quotas.
+    """Rebuild the updates and the padding of ODB's Tables 13 and 14, and simulate streams on the same laws.
 
     Exits with 1 if a row is further off than it should be.
     """
-    results, waiting, known = [], {}, {}
+    results: list[Result] = []
+    streams: list[StreamRow] = []
     with progress_bar(Console(stderr=True)) as progress:
-        total = sum(row.num_samples for row in ROWS) + 2 * sum(num_samples for _, num_samples in WAITING)
+        each = len(STREAMS)
+        total = sum(row.num_samples for row in (*ROWS, *BOUNDS))
+        total += each * sum(num_samples for _, num_samples, _ in WAITING)
         bar = progress.add_task("batching", total=total)
         for row in ROWS:
             results.append(simulate(row, seed))
             progress.advance(bar, row.num_samples)
-        for law, num_samples in WAITING:
-            known[law] = simulate_known(law, num_samples, seed)
-            for deals in (False, True):
-                waiting[law, deals] = simulate_waiting(law, num_samples, deals, seed)
-                progress.advance(bar, num_samples)
+        for law, num_samples, max_tokens in WAITING:
+            streams += simulate_streams(law, num_samples, max_tokens, seed)
+            progress.advance(bar, each * num_samples)
+        dropped = []
+        for bound in BOUNDS:
+            dropped.append(dropped_percent(bound, seed))
+            progress.advance(bar, bound.num_samples)
     given = Console()
     console = Console(width=given.width if given.is_terminal else WIDTH)
     console.print(show(results))
-    console.print(show_waiting(waiting, known))
+    console.print(show_streams(streams))
+    console.print(show_bounds(dropped))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{**asdict(result), "error": round(result.error, 5)} for result in results]
-        quotas = [{"law": law, "deals": deals, **asdict(one)} for (law, deals), one in waiting.items()]
         document = {
-            "rows": rows,
-            "quotas": quotas,
-            "lb_mini": {law: one.bubble_rate for law, one in known.items()},
+            "rows": [{**asdict(result), "error": round(result.error, 5)} for result in results],
+            "streams": [asdict(row) for row in streams],
+            "dropped": [{**asdict(one), "found_percent": found} for one, found in zip(BOUNDS, dropped, strict=True)],
             "seed": seed,
             "pool_size": POOL_SIZE,
+            "small_pool": SMALL_POOL,
             "world_size": WORLD_SIZE,
         }
         json_file.write_text(json.dumps({**document, "environment": describe_environment()}, indent=1) + "\n")
