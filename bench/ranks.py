@@ -36,17 +36,19 @@ def run_ranks(
     body: Callable[..., Any],
     *arguments: Any,
     on_progress: Callable[[float], object] = lambda amount: None,
+    have_children: bool = False,
 ) -> list[Any]:
     """What ``body(report, rank, world_size, *arguments)`` returned on every CPU rank, inside a gloo group.
 
     Args:
         body: a function of a module; what it gives to ``report`` reaches ``on_progress``.
+        have_children: ranks may start processes, such as the workers of a loader, and end them themselves.
 
     Raises:
         RankFailedError: a rank failed or ended, or none said anything for ten minutes. The others do not outlive it.
     """
     results: list[Any] = [None] * world_size
-    with rank_processes(world_size, _run_body, (body, arguments)) as pipes:
+    with rank_processes(world_size, _run_body, (body, arguments), have_children=have_children) as pipes:
         awaited = {pipe: rank for rank, pipe in enumerate(pipes)}
         while awaited:
             ready = wait(list(awaited), SILENCE_LIMIT_S)
@@ -106,7 +108,12 @@ def process_of_fork_server(
 
 @contextmanager
 def rank_processes(
-    world_size: int, main: Callable[..., None], arguments: Sequence[Any], *, preload: Sequence[str] = FOR_TRAINING
+    world_size: int,
+    main: Callable[..., None],
+    arguments: Sequence[Any],
+    *,
+    preload: Sequence[str] = FOR_TRAINING,
+    have_children: bool = False,
 ) -> Iterator[list[Connection]]:
     """The ranks' ends of their pipes while they run; no rank outlives the block, nor is waited for if it raises.
 
@@ -114,6 +121,7 @@ def rank_processes(
         main: called in each rank's process with rank, world size, the path of the file through which they
             :func:`meet`, its own end of the pipe, and ``arguments``.
         preload: see :func:`process_of_fork_server`.
+        have_children: see :func:`run_ranks`.
     """
     processes, pipes, failed = [], [], True
     with tempfile.TemporaryDirectory(prefix="odc-ranks-") as folder:
@@ -121,7 +129,7 @@ def rank_processes(
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)
                 words = (rank, world_size, str(Path(folder, "store")), theirs, *arguments)
-                process = process_of_fork_server(main, *words, preload=preload, daemon=True)
+                process = process_of_fork_server(main, *words, preload=preload, daemon=not have_children)
                 process.start()
                 theirs.close()
                 processes.append(process)

@@ -14,7 +14,7 @@ from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.sources import deal
 from odc.balance.grouping.quota import even_out
-from odc.balance.grouping.rounds import Entry, Rounds, Step
+from odc.balance.grouping.rounds import Entry, Rounds, Step, lacking
 
 
 @dataclass
@@ -82,7 +82,7 @@ def stream_epoch(
     tokens = padded_tokens = oldest = 0
     pooled = [0] * world_size
     while True:
-        wanted = [pool_size - number for number in pooled]
+        wanted = lacking(pooled, pool_size)
         if has_indices:
             wanted = deal(wanted, len(entries) - coming)
         for rank, (number, share) in enumerate(zip(wanted, shares, strict=True)):

@@ -15,7 +15,7 @@ from odc.balance.checks import IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.reader import Reader
 from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
-from odc.balance.grouping.rounds import Entry
+from odc.balance.grouping.rounds import Entry, lacking
 
 _MOST_IN_REQUEST = 16
 """Samples that a worker reads before it hands them over: many enough that handing over costs little."""
@@ -175,7 +175,7 @@ class IndexedSource(Source):
         return not self._endless and self._dealt == (self._lap + 1) * self._num_samples
 
     def want(self, pooled: Sequence[int]) -> None:
-        wanted = [self._pool_size - number for number in pooled]
+        wanted = lacking(pooled, self._pool_size)
         if not self._endless:
             wanted = deal(wanted, (self._lap + 1) * self._num_samples - self._dealt)
         first = self._dealt + sum(wanted[: self._rank])
@@ -295,7 +295,7 @@ class IterableSource(Source):
         self._turn = 0
 
     def want(self, pooled: Sequence[int]) -> None:
-        self._missing = 0 if self.is_finished else self._pool_size - pooled[self._rank]
+        self._missing = 0 if self.is_finished else lacking(pooled, self._pool_size)[self._rank]
         self._ask(self._missing - sum(map(len, self._buffers)))
 
     def arrivals(self) -> list[Entry]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count
 from odc.balance.partition import split_by_cost
 
-_TRIED = 32
+_TRIED = 8
 """First samples of triples that are tried: more take longer, and fill a quota hardly better."""
 
 
@@ -116,12 +116,14 @@ def fill_quota(costs: npt.ArrayLike, quota: float, usual: float = float("inf")) 
     if not values.size:
         return []
     chosen = [0]
-    left -= float(values[0])
+    each = values.tolist()
+    left -= each[0]
     mean = float(values.mean())
-    dear = [i for i in range(1, values.size) if values[i] > usual]
+    is_dear = values[1:] > usual
+    by_turns = [*(np.flatnonzero(is_dear) + 1).tolist(), *(np.flatnonzero(~is_dear) + 1).tolist()]
     waiting = []
-    for sample in [*dear, *(i for i in range(1, values.size) if values[i] <= usual)]:
-        cost = float(values[sample])
+    for sample in by_turns:
+        cost = each[sample]
         # Two average samples stay to be chosen well. Less than that, and each sample decides too much.
         if cost <= left if cost > usual else left >= 2.5 * mean and cost <= left - 1.5 * mean:
             chosen.append(sample)
@@ -131,9 +133,9 @@ def fill_quota(costs: npt.ArrayLike, quota: float, usual: float = float("inf")) 
     last = _best_end(np.array(waiting, dtype=np.int64), values, left)
     left -= float(values[last].sum())
     for sample in waiting:  # many small ones may fit where three could not fill the room
-        if sample not in last and values[sample] <= left:
+        if each[sample] <= left and sample not in last:
             chosen.append(sample)
-            left -= float(values[sample])
+            left -= each[sample]
     return sorted(chosen + last)
 
 

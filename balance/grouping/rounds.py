@@ -52,6 +52,11 @@ class Step:
     own_approximate_loss_tokens: float
 
 
+def lacking(pooled: Sequence[int], pool_size: int) -> list[int]:
+    """Samples to read for each rank's pool: none as long as it lacks less than a sixteenth, as each time takes time."""
+    return [lack if (lack := pool_size - number) >= max(pool_size // 16, 1) else 0 for number in pooled]
+
+
 class Rounds(ABC):
     """The pool of one rank, and its part in the rounds."""
 
