@@ -1,7 +1,8 @@
 """Balance samples of different lengths over ranks: costs, partitions, packing, policies, plans, loaders.
 
-Start at :func:`get_policy` (plan one minibatch) or :class:`MinibatchLoader` (a whole dataset). Needs numpy
-only; the names that need torch are imported when first used.
+Start at :func:`get_policy` (plan one minibatch), :class:`MinibatchLoader` (a dataset whose lengths are known) or
+:class:`StreamLoader` (one whose samples show them when they are read). Needs numpy only; the names that need torch are
+imported when first used.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, la
 
 if TYPE_CHECKING:
     from odc.balance.data.collate import count_loss_tokens, pack_collate
+    from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
     from odc.balance.data.stream import StreamLoader
 
@@ -71,6 +73,7 @@ __all__ = [
     "preset",
     "preset_names",
     "sample_lengths",
+    "stream",
     "token_budget_groups",
 ]
 
@@ -80,6 +83,7 @@ _NEED_TORCH = {
     "count_loss_tokens": "odc.balance.data.collate",
     "StreamLoader": "odc.balance.data.stream",
     "loss_scale": "odc.balance.data.loader",
+    "stream": "odc.balance.data.from_torch",
     "pack_collate": "odc.balance.data.collate",
 }
 

@@ -1,0 +1,115 @@
+"""An existing ``torch.utils.data.DataLoader`` as a stream: its data set, collate, order and workers. (Needs torch.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import data as torch_data
+
+from odc.balance.data.collate import IGNORED
+from odc.balance.data.stream import StreamLoader
+from odc.errors import shown
+
+
+def stream(
+    dataloader: torch_data.DataLoader[Any],
+    *,
+    max_tokens: int,
+    length: Callable[[Any], int],
+    dummy: Callable[[], Any] | None = None,
+    **options: Any,
+) -> StreamLoader[Any, Any]:
+    """Take over a DataLoader: the same samples, collated by its ``collate_fn``, in batches of a token budget.
+
+    What it has is the default of what :class:`~odc.balance.StreamLoader` takes: ``dataset``, ``collate_fn``,
+    ``num_workers`` and how workers start; ``shuffle`` and ``seed`` of its sampler; rank and world size of a
+    ``DistributedSampler``, else of ``torch.distributed``. Its batch size counts for ``grouping="pool-sort"`` and
+    "none" only, its ``drop_last`` not at all: no sample is left out. The DataLoader itself stays as it is.
+
+    Args:
+        dataloader: with the sampler that ``shuffle=`` makes, or a ``DistributedSampler``; or of an iterable data set.
+        max_tokens, length: see :class:`~odc.balance.StreamLoader`.
+        dummy: makes the batch of a step in which this rank has no samples. Default: that of a sample of this rank with
+            its ``"labels"`` all -100.
+        options: further arguments of :class:`~odc.balance.StreamLoader`.
+
+    Raises:
+        TypeError: ``dataloader`` is something else.
+        ValueError: its order is that of a sampler that cannot be taken over, or an option is refused.
+    """
+    if not isinstance(dataloader, torch_data.DataLoader):
+        raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
+    taken = {**_ranks_of(dataloader), **_order_of(dataloader), **_workers_of(dataloader)}
+    if options.get("grouping") in ("pool-sort", "none") and dataloader.batch_size is not None:
+        taken["batch_size"] = dataloader.batch_size
+    collate = _Collate(dataloader.collate_fn, dummy)
+    return StreamLoader(dataloader.dataset, collate, max_tokens=max_tokens, length=length, **{**taken, **options})
+
+
+class _Collate:
+    """A ``collate_fn`` that was never asked for a batch of nothing."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dummy: Callable[[], Any] | None) -> None:
+        self._collate = collate
+        self._dummy = dummy
+        self._sample: list[Any] = []
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            self._sample = self._sample or samples[:1]
+            return self._collate(samples)
+        if self._dummy is not None:
+            return self._dummy()
+        batch = self._collate(self._sample) if self._sample else None
+        if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor)):
+            raise ValueError(
+                "this rank has no samples in a step that the other ranks train on, and no batch of it has labels that "
+                "could be masked: pass dummy=, a function that makes a batch whose summed loss is 0"
+            )
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+
+def _ranks_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+    sampler = dataloader.sampler
+    if isinstance(sampler, torch_data.DistributedSampler):
+        return {"rank": sampler.rank, "world_size": sampler.num_replicas}
+    if dist.is_available() and dist.is_initialized():
+        return {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    return {"rank": 0, "world_size": 1}
+
+
+def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+    if isinstance(dataloader.dataset, torch_data.IterableDataset):
+        return {}
+    sampler = dataloader.sampler
+    if isinstance(sampler, torch_data.DistributedSampler):
+        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+    if type(sampler) is torch_data.SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is torch_data.RandomSampler and not sampler.replacement and len(sampler) == _size(dataloader):
+        return {"shuffle": True, "seed": 0 if sampler.generator is None else sampler.generator.initial_seed()}
+    raise ValueError(
+        f"the DataLoader has a {type(sampler).__name__}, whose order and choice of samples a stream would not keep: "
+        "use shuffle=True or False or a DistributedSampler, or choose in the data set (torch.utils.data.Subset) and call "
+        "odc.balance.StreamLoader"
+    )
+
+
+def _size(dataloader: torch_data.DataLoader[Any]) -> int:
+    return len(dataloader.dataset)  # type: ignore[arg-type]
+
+
+def _workers_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+    if not dataloader.num_workers:
+        return {}
+    return {
+        "num_workers": dataloader.num_workers,
+        "prefetch_factor": dataloader.prefetch_factor,
+        "persistent_workers": dataloader.persistent_workers,
+        "multiprocessing_context": dataloader.multiprocessing_context,
+        "worker_init_fn": dataloader.worker_init_fn,
+        **({"worker_timeout_s": dataloader.timeout} if dataloader.timeout else {}),
+    }

@@ -1,0 +1,112 @@
+"""Layer 3: a torch DataLoader becomes a stream of the same samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+from stream_ranks import run_streams
+from test_balance_stream import (
+    LENGTHS,
+    Indices,
+    Sequence,
+    length_of,
+    loss_tokens,
+    make_tokens,
+    pad_collate,
+    samples_of,
+    summary,
+)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from odc.balance import stream
+
+
+def take(loader: Any, **options: Any) -> Any:
+    return stream(loader, **{"max_tokens": 120, "length": length_of, **options})
+
+
+def test_the_same_samples_in_batches_of_a_budget() -> None:
+    for loader in (
+        DataLoader(Indices(), batch_size=8, collate_fn=list),  # type: ignore[arg-type]
+        DataLoader(Indices(), batch_size=8, collate_fn=list, shuffle=True, num_workers=2, drop_last=True),  # type: ignore[arg-type]
+        DataLoader(Indices(), batch_size=None, collate_fn=list),  # type: ignore[arg-type]
+    ):
+        found = take(loader)
+        minibatches = summary(found)
+        assert samples_of([minibatches]) == list(range(203))
+        assert all(len(batch) * max(LENGTHS[i] for i in batch) <= 120 for m in minibatches for batch in m[0])
+        assert (found.shuffle, found.rank, found.world_size) == (loader.drop_last, 0, 1)
+    assert not multiprocessing.active_children()
+    in_fours = take(DataLoader(Indices(), batch_size=4, collate_fn=list), grouping="none", max_tokens=1000)  # type: ignore[arg-type]
+    assert [len(batch) for m in in_fours for batch in m.microbatches] == [4] * 50 + [3]
+
+
+def test_ranks_and_order_of_a_distributed_sampler() -> None:
+    def make(rank: int) -> Any:
+        sampler: Any = DistributedSampler(Indices(), 3, rank, seed=5)  # type: ignore[arg-type]
+        loader = take(DataLoader(Indices(), sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
+        assert (loader.rank, loader.world_size, loader.seed, loader.shuffle) == (rank, 3, 5, True)
+        return loader
+
+    assert samples_of(run_streams(3, make, summary)) == list(range(203))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(Sequence())
+
+
+def test_an_iterable_and_an_option_that_is_given() -> None:
+    loader = DataLoader(Stream(), batch_size=4, collate_fn=list, num_workers=1)
+    found = take(loader, num_workers=0, prefetch_factor=None, persistent_workers=False, grouping="pack")
+    assert found.grouping.name == "pack"
+    assert samples_of([summary(found)]) == list(range(203))
+
+
+def test_a_rank_without_samples_has_a_batch_without_loss() -> None:
+    """One sample on two ranks: the other one has a dummy, which a collate_fn alone would not make."""
+    samples = make_tokens()[:3]
+
+    def make(rank: int, **options: Any) -> Any:
+        loader = DataLoader(samples, collate_fn=pad_collate_of_some)  # type: ignore[arg-type]
+        sizes = {"length": lambda s: len(s["input_ids"]), "num_loss_tokens": loss_tokens, "pool_size": 1}
+        return take(loader, rank=rank, world_size=2, **sizes, **options)
+
+    first, second = run_streams(2, make, list)
+    assert [m.num_samples for m in first] == [m.num_samples for m in second] == [2, 1]
+    batch = second[1].microbatches[0]
+    assert (batch["labels"] == -100).all()
+    assert batch["input_ids"].numel() > 0
+    assert second[1].loss_scale == 0.0
+    made = run_streams(2, lambda rank: make(rank, dummy=lambda: "nothing"), list)
+    assert made[1][1].microbatches == ["nothing"]
+
+    def unmasked(rank: int) -> Any:
+        loader = DataLoader(Indices(3), collate_fn=list_of_some)  # type: ignore[arg-type]
+        return take(loader, rank=rank, world_size=2, pool_size=1)
+
+    with pytest.raises(ValueError, match="pass dummy=, a function that makes a batch whose summed loss is 0"):
+        run_streams(2, unmasked, list)
+
+
+def pad_collate_of_some(samples: list[Any]) -> Any:
+    assert samples
+    return pad_collate(samples)
+
+
+def list_of_some(samples: list[int]) -> list[int]:
+    assert samples
+    return samples
+
+
+def test_what_cannot_be_taken_over_is_refused() -> None:
+    for sampler in (WeightedRandomSampler([1.0] * 203, 203), RandomSampler(range(203), num_samples=7)):
+        loader = DataLoader(Indices(), sampler=sampler)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"has a {type(sampler).__name__}, whose order and choice"):
+            take(loader)
+    with pytest.raises(TypeError, match="expected a torch.utils.data.DataLoader"):
+        take([1, 2])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        take(DataLoader(Indices()), batchsize=3)  # type: ignore[arg-type]
