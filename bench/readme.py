@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-README, RELIABILITY, RESULTS = Path("README.md"), Path("docs/reliability.md"), Path("bench/results")
+README, RELIABILITY, STREAMS = Path("README.md"), Path("docs/reliability.md"), Path("docs/streams.md")
+RESULTS = Path("bench/results")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _MB = 1 << 20
@@ -50,6 +51,9 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "conformance", _conformance),
         (README, "tables", _tables),
         (README, "partition_quality", _partition_quality),
+        (README, "batching", _batching),
+        (STREAMS, "batching", _batching_table),
+        (STREAMS, "loading", _loading),
         (README, "partition_speed", _partition_speed),
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
@@ -130,6 +134,39 @@ def _tables(result: dict[str, Any]) -> Figures:
         f"{fitted['AIME']:.2f} for AIME; the other sizes, unfitted, {min(others):.1f} to {max(others):.1f}",
     )
     yield "", f"[all {len(result['cells'])} cells](bench/results/tables.json)"
+
+
+def _bubbles(result: dict[str, Any], kind: str) -> list[float]:
+    return [row["bubble_percent"] for row in result["streams"] if row["kind"] == kind]
+
+
+def _batching(result: dict[str, Any]) -> Figures:
+    ours, dgap, steps = (_bubbles(result, kind) for kind in ("minibatch", "dgap", "steps"))
+    yield "", f"bubbles are {ours[0]:.1f} % (LongAlign) and {ours[1]:.1f} % (ShareGPT4o), with no length known"
+    yield "", f"online dynamic batching leaves {dgap[0]:.1f} % and {dgap[1]:.1f} %, and its contract"
+    yield "", f'(`align="steps"`, padded) {steps[0]:.1f} % and {steps[1]:.1f} %'
+
+
+def _batching_table(result: dict[str, Any]) -> Figures:
+    cells = {kind: " % / ".join(f"{rate:.1f}" for rate in _bubbles(result, kind)) for kind in ("dgap", "steps")}
+    yield "(online dynamic batching) | collectives |", f" {cells['dgap']} % |"
+    yield "the microbatches of a step **cost** the same | collectives, a cost model |", f" {cells['steps']} % |"
+    ours, known, pool_sort = (_bubbles(result, kind) for kind in ("minibatch", "LB-Mini (known)", "pool-sort"))
+    yield "padded or packed | ODC, a cost model |", f" {ours[0]:.1f} % / {ours[1]:.1f} % |"
+    yield "at one time | |", f" {pool_sort[0]:.1f} % / {pool_sort[1]:.1f} % (pool sort, pools of {result['pool_size']})"
+    yield "the samples of each minibatch together, has ", f"{known[0]:.1f} % / {known[1]:.1f} %."
+
+
+def _loading(result: dict[str, Any]) -> Figures:
+    rows = {row["loader"]: row for row in result["rows"]}
+    times = sorted(rows["minibatch"]["us_per_sample"])
+    per_minibatch_ms = 8 * times[len(times) // 2] / 1000
+    yield "Loading takes ", f'{rows["dgap"]["times_torch"]:.2f}x (`"dgap"`) of the time per sample'
+    yield "", f'{rows["steps"]["times_torch"]:.2f}x, `"minibatch"` with 8 samples in a minibatch'
+    yield (
+        "8 samples in a minibatch ",
+        f"{rows['minibatch']['times_torch']:.2f}x, which is {per_minibatch_ms:.0f} ms per minibatch",
+    )
 
 
 def _partition_quality(result: dict[str, Any]) -> Figures:
@@ -245,7 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    texts = {document: document.read_text() for document in (README, RELIABILITY)}
+    texts = {document: document.read_text() for document in (README, RELIABILITY, STREAMS)}
     changed, lost = update(texts, figures())
     for figure in changed:
         print(f"{figure.source}: {figure.words}")

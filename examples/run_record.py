@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from odc.balance import Plan
+from odc.balance import Minibatch
 from odc.timeline import Timeline
+
+IGNORED = -100  # label of a token without loss
 
 
 class RunRecord:
@@ -26,14 +28,15 @@ class RunRecord:
         self._num_untimed = num_untimed
         self._timeline = timeline
         self._num_minibatches = 0
-        self._num_samples = 0
-        self._num_tokens = 0
+        self._samples: list[int] = []
+        self._tokens: list[int] = []
         self._started = 0.0
         self._seconds: list[float] = []
 
     @contextmanager
-    def minibatch(self, plan: Plan) -> Iterator[None]:
+    def minibatch(self, minibatch: Minibatch[dict[str, torch.Tensor]]) -> Iterator[None]:
         """Around one minibatch, from its first forward to the end of ``optimizer.step``."""
+        tokens = sum(_num_tokens(microbatch) for microbatch in minibatch.microbatches)
         number = self._num_minibatches
         if number == self._num_untimed:
             dist.barrier()  # the timed part starts together
@@ -44,10 +47,15 @@ class RunRecord:
         with self.span("minibatch", f"minibatch {number}"):
             yield
         self._num_minibatches += 1
+        self._samples.append(minibatch.num_samples)
+        self._tokens.append(tokens)
         if number >= self._num_untimed:
             self._seconds.append(time.perf_counter() - started)
-            self._num_samples += plan.num_samples
-            self._num_tokens += int(plan.lengths.sum())
+
+    @property
+    def num_samples(self) -> int:
+        """Of all ranks and minibatches so far, untimed ones included."""
+        return sum(self._samples)
 
     def span(self, kind: str, label: str) -> AbstractContextManager[None]:
         """Record a ``with`` block in the timeline, if there is one."""
@@ -61,18 +69,31 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         times = torch.tensor([time.perf_counter() - self._started, *self._seconds], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
+        tokens = torch.tensor(self._tokens)
+        dist.all_reduce(tokens)
         if dist.get_rank() == 0:
             result = {
                 "losses": self.losses,
                 "untimed": self._num_untimed,
-                "samples": self._num_samples,
-                "tokens": self._num_tokens,
+                "samples": sum(self._samples[self._num_untimed :]),
+                "tokens": int(tokens[self._num_untimed :].sum()),
+                "minibatch_samples": self._samples,
+                "minibatch_tokens": tokens.tolist(),
                 "seconds": times[0].item(),
                 "minibatch_seconds": times[1:].tolist(),
             }
             (folder / "result.json").write_text(json.dumps(result, indent=1))
         if self._timeline:
             self._timeline.save(folder / f"timeline-rank{dist.get_rank()}.json")
+
+
+def _num_tokens(microbatch: dict[str, torch.Tensor]) -> int:
+    """Without padding; a dummy has no loss, and no tokens."""
+    if bool((microbatch["labels"] == IGNORED).all()):
+        return 0
+    return (
+        int(microbatch["attention_mask"].sum()) if "attention_mask" in microbatch else microbatch["input_ids"].numel()
+    )
 
 
 class Progress:

@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/sft.py --comm collective --policy lb-micro --out runs/collective
     torchrun --nproc-per-node 2 examples/sft.py --comm odc --policy lb-mini --out runs/odc
+    torchrun --nproc-per-node 2 examples/sft.py --comm odc --stream minibatch --out runs/stream
 
 It runs on CPU ranks. The weights are random and the text is the standard library of the running Python, so
 nothing is downloaded. For one seed every run starts from the same weights and sees the same minibatches,
-whatever --comm and --policy are, so their losses can be compared.
+whatever --comm and --policy are, so their losses can be compared. With --stream no length is known before a sample is
+read, and minibatches are others.
 
 What ODC changes is in main(): the line with odc.patch_fsdp, and the `with session.minibatch()` around the
 microbatches of a minibatch.
@@ -17,7 +19,7 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import odc
-from odc.balance import MinibatchLoader, TransformerCost, pack_collate
+from odc.balance import Minibatch, MinibatchLoader, StreamLoader, TransformerCost, count_loss_tokens, pack_collate
 from odc.fsdp_patch import observe_fsdp
 from odc.timeline import Timeline
+
+PADDED = ("dgap", "steps")
+"""Streams of padded microbatches, as many on every rank; "minibatch" is packed."""
 
 
 def main() -> None:
@@ -56,7 +61,7 @@ def main() -> None:
 
     with Progress(args.minibatches) as progress:
         for minibatch in itertools.islice(minibatches, args.minibatches):
-            with record.minibatch(minibatch.plan):
+            with record.minibatch(minibatch):
                 loss_sum = torch.zeros(())
                 with session.minibatch() if session else nullcontext():
                     for microbatch in minibatch.microbatches:
@@ -71,7 +76,10 @@ def main() -> None:
                 optimizer.zero_grad()
             record.losses.append(loss_sum.item() / minibatch.num_loss_tokens)
             progress.show(record.losses)
+            if args.samples and record.num_samples >= args.samples:
+                break
 
+    minibatches.close()
     record.save(args.out)
     if session:
         session.close()
@@ -84,9 +92,10 @@ def main() -> None:
 
 def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the losses of the answers' tokens; labels of prompts are -100. 0 for a dummy microbatch."""
-    labels = microbatch.pop("labels")
-    logits = model(**microbatch, use_cache=False).logits
-    return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=sft_data.IGNORED, reduction="sum")
+    labels = microbatch["labels"]
+    logits = model(**{k: v for k, v in microbatch.items() if k != "labels"}, use_cache=False).logits
+    predicted, expected = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(predicted, expected, ignore_index=sft_data.IGNORED, reduction="sum")
 
 
 def warm_up(model: torch.nn.Module, session: odc.Session | None, num_tokens: int) -> None:
@@ -111,7 +120,7 @@ def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
         num_key_value_heads=args.hidden_size // 64,
         max_position_embeddings=args.max_tokens,
         tie_word_embeddings=False,
-        attn_implementation=packed_attention.register(),
+        attn_implementation="sdpa" if args.stream in PADDED else packed_attention.register(),
     )
     model = Qwen2ForCausalLM(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -121,12 +130,28 @@ def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
     return model
 
 
-def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoader[Any, Any]:
-    """Minibatches, planned so that the ranks' costs are balanced as --policy says."""
+def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoader[Any, Any] | StreamLoader[Any, Any]:
+    """Minibatches, planned so that the ranks' costs are balanced as --policy says, or streamed as --stream does."""
     if dist.get_rank() == 0:
         sft_data.prepare(args.data, sft_data.DataConfig(max_length=args.max_tokens))
     dist.barrier()
     dataset = sft_data.load(args.data)
+    if args.stream:
+        return StreamLoader(
+            dataset,
+            sft_data.pad_collate if args.stream in PADDED else pack_collate,
+            dist.get_rank(),
+            dist.get_world_size(),
+            max_tokens=args.max_tokens,
+            length=lambda sample: sample["input_ids"].size,
+            num_loss_tokens=lambda sample: count_loss_tokens(sample["labels"]),
+            grouping="token-budget" if args.stream in PADDED else "pack",
+            align=args.stream,
+            minibatch_size=None if args.stream in PADDED else args.minibatch_size,
+            cost=TransformerCost.from_config(config),
+            pool_size=args.pool_size,
+            seed=args.seed,
+        )
     return MinibatchLoader(
         dataset,
         dataset.lengths,
@@ -142,7 +167,7 @@ def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoad
     )
 
 
-def endless(loader: MinibatchLoader[Any, Any]) -> Iterator[Any]:
+def endless(loader: MinibatchLoader[Any, Any] | StreamLoader[Any, Any]) -> Generator[Minibatch[Any], None, None]:
     """Epoch after epoch, each in its own order."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
@@ -176,9 +201,18 @@ def parse_args() -> argparse.Namespace:
         "microbatches on every rank. lb-mini: the whole minibatch's cost is balanced, each rank packs for "
         "itself, so numbers of microbatches differ; needs --comm odc",
     )
+    how.add_argument(
+        "--stream",
+        choices=["dgap", "steps", "minibatch"],
+        help="in place of --policy: lengths show when samples are read. dgap: equal steps of padded microbatches "
+        "(online dynamic batching). steps: the same, at equal cost. minibatch: packed, equal cost per minibatch; needs "
+        "--comm odc",
+    )
     data = parser.add_argument_group("data")
     data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run")
     data.add_argument("--minibatch-size", type=int, default=3, help="samples per rank and optimizer step")
+    data.add_argument("--samples", type=int, help="stop after so many samples, all ranks together, if that is earlier")
+    data.add_argument("--pool-size", type=int, default=64, help="with --stream, samples of a rank to choose from")
     data.add_argument("--max-tokens", type=int, default=512, help="most tokens in one sample or microbatch")
     data.add_argument(
         "--data", type=Path, default=Path("runs/data"), help="folder of the tokenized data, made if it is not there"
@@ -203,6 +237,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(
             "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective "
             "some would wait forever in a collective: use --comm odc, or --policy lb-micro"
+        )
+    if args.comm == "collective" and args.stream == "minibatch":
+        parser.error(
+            "--stream minibatch gives the ranks different numbers of microbatches, so with --comm collective "
+            "some would wait forever in a collective: use --comm odc, or --stream steps"
         )
     if args.hidden_size % 64 or args.hidden_size < 64:
         parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")

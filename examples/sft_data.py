@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from stdlib_text import Pair, stdlib_pairs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -71,6 +72,21 @@ class SftDataset:
             f"{len(self)} samples, {self.lengths.sum()} tokens; tokens per sample: median {median:.0f}, "
             f"90th percentile {p90:.0f}, max {self.lengths.max()}"
         )
+
+
+def pad_collate(samples: Sequence[Mapping[str, IntArray]]) -> dict[str, torch.Tensor]:
+    """A padded batch, (num_samples, longest); of no samples one without loss."""
+    if not samples:
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "attention_mask": torch.ones_like(ids)}
+    lengths = torch.tensor([sample["input_ids"].size for sample in samples])
+    ids, labels = ([torch.from_numpy(sample[name]) for sample in samples] for name in ("input_ids", "labels"))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=IGNORED),
+        "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
 
 
 def train_tokenizer(pairs: Sequence[Pair], vocab_size: int) -> Tokenizer:
