@@ -13,7 +13,6 @@ import numpy as np
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.sources import deal
-from odc.balance.grouping.quota import even_out
 from odc.balance.grouping.rounds import Entry, Rounds, Step, lacking
 
 
@@ -93,10 +92,9 @@ def stream_epoch(
             rounds[rank].add(come)
         if has_indices and coming == len(entries) and rounds[0].deals_anew and not is_dealt_anew:
             is_dealt_anew = True
-            pools = [mine.pool for mine in rounds]
-            parts = even_out([[entry.cost for entry in pool] for pool in pools], pool_size)
-            for mine, part in zip(rounds, parts, strict=True):
-                mine.deal_anew([pools[rank][at] for rank, at in part])
+            vectors = np.array([mine.pool_vector() for mine in rounds])
+            for mine, places in [(mine, mine.dealt_anew(vectors)) for mine in rounds]:
+                mine.replace([entries[place] for place in places])
         left = [has_indices or not share for share in shares]
         ends = [coming == len(entries) and none_left for none_left in left]
         offers = np.array([mine.offer(end) for mine, end in zip(rounds, ends, strict=True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +29,11 @@ class BoardExchange:
         self.sizes: list[int] = []
         """Numbers in each vector so far: every rank must have sent the same."""
 
-    def begin(self) -> int:
+    has_failed = False
+
+    def begin(self, identity: Mapping[str, int | str], position: Mapping[str, int]) -> int:
+        mine = repr((identity, position)).encode()
+        assert self._exchange.all_gather(mine) == [mine] * self._exchange.world_size
         return 1
 
     def gather(self, vector: FloatArray) -> FloatArray:
@@ -63,7 +67,7 @@ def run_streams(
         loader = make(board.rank)
         with pytest.MonkeyPatch.context() as patch:
             if world_size > 1 and loader.align != "none":
-                patch.setattr(loader, "_begin_exchange", lambda: exchange)
+                patch.setattr(loader, "_own_exchange", lambda: exchange)
             return use(loader)
 
     found = values(run_threads(world_size, body, 60.0))

@@ -135,7 +135,10 @@ STREAMS = st.fixed_dictionaries(
 def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) -> None:
     lengths, (grouping, align) = case["lengths"], case["kind"]
     size, world_size = len(lengths), case["world_size"]
-    options = {} if align == "minibatch" else {"gradient_accumulation_steps": case["steps"]}
+    options: dict[str, Any] = {"gradient_accumulation_steps": case["steps"]}
+    if align == "minibatch":
+        options = {"minibatch_size": case["steps"]}
+        case["pool_size"] = max(case["pool_size"], 2 * case["steps"])
 
     def make(rank: int) -> StreamLoader[int, Any]:
         dataset = Indices(size) if case["indexed"] else Sequence(size)
@@ -219,13 +222,29 @@ def test_every_epoch_has_its_order() -> None:
     assert [i for m in unshuffled for i in m.microbatches[0]] == list(range(203))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_without_join_an_epoch_is_a_number_of_samples(world_size: int) -> None:
+@settings(deadline=None, max_examples=40)
+@given(
+    num_samples=st.integers(1, 60),
+    world_size=st.integers(1, 4),
+    pool_size=st.integers(1, 12),
+    steps=st.integers(1, 3),
+    grouping=st.sampled_from(sorted(GROUPINGS)),
+)
+def test_without_join_an_epoch_is_a_number_of_samples(
+    num_samples: int, world_size: int, pool_size: int, steps: int, grouping: str
+) -> None:
     """ODB's theorem 2: at least as many as the data set has, and less than a step more."""
-    ranks = run_streams(world_size, lambda rank: make_loader(rank, world_size, join=False), summary)
+    num_samples = max(num_samples, world_size)
+
+    def make(rank: int) -> StreamLoader[int, Any]:
+        options = {"pool_size": pool_size, "gradient_accumulation_steps": steps, "join": False}
+        return make_loader(rank, world_size, Indices(num_samples), "dgap", grouping, **options)
+
+    ranks = run_streams(world_size, make, summary)
     numbers = [number for *_, number in ranks[0]]
-    assert 203 <= sum(numbers) < 203 + numbers[-1]
-    assert set(samples_of(ranks)) <= set(range(203))
+    assert num_samples <= sum(numbers) < num_samples + numbers[-1]
+    assert len(samples_of(ranks)) == sum(numbers)
+    assert set(samples_of(ranks)) <= set(range(num_samples))
 
 
 def test_without_join_the_first_rank_without_samples_ends_an_iterable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -107,7 +108,7 @@ def trouble(rank: int, world_size: int, kind: str, align: str) -> tuple[str, str
     [
         ("sample", "AbortedError", r"the data of rank 1 ended with an error: OSError: \[?.*no such file: sample_"),
         ("collate", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
-        ("left", "PeerClosedError", "rank 1 has left its loop after 2 minibatches, and this rank"),
+        ("left", "PeerClosedError", "rank 1 has left its loop after 2 minibatches, while another waits for it"),
         ("late", "PeerSilentError", "rank 1 did not come for its next minibatch within 3 s"),
     ],
 )
@@ -131,25 +132,109 @@ def test_a_rank_that_is_killed_is_named_to_the_others() -> None:
         assert seconds < 10
 
 
-def two_at_a_time(rank: int, world_size: int) -> str:
-    """Rank 1 iterates once more than rank 0."""
-    loader = make_loader(rank, world_size)
-    iterator = iter(loader)
-    next(iterator)
-    if rank:
-        iterator = iter(loader)
+def slow(rank: int, world_size: int) -> tuple[str, str, float]:
+    """Rank 2 is killed while rank 1 is in a long step, and rank 0 waits for both."""
+    loader = make_loader(rank, world_size, align="minibatch")
+    begun = time.monotonic()
     try:
-        for _ in range(200):
+        for number, _ in enumerate(loader):
+            begun = time.monotonic()
+            if number == 2 and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 2 and rank == 1:
+                time.sleep(6.0)
+    except odc.errors.OdcError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    raise AssertionError("it has ended")
+
+
+def test_a_dead_rank_is_named_although_another_is_late() -> None:
+    results = start_ranks(3, slow).join(60.0)
+    name, text, seconds = results[0].value
+    assert name == "PeerDiedError"
+    assert "rank 2 is gone" in text
+    assert seconds < 4
+    assert "rank 2 is gone" in results[1].value[1]
+
+
+def different(rank: int, world_size: int, kind: str) -> str:
+    """Ranks whose loaders, epochs or states are not the same ones, or that iterate differently."""
+    options: dict[str, Any] = {"align": "minibatch", "pool_size": 60}
+    if kind == "seed":
+        options["seed"] = rank
+    if kind == "pool_size":
+        options = {"pool_size": 60 + rank}
+    loader = make_loader(rank, world_size, **options)
+    if kind == "epoch":
+        loader.set_epoch(rank)
+    if kind in ("state", "one state", "done"):
+        states = [loader.state_dict(), *(loader.state_dict() for _ in loader), loader.state_dict()]
+        if kind == "state":
+            loader.load_state_dict(states[3 + rank])
+        elif kind == "done":
+            loader.load_state_dict(states[-1 - rank])
+        elif rank:
+            loader.load_state_dict(states[3])
+    iterator = iter(loader)
+    try:
+        for _ in range(3 if kind == "iterations" else 7):
             next(iterator)
-    except (odc.errors.OdcError, RuntimeError) as error:
+        if kind in ("iterations", "at the deal") and rank:
+            iterator = iter(loader)
+        if kind == "set_epoch" and rank:
+            loader.set_epoch(1)
+        if kind == "close" and rank:
+            loader.close()
+        for _ in iterator:
+            pass
+    except (RuntimeError, StopIteration, ValueError) as error:
+        time.sleep(1.0)  # it is alive while the other is told
         return str(error)
-    return ""
+    return "ended"
 
 
-def test_ranks_that_iterate_differently_are_told() -> None:
-    first, second = run_ranks(2, two_at_a_time)
-    assert "every rank must iterate over its loader as often as the others" in first
-    assert "every rank must" in second
+ARGUMENTS = "their loaders must have the same arguments and epoch, and states that were taken after the same minibatch"
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("seed", f"ranks 1 and 0 differ in seed (0 has 0): {ARGUMENTS}", "ranks 0 and 1 differ in seed (1 has 1)"),
+        ("pool_size", "ranks 1 and 0 differ in pool_size (0 has 60)", "ranks 0 and 1 differ in pool_size (1 has 61)"),
+        ("epoch", "ranks 1 and 0 differ in epoch (0 has 0)", "ranks 0 and 1 differ in epoch (1 has 1)"),
+        ("state", "differ in num_emitted", "differ in num_emitted"),
+        ("one state", "differ in num_emitted (0 has 0)", "differ in num_emitted"),
+        ("done", "differ in num_emitted", "differ in num_emitted"),
+        ("iterations", "every rank must", "every rank must"),
+        ("at the deal", "every rank must", "every rank must"),
+        ("set_epoch", "rank 1 has left its loop after 7 minibatches", "this iteration ended after minibatch 6"),
+        ("close", "rank 1 has left its loop after 7 minibatches", "this iteration ended after minibatch 6"),
+    ],
+)
+def test_ranks_that_are_not_at_the_same_are_told(kind: str, first: str, second: str) -> None:
+    found = run_ranks(2, different, kind)
+    assert first in found[0]
+    assert second in found[1]
+
+
+def leak(rank: int, world_size: int) -> list[int]:
+    """Descriptors and threads of this process after each of some loaders."""
+    found = []
+    for number in range(6):
+        loader = make_loader(rank, world_size)
+        list(loader)
+        if number % 2:
+            loader.close()
+        del loader
+        gc.collect()
+        dist.barrier()
+        found.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
+    return found
+
+
+def test_loaders_leave_no_connections() -> None:
+    for counts in run_ranks(2, leak):
+        assert max(counts[2:]) <= counts[1] + 2
 
 
 def train(rank: int, world_size: int, patched: bool) -> tuple[str, list[float]]:

@@ -150,6 +150,8 @@ def test_the_state_of_another_stream_is_refused_by_name(other: dict[str, Any], n
         make_loader(**other).load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="has no position"):
         loader.load_state_dict({"epoch": 0})
+    with pytest.raises(ValueError, match="the position has no source and no places"):
+        loader.load_state_dict({**loader.state_dict(), "position": {"rounds": {}}})
     with pytest.raises(TypeError, match="the state is a list"):
         loader.load_state_dict([])  # type: ignore[arg-type]
 

@@ -1,17 +1,23 @@
-"""One small vector of every rank to every other, in a group of its own; and who is to blame where one does not come."""
+"""One small vector of every rank to every other, over connections of its own; and who is to blame if one is missing."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from odc.balance.checks import FloatArray
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError, shorten
@@ -19,43 +25,76 @@ from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, P
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
-_HEADER = 2  # iteration and number of the exchange
+_HEADER, _FRAME = 3, 16
+"""Numbers in front of a vector (iteration, number of the exchange, size), and of a frame. What ranks send first has the
+size of a frame, whatever they are at: gloo ends a process that gets more or less than it expects."""
+_MOST_THREADS = 32
 
 
 class VectorExchange:
     """All-gathers float64 vectors over gloo, apart from the groups that train.
 
-    The waiting is done by a thread, so that this one can look for what another rank has left in the store: that it
-    failed, of what, or that it left its loop. Whoever first finds a rank dead leaves its name there too, since a rank
-    that ends for that reason would otherwise look like the culprit to those who wait for it.
+    The waiting is done by threads, a peer's connection in each: one that breaks is seen at once, whoever else is late.
+    This thread looks meanwhile for what another rank has left in the store: that it failed, of what, or that it left
+    its loop. Whoever first finds a rank dead leaves its name there too, since a rank that ends for that reason would
+    otherwise look like the culprit to those who wait for it.
 
     Args:
-        ranks: global ranks of those that exchange, in their order. All of them make this at the same time.
+        ranks: global ranks of those that exchange, in their order. All of them make this at the same time, and nobody
+            else: it is no group of ``torch.distributed``.
         timeout_s: most seconds to wait for a rank that is alive.
     """
 
     def __init__(self, ranks: list[int], timeout_s: float) -> None:
-        # All ranks of one order, whoever else there is.
-        self._group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+        store = _get_default_store()
+        self.rank, self.world_size = ranks.index(dist.get_rank()), len(ranks)
+        # A name that no other exchange has had: ranks make theirs in the same order. (The names of torch's groups come
+        # again when a group has ended, with what is left of it in the store.)
+        whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._name = f"odc/stream/{whose}/{store.add(f'odc/stream/{whose}/made/{self.rank}', 1)}"
+        group: Any = dist.ProcessGroupGloo(
+            PrefixStore(self._name, store), self.rank, self.world_size, timedelta(seconds=timeout_s)
         )
-        assert isinstance(self._group, dist.ProcessGroup)
-        self._name = self._group.group_name
         self._timeout_s = timeout_s
-        self.rank = self._group.rank()
-        self.world_size = self._group.size()
-        self._jobs: SimpleQueue[FloatArray | None] = SimpleQueue()
-        self._results: SimpleQueue[FloatArray | tuple[int, Exception]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="odc-stream-exchange", daemon=True)
-        self._thread.start()
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._jobs: list[SimpleQueue[_Swap | None]] = []
+        self._results: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
+        for first in range(min(len(peers), _MOST_THREADS)):
+            jobs: SimpleQueue[_Swap | None] = SimpleQueue()
+            own = peers[first::_MOST_THREADS]
+            name = "odc-stream-exchange"
+            # Not a method of this object: a loader that is dropped takes its threads along.
+            threading.Thread(target=_work, args=(group, own, jobs, self._results), name=name, daemon=True).start()
+            self._jobs.append(jobs)
+        self._num_peers = len(peers)
+        self._end = weakref.finalize(self, _end, self._jobs)
         self._iteration = 0
         self._number = 0
         self._failure: OdcError | None = None
 
-    def begin(self) -> int:
-        """Another iteration begins, on all ranks: its number."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether there will be no other exchange, for a reason that the others know or are."""
+        return self._failure is not None
+
+    def begin(self, identity: Mapping[str, int | str], position: Mapping[str, int]) -> int:
+        """Begin another iteration on all ranks, if they have the same loader and are at the same place. Its number.
+
+        Raises:
+            ValueError: a rank has another argument or state; the message names both.
+        """
         self._iteration += 1
         self._number = 0
+        names = [*identity, *position]
+        mine = np.array([*map(_hash, identity.values()), *position.values()], dtype=np.float64)
+        for rank, row in enumerate(self.gather(mine)):
+            if (other := np.flatnonzero(row != mine)).size:
+                name = names[other[0]]
+                value = {**identity, **position}[name]
+                raise ValueError(
+                    f"ranks {rank} and {self.rank} differ in {name} ({self.rank} has {value!r}): their loaders must "
+                    "have the same arguments and epoch, and states that were taken after the same minibatch"
+                )
         return self._iteration
 
     def gather(self, vector: FloatArray) -> FloatArray:
@@ -66,58 +105,55 @@ class VectorExchange:
                 message. There is no other exchange after that.
         """
         if self._failure is not None:
-            raise self._failure
+            raise type(self._failure)(str(self._failure))
         self._number += 1
-        self._jobs.put(np.concatenate([[self._iteration, self._number], vector]))
-        while True:
-            try:
-                found = self._results.get(timeout=_LOOK_EVERY_S)
-            except Empty:
-                if (failure := self._left_by_others()) is not None:
-                    raise self._failed(failure) from None
-                continue
-            if isinstance(found, tuple):
-                raise self._failed(self._explained(*found)) from found[1]
-            self._check_headers(found)
-            return found[:, _HEADER:]
+        frame = np.zeros(_FRAME)
+        frame[:_HEADER] = (self._iteration, self._number, vector.size)
+        fits = vector.size <= _FRAME - _HEADER
+        if fits:
+            frame[_HEADER : _HEADER + vector.size] = vector
+        found = self._swap(frame)
+        self._check_headers(found)
+        return found[:, _HEADER : _HEADER + vector.size] if fits else self._swap(vector)
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank ends, and of what."""
-        self._tell("failed", f"{type(error).__name__}: {shorten(str(error))}")
+        self._tell("failed", AbortedError, f"the data of rank {self.rank} ended with an error: {_short(error)}")
 
     def tell_left(self, iteration: int, num_done: int) -> None:
         """Let the others know that this rank has left the loop of this iteration, after so many minibatches."""
-        self._tell(f"left/{iteration}", f"after {num_done} minibatches")
+        text = (
+            f"rank {self.rank} has left its loop after {num_done} minibatches, while another waits for it: "
+            "every rank must take as many minibatches as the others"
+        )
+        self._tell(f"left/{iteration}", PeerClosedError, text)
 
     def close(self) -> None:
-        """End the thread, if no exchange is under way."""
-        self._jobs.put(None)
+        """End threads and connections. The others must not wait for this rank any more."""
+        self._end()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._results.put(self._swap(job))
-
-    def _swap(self, vector: FloatArray) -> FloatArray | tuple[int, Exception]:
+    def _swap(self, vector: FloatArray) -> FloatArray:
         table = torch.zeros(self.world_size, vector.size, dtype=torch.float64)
         table[self.rank] = torch.from_numpy(vector)
-        works: list[tuple[int, dist.Work | None]] = []
-        peer = self.rank
-        try:
-            for peer in {*range(self.world_size)} - {self.rank}:
-                works.append((peer, dist.irecv(table[peer], group=self._group, group_src=peer)))
-                works.append((peer, dist.isend(table[self.rank], group=self._group, group_dst=peer)))
-            while works:
-                peer, work = works.pop(0)
-                if work is not None:
-                    work.wait()
-        except Exception as error:  # whatever gloo raises is the answer, and told in the thread that asked
-            return peer, error
+        for jobs in self._jobs:
+            jobs.put(_Swap(table, self.rank))
+        for _ in range(self._num_peers):
+            while True:
+                try:
+                    peer, error = self._results.get(timeout=_LOOK_EVERY_S)
+                except Empty:
+                    if (failure := self._told_by_others()) is not None:
+                        raise self._failed(failure) from None
+                    continue
+                if error is not None:
+                    raise self._failed(self._explained(peer, error)) from error
+                break
         return np.asarray(table.numpy())
 
     def _check_headers(self, table: FloatArray) -> None:
-        mine = (self._iteration, self._number)
+        mine = tuple(table[self.rank, :_HEADER].astype(np.int64).tolist())
         for rank, row in enumerate(table[:, :_HEADER].astype(np.int64).tolist()):
-            if tuple(row) != mine:
+            if tuple(row[:2]) != mine[:2]:
                 raise self._failed(
                     OdcError(
                         f"rank {rank} is at exchange {row[1]} of its iteration {row[0]} over the stream, this rank "
@@ -125,60 +161,110 @@ class VectorExchange:
                         "loader as often as the others, and take as many minibatches"
                     )
                 )
+            if row[2] != mine[2]:
+                raise self._failed(
+                    OdcError(
+                        f"rank {rank} exchanges {row[2]} numbers, this rank {self.rank} {mine[2]}: their loaders must "
+                        "have the same arguments (align, pool_size)"
+                    )
+                )
 
     def _failed(self, failure: OdcError) -> OdcError:
         self._failure = failure
         if isinstance(failure, PeerDiedError | PeerSilentError):
-            self._tell("missing", str(failure))
+            self._tell("missing", type(failure), str(failure))
         return failure
 
     def _explained(self, peer: int, error: Exception) -> OdcError:
         """Why ``peer`` did not come: what is in the store, if another rank is the reason."""
-        pause = threading.Event()
         for _ in range(4):  # who ends for another's sake has told of that, but the store may take a moment
-            if (failure := self._left_by_others()) is not None:
+            if (failure := self._told_by_others()) is not None:
                 return failure
-            pause.wait(0.1)
+            time.sleep(0.1)
         if "timed out" in str(error).lower():
             return PeerSilentError(
                 f"rank {peer} did not come for its next minibatch within {self._timeout_s:g} s. If it may take so "
                 "long (an evaluation, a checkpoint), raise exchange_timeout_s of the loader"
             )
-        return PeerDiedError(f"rank {peer} is gone, while this rank {self.rank} waited for it ({shorten(str(error))})")
+        return PeerDiedError(f"rank {peer} is gone, while rank {self.rank} waited for it ({shorten(str(error))})")
 
-    def _left_by_others(self) -> OdcError | None:
+    def _told_by_others(self) -> OdcError | None:
         """What another rank has left in the store."""
         for what in ("failed", "missing", f"left/{self._iteration}"):
-            if (told := self._told(what)) is None:
-                continue
-            rank, _, text = told.partition("|")
-            if what == "failed":
-                return AbortedError(f"the data of rank {rank} ended with an error: {text}")
-            if what == "missing":
-                return PeerDiedError(f"{text} (found by rank {rank})")
-            return PeerClosedError(
-                f"rank {rank} has left its loop {text}, and this rank {self.rank} waits for its next vector: every "
-                "rank must take as many minibatches as the others"
-            )
+            key = self._key(what)
+            try:
+                store = _get_default_store()
+                told = store.get(key).decode() if store.check([key]) else None
+            except (RuntimeError, ValueError):
+                return None  # the process that has the store is gone: the connections say what there is to say
+            if told is not None:
+                kind, _, text = told.partition("|")
+                return _KINDS[kind](text)
         return None
 
-    def _told(self, what: str) -> str | None:
-        key = self._key(what)
-        try:
-            store = _get_default_store()
-            return store.get(key).decode() if store.check([key]) else None
-        except (RuntimeError, ValueError):
-            return None  # the process that has the store is gone: the connections say what there is to say
-
-    def _tell(self, what: str, text: str) -> None:
+    def _tell(self, what: str, kind: type[OdcError], text: str) -> None:
         """The first rank that tells is heard."""
         if sys.is_finalizing():
             return
         try:
-            _get_default_store().compare_set(self._key(what), "", f"{self.rank}|{text}")
+            _get_default_store().compare_set(self._key(what), "", f"{kind.__name__}|{text}")
         except (RuntimeError, ValueError) as error:
             # The process that has the store is gone, or torch.distributed has ended: nobody is there to hear.
             logger.debug("the other ranks cannot be told (%s): %s", error, text)
 
     def _key(self, what: str) -> str:
-        return f"odc/stream/{self._name}/{what}"
+        return f"{self._name}/{what}"
+
+
+_KINDS = {kind.__name__: kind for kind in (AbortedError, PeerClosedError, PeerDiedError, PeerSilentError)}
+
+
+@dataclass
+class _Swap:
+    """An exchange that threads are to make."""
+
+    table: torch.Tensor
+    """(world_size, n), with this rank's vector in its row."""
+
+    rank: int
+
+
+def _work(
+    group: Any,
+    peers: Sequence[int],
+    jobs: SimpleQueue[_Swap | None],
+    results: SimpleQueue[tuple[int, Exception | None]],
+) -> None:
+    """Swap vectors with some peers, one result for each."""
+    while (job := jobs.get()) is not None:
+        works: list[tuple[int, list[dist.Work]]] = []
+        for peer in peers:
+            try:
+                receive = group.recv([job.table[peer]], peer, 0)
+                works.append((peer, [receive, group.send([job.table[job.rank]], peer, 0)]))
+            except Exception as error:
+                results.put((peer, error))  # told in the thread that asked
+        for peer, both in works:
+            try:
+                for work in both:
+                    work.wait()
+            except Exception as error:
+                results.put((peer, error))
+            else:
+                results.put((peer, None))
+        del job
+
+
+def _end(threads: Sequence[SimpleQueue[_Swap | None]]) -> None:
+    """The connections end with the last thread."""
+    for jobs in threads:
+        jobs.put(None)
+
+
+def _hash(value: int | str) -> int:
+    """Of 48 bits, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "little")
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {shorten(str(error))}"

@@ -93,8 +93,8 @@ def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
         return {"shuffle": True, "seed": 0 if sampler.generator is None else sampler.generator.initial_seed()}
     raise ValueError(
         f"the DataLoader has a {type(sampler).__name__}, whose order and choice of samples a stream would not keep: "
-        "use shuffle=True or False or a DistributedSampler, or choose in the data set (torch.utils.data.Subset) and call "
-        "odc.balance.StreamLoader"
+        "use shuffle=True or False or a DistributedSampler, or choose in the data set (torch.utils.data.Subset) and "
+        "call odc.balance.StreamLoader"
     )
 
 

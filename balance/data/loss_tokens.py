@@ -12,6 +12,7 @@ import torch
 
 from odc.balance.checks import IntArray, as_lengths
 from odc.balance.data.collate import count_loss_tokens
+from odc.balance.layout import Layout
 
 
 def as_loss_tokens(lengths: IntArray, given: npt.ArrayLike | None) -> IntArray:
@@ -33,7 +34,17 @@ def as_loss_tokens(lengths: IntArray, given: npt.ArrayLike | None) -> IntArray:
     return counts
 
 
-def check_labels(batch: object, samples: Sequence[int], expected: int) -> None:
+_ADVICE = (
+    "Pass num_loss_tokens=[count_loss_tokens(labels) for each sample], or check_loss_tokens=False if these labels are "
+    "counted in another way"
+)
+_ADVICE_FOR_STREAMS = (
+    "Pass num_loss_tokens=lambda sample: count_loss_tokens(sample['labels']), or check_batches=False if these labels "
+    "are counted in another way"
+)
+
+
+def check_labels(batch: object, samples: Sequence[int | str], expected: int, advice: str = _ADVICE) -> None:
     """Compare the labels of a batch, if it has any, with the ``expected`` number of loss tokens of its samples.
 
     Raises:
@@ -46,8 +57,7 @@ def check_labels(batch: object, samples: Sequence[int], expected: int) -> None:
     if found != expected:
         raise ValueError(
             f"the labels of samples {list(samples)} have {found} loss tokens, num_loss_tokens says "
-            f"{expected}: the loss scale would be wrong. Pass num_loss_tokens=[count_loss_tokens(labels) for "
-            "each sample], or check_loss_tokens=False if these labels are counted in another way"
+            f"{expected}: the loss scale would be wrong. {advice}"
         )
 
 
@@ -80,29 +90,38 @@ def check_tokens(
 
 
 def check_batch(
-    batch: object, samples: Sequence[int], lengths: Sequence[int], num_loss_tokens: int, max_tokens: int
+    batch: object,
+    samples: Sequence[int | str],
+    lengths: Sequence[int],
+    num_loss_tokens: int,
+    max_tokens: int,
+    layout: Layout,
 ) -> None:
-    """Compare a batch of a stream with its samples, as far as it has ``input_ids`` and ``labels``.
+    """Compare a batch of a stream with its samples, as far as it has ``input_ids`` and ``labels`` in one array each.
 
     Args:
-        samples: what the user knows them by.
+        samples: what the user knows them by; none for a dummy, which must have no loss.
         lengths: tokens of each of them.
         num_loss_tokens: of all of them.
 
     Raises:
         ValueError: a sample is not in the batch, or the batch has more tokens, padding included, or other loss tokens.
     """
-    check_labels(batch, samples, num_loss_tokens)
-    if not (isinstance(batch, Mapping) and "input_ids" in batch):
+    if not isinstance(batch, Mapping):
         return
-    shape = np.shape(batch["input_ids"])
+    if hasattr(batch.get("labels"), "shape"):
+        check_labels(batch, samples, num_loss_tokens, _ADVICE_FOR_STREAMS)
+    ids: Any = batch.get("input_ids")
+    if not samples or not hasattr(ids, "shape"):
+        return
+    shape: tuple[int, ...] = tuple(ids.shape)
     if (area := int(np.prod(shape))) > max_tokens:
         raise ValueError(
             f"the batch of samples {list(samples)} has {area} tokens, padding included: expected at most "
             f"max_tokens={max_tokens}. Their lengths are {list(lengths)}: length(sample) must return the tokens of a "
             "sample in a batch"
         )
-    found = _lengths_in(batch, shape)
+    found = _lengths_in(batch, shape, layout)
     if found is None or len(found) >= len(samples):
         return
     left = Counter(found)
@@ -119,16 +138,17 @@ def check_batch(
     )
 
 
-def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...]) -> list[int] | None:
+def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...], layout: Layout) -> list[int] | None:
     """Tokens of each sample of a batch, packed or padded; None: they cannot be told."""
-    if (starts := batch.get("cu_seqlens")) is not None:
-        return [int(number) for number in np.diff(np.asarray(starts))]
+    if layout == "packed":
+        starts = batch.get("cu_seqlens")
+        return None if starts is None else [int(number) for number in torch.as_tensor(starts).diff()]
     if len(shape) != 2:
         return None
     mask = batch.get("attention_mask")
-    if mask is not None and np.shape(mask) == shape:
+    if mask is not None and tuple(np.shape(mask)) == shape:
         return [int(number) for number in torch.as_tensor(mask).bool().sum(dim=1)]
-    return [shape[1]] * shape[0] if shape[0] > 1 else None
+    return [shape[1]] * shape[0]
 
 
 def _num_tokens(batch: object) -> int | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, TypeVar
@@ -14,6 +17,8 @@ from torch.utils import data as torch_data
 
 from odc.balance.checks import as_cost, as_count
 from odc.errors import shown
+
+_PR_SET_PDEATHSIG = 1
 
 WantedT = TypeVar("WantedT")
 ItemT = TypeVar("ItemT")
@@ -70,9 +75,13 @@ class Reader(Generic[WantedT, ItemT]):
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
             timeout=timeout_s if num_workers else 0,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=_Entry(worker_init_fn),
             generator=self._generator,
         )
+        self._loader = self._make()
+
+    def close(self) -> None:
+        """End persistent workers. The next iteration starts others."""
         self._loader = self._make()
 
     def read(self, wanted: Iterator[WantedT], seed: int) -> Iterator[ItemT]:
@@ -92,6 +101,23 @@ class Reader(Generic[WantedT, ItemT]):
                 traceback.clear_frames(error.__traceback__)
             self._loader = self._make()  # one of the workers, if they are persistent, may be dead
             raise
+
+
+@dataclass
+class _Entry:
+    """What a worker does first: see to it that it ends with its parent, then what the user wants.
+
+    A worker has copies of its parent's connections. As long as it lives, they are open, and the other ranks wait for a
+    parent that is dead; in the middle of a slow sample it would not look for it.
+    """
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.then is not None:
+            self.then(number)
 
 
 class _Wanted:

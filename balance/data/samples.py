@@ -50,6 +50,9 @@ class Chunk:
     samples: list[Any] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_loss_tokens: list[int] = field(default_factory=list)
+    names: list[int | str] = field(default_factory=list)
+    """What the user knows them by: their index in the dataset, or which one they are of what it yields."""
+
     worker: int = 0
     lap: int = 0
     is_end: bool = False
@@ -113,7 +116,19 @@ class SampleDataset(torch_data.Dataset[Any]):
         else:
             chunk = self._continue(request, worker, num_workers)
         chunk.worker = worker
-        return chunk if info is None else pack_chunk(chunk)
+        return chunk if info is None else self._packed(chunk)
+
+    def _packed(self, chunk: Chunk) -> bytes | torch.Tensor:
+        try:
+            return pack_chunk(chunk)
+        except Exception as error:
+            for name, sample in zip(chunk.names, chunk.samples, strict=True):
+                try:
+                    pack_chunk(Chunk([sample]))
+                except Exception as its:
+                    name_samples(its, f"when sample {name} was handed over by its worker")
+                    raise its from error
+            raise
 
     def _read(self, indices: list[int]) -> Chunk:
         chunk = Chunk()
@@ -123,15 +138,19 @@ class SampleDataset(torch_data.Dataset[Any]):
             except Exception as error:
                 name_samples(error, f"when sample {index} was read")
                 raise
-            self._add(chunk, sample, f"sample {index}")
+            self._add(chunk, sample, index)
         return chunk
 
     def _continue(self, request: Continue, worker: int, num_workers: int) -> Chunk:
         if self._at != (request.iteration, request.lap):
             self._at, self._num_read = (request.iteration, request.lap), 0
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(request.epoch)
-            self._iterator = self._part(worker, num_workers)
+            try:
+                if hasattr(self.dataset, "set_epoch"):
+                    self.dataset.set_epoch(request.epoch)
+                self._iterator = self._part(worker, num_workers)
+            except Exception as error:
+                name_samples(error, f"when rank {self.rank} began to iterate over its dataset, epoch {request.epoch}")
+                raise
         chunk = Chunk(lap=request.lap)
         while len(chunk.samples) < request.most:
             name = self._name(worker, num_workers)
@@ -139,9 +158,10 @@ class SampleDataset(torch_data.Dataset[Any]):
                 sample = next(self._iterator)
             except StopIteration:
                 chunk.is_end = True
+                self._iterator = iter(())  # what it has open is closed now
                 break
             except Exception as error:
-                name_samples(error, f"when {name} was read")
+                name_samples(error, f"when sample {name} was read")
                 raise
             self._add(chunk, sample, name)
             self._num_read += 1
@@ -157,24 +177,25 @@ class SampleDataset(torch_data.Dataset[Any]):
             first, every = worker * self.world_size + self.rank, num_workers * self.world_size
         return _every(whole, first, every)
 
-    def _name(self, worker: int, num_workers: int) -> str:
+    def _name(self, worker: int, num_workers: int) -> int | str:
         number = self._num_read
         if self.iterable_yields == "worker" and num_workers > 1:
-            return f"sample {number} of worker {worker} of rank {self.rank}"
+            return f"{number} of worker {worker} of rank {self.rank}"
         number = number * num_workers + worker
         if self.iterable_yields == "all":
-            return f"sample {number * self.world_size + self.rank}"
-        return f"sample {number} of rank {self.rank}"
+            return number * self.world_size + self.rank
+        return f"{number} of rank {self.rank}"
 
-    def _add(self, chunk: Chunk, sample: Any, name: str) -> None:
+    def _add(self, chunk: Chunk, sample: Any, name: int | str) -> None:
         try:
             length, count = self.measure(sample)
         except Exception as error:
-            name_samples(error, f"when {name} was measured")
+            name_samples(error, f"when sample {name} was measured")
             raise
         chunk.samples.append(sample)
         chunk.lengths.append(length)
         chunk.num_loss_tokens.append(count)
+        chunk.names.append(name)
 
 
 def _every(items: Iterator[Any], first: int, every: int) -> Iterator[Any]:
@@ -220,28 +241,23 @@ def _as_number(value: Any, name: str, minimum: int) -> int:
 # One buffer per chunk.
 
 
-_UNKNOWN_TO_NUMPY = frozenset([torch.bfloat16])
-_AS_BYTES = _UNKNOWN_TO_NUMPY | {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-}
-
-
 class _Pickler(pickle.Pickler):
     """Writes tensors as the bytes they are. (torch would put each into shared memory of its own.)"""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
             return NotImplemented
-        if value.requires_grad or value.is_conj() or value.is_neg() or value.dtype not in _AS_BYTES:
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized:
             return NotImplemented  # as torch does it
-        if value.dtype in _UNKNOWN_TO_NUMPY:
-            return _tensor_of, (value.contiguous().view(torch.int16).numpy(), value.dtype)
-        return torch.from_numpy, (value.numpy(),)
+        try:
+            return torch.from_numpy, (value.numpy(),)
+        except (TypeError, RuntimeError):  # a type that numpy has not
+            data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor_of, (data, value.dtype, tuple(value.shape))
 
 
-def _tensor_of(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(array).view(dtype)
+def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 _MOST_IN_PIPE = 2**20

@@ -13,7 +13,7 @@ import torch
 
 from odc.balance.checks import IntArray
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.data.reader import Reader
+from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
 from odc.balance.grouping.rounds import Entry, lacking
 
@@ -75,11 +75,14 @@ class Source(ABC):
     is_finished = False
     """Whether nothing comes after what was wanted so far."""
 
+    all_dealt = False
+    """Whether every sample is some rank's, and any rank could read it; the same on all ranks."""
+
     def __init__(self, requests: Requests, cost: CostModel) -> None:
         self._requests = requests
         self._cost = cost
-        self._samples: dict[int, Any] = {}
-        self._num_asked = 0
+        self._samples: dict[int, tuple[Any, int | str]] = {}
+        """By place: the sample, and what the user knows it by."""
 
     @abstractmethod
     def want(self, pooled: Sequence[int]) -> None:
@@ -97,13 +100,9 @@ class Source(ABC):
     def read_on(self, most: int) -> None:
         """Take what was read meanwhile, so that workers can go on, until so many requests are under way."""
 
-    def take(self, entry: Entry) -> Any:
-        """The sample, which is forgotten here."""
+    def take(self, entry: Entry) -> tuple[Any, int | str]:
+        """The sample, which is forgotten here, and what the user knows it by (see :attr:`Chunk.names`)."""
         return self._samples.pop(entry.place)
-
-    def name(self, entry: Entry) -> int:
-        """What the user knows the sample by: its index in the dataset, or its number in what the dataset yields."""
-        return entry.place
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -128,8 +127,12 @@ class Source(ABC):
         return len(self._requests)
 
     def _entries(self, places: Sequence[int], chunk: Chunk) -> list[Entry]:
-        costs = evaluate(self._cost, np.array(chunk.lengths, dtype=np.int64)).tolist()
-        self._samples.update(zip(places, chunk.samples, strict=True))
+        try:
+            costs = evaluate(self._cost, np.array(chunk.lengths, dtype=np.int64)).tolist()
+        except Exception as error:
+            name_samples(error, f"when the costs of samples {chunk.names} were worked out")
+            raise
+        self._samples.update(zip(places, zip(chunk.samples, chunk.names, strict=True), strict=True))
         return list(map(Entry, places, chunk.lengths, chunk.num_loss_tokens, costs))
 
 
@@ -170,8 +173,7 @@ class IndexedSource(Source):
         self._read: list[Entry] = []
 
     @property
-    def all_dealt(self) -> bool:
-        """Whether every sample of the lap is some rank's; the same on all ranks."""
+    def all_dealt(self) -> bool:  # type: ignore[override]
         return not self._endless and self._dealt == (self._lap + 1) * self._num_samples
 
     def want(self, pooled: Sequence[int]) -> None:
@@ -203,9 +205,6 @@ class IndexedSource(Source):
         """Other ranks have these now."""
         for entry in entries:
             del self._samples[entry.place]
-
-    def name(self, entry: Entry) -> int:
-        return self._index(entry.place)
 
     def state(self) -> dict[str, Any]:
         return {"lap": self._lap, "dealt": self._dealt}
@@ -288,9 +287,9 @@ class IterableSource(Source):
         self._num_taken = 0
         """Samples that were given out, in all laps; the place of the next one."""
         self._laps: list[tuple[int, int]] = [(0, 0)]
-        """Laps that samples in the pool may be of, and their first places."""
+        """Laps so far, and their first places."""
         self._missing = 0
-        self._buffers: list[deque[tuple[Any, int, int]]] = [deque() for _ in range(num_workers)]
+        self._buffers: list[deque[tuple[Any, int, int, int | str]]] = [deque() for _ in range(num_workers)]
         self._ended = [False] * num_workers
         self._turn = 0
 
@@ -311,9 +310,8 @@ class IterableSource(Source):
 
     def state(self) -> dict[str, Any]:
         oldest = min(self._samples, default=self._num_taken)
-        while len(self._laps) > 1 and self._laps[1][1] <= oldest:
-            del self._laps[0]
-        laps = [list(one) for one in self._laps]
+        ends = [first for _, first in self._laps[1:]] + [oldest + 1]
+        laps = [list(one) for one, end in zip(self._laps, ends, strict=True) if end > oldest]
         return {"num_taken": self._num_taken, "laps": laps, "is_finished": int(self.is_finished)}
 
     def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
@@ -343,10 +341,11 @@ class IterableSource(Source):
 
     def _move_next(self, chunk: Chunk) -> None:
         """Add the next one by turns. There is one."""
-        sample, length, count = self._buffers[self._turn].popleft()
+        sample, length, count, name = self._buffers[self._turn].popleft()
         chunk.samples.append(sample)
         chunk.lengths.append(length)
         chunk.num_loss_tokens.append(count)
+        chunk.names.append(name)
         self._turn = (self._turn + 1) % self._num_workers
         self._num_taken += 1
         self._missing -= 1
@@ -396,5 +395,7 @@ class IterableSource(Source):
         if chunk.lap != self._lap:
             assert not chunk.samples
             return
-        self._buffers[chunk.worker] += zip(chunk.samples, chunk.lengths, chunk.num_loss_tokens, strict=True)
+        self._buffers[chunk.worker] += zip(
+            chunk.samples, chunk.lengths, chunk.num_loss_tokens, chunk.names, strict=True
+        )
         self._ended[chunk.worker] |= chunk.is_end

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from odc.balance.checks import FloatArray
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.sources import IndexedSource, Source
-from odc.balance.grouping.quota import even_out
 from odc.balance.grouping.rounds import Entry, Rounds, Step
 
 
@@ -23,7 +20,6 @@ class StepStream:
     Args:
         make_rounds: rounds with an empty pool.
         exchange: None: of one rank alone.
-        pool_size: most samples in a pool.
         quota: None: go on until no rank has anything left. Else the rounds end as soon as one has nothing left, and
             begin anew in another lap of the source until so many samples, of all ranks, were given out.
     """
@@ -33,14 +29,12 @@ class StepStream:
         make_rounds: Callable[[], Rounds],
         source: Source,
         exchange: VectorExchange | None,
-        pool_size: int,
         quota: int | None,
     ) -> None:
         self._make_rounds = make_rounds
         self._rounds = make_rounds()
         self._source = source
         self._exchange = exchange
-        self._pool_size = pool_size
         self._quota = quota
         self._num_emitted = 0
         self._is_dealt_anew = False
@@ -105,25 +99,16 @@ class StepStream:
     def _deal_anew(self) -> None:
         """Even out what is left in the pools once nothing more comes, where any rank can read any sample."""
         rounds, source = self._rounds, self._source
-        if not (rounds.deals_anew and isinstance(source, IndexedSource) and source.all_dealt):
+        if not (rounds.deals_anew and source.all_dealt) or self._is_dealt_anew or self._exchange is None:
             return
-        if self._is_dealt_anew or self._exchange is None:
-            return
+        assert isinstance(source, IndexedSource)
         self._is_dealt_anew = True
-        vector = np.zeros(1 + 2 * self._pool_size)
-        vector[0] = len(rounds.pool)
-        vector[1 : 1 + len(rounds.pool)] = [entry.place for entry in rounds.pool]
-        vector[1 + self._pool_size :][: len(rounds.pool)] = [entry.cost for entry in rounds.pool]
-        found = self._gather(vector)
-        sizes = found[:, 0].astype(int).tolist()
-        costs = [row[1 + self._pool_size :][:size] for row, size in zip(found, sizes, strict=True)]
-        parts = even_out(costs, self._pool_size)
-        mine = [int(found[rank, 1 + at]) for rank, at in parts[self._exchange.rank]]
         here = {entry.place: entry for entry in rounds.pool}
+        mine = rounds.dealt_anew(self._gather(rounds.pool_vector()))
         source.forget([entry for place, entry in here.items() if place not in set(mine)])
         missing = [place for place in mine if place not in here]
         here.update(zip(missing, source.read_places(missing), strict=True))
-        rounds.deal_anew([here[place] for place in mine])
+        rounds.replace([here[place] for place in mine])
 
 
 def entries_of(steps: Sequence[Step]) -> list[Entry]:

@@ -26,7 +26,7 @@ from odc.balance.data.steps import StepStream, entries_of
 from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.rounds import AlignedRounds, Entry, EqualStepRounds, FreeRounds, QuotaRounds, Rounds, Step
 from odc.balance.random_numbers import random_generator
-from odc.errors import OdcError, shown
+from odc.errors import shown
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ LossScaling = Literal["exact", "approx", "sample", "none"]
 """See :class:`StreamLoader`."""
 
 _PLACE = ("epoch", "position")
+_POSITION = ("rounds", "source", "places", "num_emitted", "is_dealt_anew", "num_steps_done")
+_LONGEST_S = 10.0 * 365 * 86400
 
 
 class StreamLoader(Generic[SampleT, BatchT]):
@@ -46,7 +48,12 @@ class StreamLoader(Generic[SampleT, BatchT]):
     *summed* loss by ``minibatch.loss_scale``, backward; then step.
 
     Nothing is lost, and nothing there twice: in an epoch every sample is trained on once, whether or not the ranks
-    divide their number. The stream depends on the arguments and the epoch, not on timing or on the number of workers.
+    divide their number. The stream depends on the arguments and the epoch, not on timing or on the number of workers
+    (as long as a sample depends on its index or place alone). Where an epoch ends, "steps" and "minibatch" deal the
+    samples of the last pools anew, so some ranks read some of them again.
+
+    A rank that fails, leaves its loop or dies is named to the others where they exchange vectors, at their next round
+    at the latest. In between, collectives of theirs wait as they do for any rank that has failed.
 
     Args:
         dataset: gives sample i as ``dataset[i]`` and their number as ``len(dataset)``, or is any iterable.
@@ -74,19 +81,21 @@ class StreamLoader(Generic[SampleT, BatchT]):
             minibatch. "none": nothing, no communication. Ranks may have different numbers of steps.
         join: with "dgap", go on until no rank has anything left. Else an epoch ends once as many samples as the dataset
             has were trained on, and data begins anew, in another order, whenever the first rank has nothing left: some
-            samples of an epoch come twice then, and some not.
-        minibatch_size: with "minibatch", samples of a rank in a minibatch on average.
+            samples of an epoch come twice then, and some not. An iterable, of unknown size, ends where it would begin
+            anew.
+        minibatch_size: with "minibatch", samples of a rank in a minibatch on average; at most half of ``pool_size``.
         gradient_accumulation_steps: steps of "dgap", "steps" and "none" that make one minibatch.
         cost: cost model of a sample, for "steps" and "minibatch"; default: its length.
         loss_scaling: what the gradient is that of, with t the loss tokens of a rank and n its samples in a minibatch.
-            "exact": the mean over all loss tokens of the minibatch. "approx": the same with t from the rank's mean per
-            sample. "sample": of ranks' means, weighted by n. "none": by nothing. (ODB, equation 2 and appendix B.)
+            "exact": the mean over all loss tokens of the minibatch. "approx": of ranks' means over theirs, weighted by
+            n times the mean loss tokens per sample in a rank's pool. "sample": weighted by n. "none": all the same.
+            (ODB, equation 2 and appendix B.)
         seed, shuffle: of the order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is
             called if there is one.
         infinite: another epoch follows each, in another order, without an end to the pools between them.
-        iterable_yields: what an iterable dataset yields on a rank. "all": every sample, of which each rank and worker
-            keeps its part. "rank": only those of this rank. "worker": only those of this rank, and in a worker only
-            those of that worker (``torch.utils.data.get_worker_info()``).
+        iterable_yields: what an iterable dataset yields on a rank. "all": every sample, in an order that is the same in
+            every rank and worker, each of which keeps its part. "rank": only those of this rank. "worker": only those
+            of this rank, and in a worker only those of that worker (``torch.utils.data.get_worker_info()``).
         check_batches: compare the batches with the samples, as far as they have ``input_ids`` and ``labels``.
         comm: "odc" lets "minibatch" give ranks different numbers of microbatches without looking whether ODC is at
             work, see :class:`~odc.balance.MinibatchLoader`.
@@ -150,7 +159,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.align = _one_of(align, "align", Align)
         self.loss_scaling = _one_of(loss_scaling, "loss_scaling", LossScaling)
         self.comm = _one_of(comm, "comm", Literal["auto", "odc"])
-        self.grouping = Grouping(grouping, max_tokens, batch_size, self.shuffle)
+        most = as_count(max_tokens, "max_tokens")
+        size = None if batch_size is None else as_count(batch_size, "batch_size")
+        self.grouping = Grouping(grouping, most, size, self.shuffle)
         self.accumulated = as_count(gradient_accumulation_steps, "gradient_accumulation_steps")
         self.minibatch_size = None if minibatch_size is None else as_count(minibatch_size, "minibatch_size")
         if cost is not None and not callable(cost):
@@ -161,16 +172,21 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 raise TypeError(f"{name}={shown(function)}: expected a function")
         self._check_together()
         self._num_samples = _size_of(dataset)
-        if self._num_samples is not None and self.align == "none" and self._num_samples < self.world_size and infinite:
+        too_few = self._num_samples is not None and self._num_samples < self.world_size
+        if too_few and (not self.join or (self.infinite and self.align == "none")):
             raise ValueError(
-                f"{self._num_samples} samples on {self.world_size} ranks with align='none' and infinite=True: expected "
-                "at least one sample for each rank"
+                f"{self._num_samples} samples on {self.world_size} ranks with join={self.join}, align={self.align!r}, "
+                f"infinite={self.infinite}: expected at least one sample for each rank"
             )
         self.dataset = dataset
         self._collate = collate
         self._checks = bool(check_batches)
         self._group = group
         self._timeout_s = as_cost(exchange_timeout_s, "exchange_timeout_s")
+        if not 0 < self._timeout_s <= _LONGEST_S:
+            raise ValueError(
+                f"exchange_timeout_s={shown(exchange_timeout_s)}: expected more than 0, at most {_LONGEST_S:g}"
+            )
         self._reader: Reader[Any, Any] = Reader(
             SampleDataset(
                 dataset,
@@ -230,13 +246,17 @@ class StreamLoader(Generic[SampleT, BatchT]):
         epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
         if not isinstance(state["position"], Mapping):
             raise ValueError(f"position={shown(state['position'])}: expected a mapping, as of state_dict()")
+        position = dict(state["position"])
+        if position and "is_done" not in position and (missing := [name for name in _POSITION if name not in position]):
+            raise ValueError(f"the position has no {' and no '.join(missing)}: expected what state_dict() returned")
         self.epoch = epoch
-        self._start = self._position = dict(state["position"])
+        self._start = self._position = position
         self._iterations.begin()
 
     def close(self) -> None:
-        """End what waits for other ranks. Iterations end their workers themselves."""
+        """End the iteration, workers that stay, and the connections to other ranks. Call it on every rank."""
         self._iterations.begin()
+        self._reader.close()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -244,87 +264,81 @@ class StreamLoader(Generic[SampleT, BatchT]):
     def _iterate(self) -> Iterator[Minibatch[BatchT]]:
         start, self._start = self._start, {}
         self._position = start
+        number = self._iterations.begin()
+        exchange = self._own_exchange()
+        begun = 0 if exchange is None else exchange.begin(self._shared_identity(), _at(self.epoch, start))
         if start.get("is_done"):
             return
-        number = self._iterations.begin()
-        exchange = self._begin_exchange()
-        exchanged = 0 if exchange is None else exchange.begin()
         source = self._source(number)
         minibatches = self._minibatches(source, exchange, start)
-        num_done = 0
+        num_done, is_told = 0, False
         try:
-            while (found := self._told_if_it_fails(minibatches, exchange)) is not None:
+            while True:
+                try:
+                    self._check_communication()
+                    found = next(minibatches, None)
+                except BaseException as error:
+                    is_told = True
+                    if exchange is not None and not exchange.has_failed:
+                        exchange.tell_failure(error)
+                    raise
+                if found is None:
+                    break
                 minibatch, self._position = found
                 num_done += 1
                 yield minibatch
                 self._iterations.check(number, num_done)
             self._position = {"is_done": 1}
-        except GeneratorExit:
-            if exchange is not None:
-                exchange.tell_left(exchanged, num_done)
-            raise
+            is_told = True
         finally:
+            if exchange is not None and not is_told:
+                exchange.tell_left(begun, num_done)
             minibatches.close()
             source.close()
-
-    @staticmethod
-    def _told_if_it_fails(items: Iterator[T], exchange: VectorExchange | None) -> T | None:
-        """The next item, if there is one. The other ranks are told of an error that is not theirs."""
-        try:
-            return next(items, None)
-        except OdcError:
-            raise
-        except BaseException as error:
-            if exchange is not None:
-                exchange.tell_failure(error)
-            raise
 
     def _minibatches(
         self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any]
     ) -> Generator[tuple[Minibatch[BatchT], dict[str, Any]], None, None]:
         """Minibatches, and the position behind each."""
         steps: list[Step] = []
+        batches: list[BatchT] = []
         position: dict[str, Any] = {}
         quota = None if self.join else self._num_samples
-        stream = StepStream(self._rounds, source, exchange, self.pool_size, quota)
+        stream = StepStream(self._rounds, source, exchange, quota)
         for step, position in stream.run(start):
             steps.append(step)
+            # At once: what the source has of a lap that is over is gone.
+            batches += [self._batch(entries, source) for entries in step.microbatches or self._dummy()]
             if len(steps) == self.accumulated:
-                yield self._made(steps, source), position
-                steps = []
+                yield self._minibatch(steps, batches), position
+                steps, batches = [], []
         if steps:
-            yield self._made(steps, source), position
+            yield self._minibatch(steps, batches), position
 
-    def _made(self, steps: Sequence[Step], source: Source) -> Minibatch[BatchT]:
-        microbatches = [
-            self._batch(entries, source) for step in steps for entries in step.microbatches or self._dummy()
-        ]
-        return Minibatch(
-            microbatches,
-            self._loss_scale(steps),
-            sum(step.num_loss_tokens for step in steps),
-            sum(step.num_samples for step in steps),
-        )
+    def _minibatch(self, steps: Sequence[Step], batches: list[BatchT]) -> Minibatch[BatchT]:
+        num_loss_tokens = sum(step.num_loss_tokens for step in steps)
+        return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _dummy(self) -> list[list[Entry]]:
         return [] if self.align == "minibatch" else [[]]
 
     def _batch(self, entries: list[Entry], source: Source) -> BatchT:
-        names = [source.name(entry) for entry in entries]
-        samples = [source.take(entry) for entry in entries]
+        taken = [source.take(entry) for entry in entries]
+        names = [name for _, name in taken]
         try:
-            batch = self._collate(samples)
+            batch = self._collate([sample for sample, _ in taken])
+            if self._checks:
+                check_batch(
+                    batch,
+                    names,
+                    [entry.length for entry in entries],
+                    sum(entry.num_loss_tokens for entry in entries),
+                    self.grouping.max_tokens,
+                    self.grouping.layout,
+                )
         except Exception as error:
             name_samples(error, f"when samples {names} were collated")
             raise
-        if self._checks and entries:
-            check_batch(
-                batch,
-                names,
-                [entry.length for entry in entries],
-                sum(entry.num_loss_tokens for entry in entries),
-                self.grouping.max_tokens,
-            )
         return batch
 
     def _loss_scale(self, steps: Sequence[Step]) -> float:
@@ -382,31 +396,43 @@ class StreamLoader(Generic[SampleT, BatchT]):
     def _own_order(self, lap: int) -> IntArray:
         return self._order(lap)[self.rank :: self.world_size]
 
-    def _begin_exchange(self) -> VectorExchange | None:
+    def _own_exchange(self) -> VectorExchange | None:
         if self.align == "none" or self.world_size == 1:
             return None
-        if self.align == "minibatch" and self.comm == "auto" and ranks_go_in_step():
+        if self._exchange is None:
+            self._exchange = VectorExchange(self._ranks(), self._timeout_s)
+        return self._exchange
+
+    def _ranks(self) -> list[int]:
+        """Global ranks of those that share the data."""
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"align={self.align!r} on world_size={self.world_size} ranks exchanges a vector per round: call "
+                "torch.distributed.init_process_group first, or use align='none'"
+            )
+        group = self._group or dist.GroupMember.WORLD
+        is_member = isinstance(group, dist.ProcessGroup)
+        ranks: list[int] = dist.get_process_group_ranks(group) if is_member else []
+        mine = dist.get_rank()
+        if len(ranks) != self.world_size or mine not in ranks or ranks.index(mine) != self.rank:
+            place = f"rank {ranks.index(mine)} of {len(ranks)}" if mine in ranks else "none of the ranks"
+            raise ValueError(
+                f"rank={self.rank}, world_size={self.world_size}: this process is {place} in the process group; pass "
+                "as group= the ranks that share the data"
+            )
+        return ranks
+
+    def _check_communication(self) -> None:
+        if self.align == "minibatch" and self.comm == "auto" and self.world_size > 1 and ranks_go_in_step():
             raise RuntimeError(
                 "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work in this "
                 "process: the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) before the "
                 "first minibatch, or start the script with `odc run`. Otherwise use align='dgap', or pass comm='odc' "
                 "if your ranks communicate once per minibatch in another way"
             )
-        if self._exchange is None:
-            if not dist.is_initialized():
-                raise RuntimeError(
-                    f"align={self.align!r} on world_size={self.world_size} ranks exchanges a vector per round: call "
-                    "torch.distributed.init_process_group first, or use align='none'"
-                )
-            ranks = dist.get_process_group_ranks(self._group or dist.GroupMember.WORLD)
-            if len(ranks) != self.world_size or ranks.index(dist.get_rank()) != self.rank:
-                raise ValueError(
-                    f"rank={self.rank}, world_size={self.world_size}: this process is rank "
-                    f"{ranks.index(dist.get_rank())} of {len(ranks)} in the process group; pass as group= the ranks "
-                    "that share the data"
-                )
-            self._exchange = VectorExchange(ranks, self._timeout_s)
-        return self._exchange
+
+    def _shared_identity(self) -> dict[str, int | str]:
+        return {name: value for name, value in self._identity().items() if name != "rank"}
 
     def _identity(self) -> dict[str, int | str]:
         """What another loader must have in common with this one for the same minibatches."""
@@ -424,6 +450,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             "align": self.align,
             "join": int(self.join),
             "gradient_accumulation_steps": self.accumulated,
+            "loss_scaling": self.loss_scaling,
         }
         if self._num_samples is None:
             found["iterable_yields"] = self.iterable_yields
@@ -445,6 +472,11 @@ class StreamLoader(Generic[SampleT, BatchT]):
             if self.minibatch_size is None:
                 raise ValueError(
                     "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
+                )
+            if self.pool_size < 2 * self.minibatch_size:
+                raise ValueError(
+                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least twice as "
+                    "many, of which one half is chosen from and the other is trained on; 16 times balance well"
                 )
             if self.accumulated > 1:
                 raise ValueError(
@@ -470,6 +502,12 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 f"loss_scaling={self.loss_scaling!r} with align='none', where no rank knows the others' samples: pass "
                 "loss_scaling='none' (each rank's own mean), or use another align"
             )
+
+
+def _at(epoch: int, position: Mapping[str, Any]) -> dict[str, int]:
+    """Where a stream is, in numbers that are the same on all ranks."""
+    counted = ("num_emitted", "is_dealt_anew", "num_steps_done", "is_done")
+    return {"epoch": epoch, **{name: int(position.get(name, 0)) for name in counted}}
 
 
 def _size_of(dataset: Any) -> int | None:

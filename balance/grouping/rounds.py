@@ -7,7 +7,7 @@ steps come out. Each rank works out from the vectors of all the same numbers of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.equal_steps import PoolView, plan_equal_steps
 from odc.balance.grouping.methods import Grouping
-from odc.balance.grouping.quota import Offer, Quotas, fill_quota
+from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 from odc.balance.grouping.token_budget import Group, align_groups
 
 _KEPT = 0.5
@@ -64,7 +64,8 @@ class Rounds(ABC):
     """Samples to choose from, the oldest first."""
 
     pooled: list[int]
-    """How many samples each rank has in its pool after the last round; known to all of them."""
+    """How many samples each rank has in its pool, as all of them know it after the last round. (In
+    :class:`QuotaRounds` what was chosen since is not yet taken off.)"""
 
     is_done: bool = False
     """Whether no rank has anything left."""
@@ -89,7 +90,26 @@ class Rounds(ABC):
         self.pool += entries
         self.num_added += len(entries)
 
-    def deal_anew(self, entries: Sequence[Entry]) -> None:
+    def pool_vector(self) -> FloatArray:
+        """The pool, for :meth:`dealt_anew`: its size, then places and costs of its samples, (1 + 2 * pool_size,)."""
+        vector = np.zeros(1 + 2 * self.pool_size)
+        vector[0] = len(self.pool)
+        table = vector[1:].reshape(2, self.pool_size)
+        table[0, : len(self.pool)] = [entry.place for entry in self.pool]
+        table[1, : len(self.pool)] = [entry.cost for entry in self.pool]
+        return vector
+
+    def dealt_anew(self, vectors: FloatArray) -> list[int]:
+        """Places of the samples that this rank is to have, once nothing more comes, so that all have the same cost.
+
+        Args:
+            vectors: the pools of all ranks, (world_size, 1 + 2 * pool_size).
+        """
+        tables = [row[1:].reshape(2, self.pool_size)[:, : int(row[0])] for row in vectors]
+        parts = even_out([costs for _, costs in tables], self.pool_size)
+        return [int(tables[rank][0][at]) for rank, at in parts[self.rank]]
+
+    def replace(self, entries: Sequence[Entry]) -> None:
         """Have these samples in the pool instead. They were seen before, by this rank or by another."""
         self.pool = list(entries)
 
@@ -121,6 +141,11 @@ class Rounds(ABC):
         """Of all samples that are here and not yet in a step that was given out."""
         return [entry.place for entry in self.pool]
 
+    def _take(self, numbers: Iterable[int]) -> None:
+        """Remove these samples of the pool."""
+        gone = set(numbers)
+        self.pool = [entry for i, entry in enumerate(self.pool) if i not in gone]
+
     def _groups(self) -> list[Group]:
         lengths = np.array([entry.length for entry in self.pool], dtype=np.int64)
         return self.grouping.of_pool(lengths, self.num_added - len(self.pool))
@@ -141,8 +166,7 @@ class FreeRounds(Rounds):
             entries = [self.pool[i] for i in group]
             num_loss_tokens = sum(entry.num_loss_tokens for entry in entries)
             steps.append(Step([entries], len(entries), num_loss_tokens, num_loss_tokens, num_loss_tokens))
-        taken = {i for group in groups for i in group}
-        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        self._take(i for group in groups for i in group)
         self.pooled = [len(self.pool)]
         self.is_done = not steps
         return steps
@@ -193,8 +217,7 @@ class AlignedRounds(Rounds):
         groups = [_ranges(vector[3:][: max(int(vector[0]), 0)].astype(np.int64)) for vector in offers]
         aligned, _ = align_groups(groups, [0] * self.world_size)
         steps = self._steps(aligned, counts)
-        taken = {self._order[at] for group in aligned[self.rank] for at in group}
-        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        self._take(self._order[at] for group in aligned[self.rank] for at in group)
         used = [sum(map(len, mine)) for mine in aligned]
         self.pooled = [int(pooled) - number for pooled, number in zip(offers[:, 1], used, strict=True)]
         return steps
@@ -277,15 +300,14 @@ class EqualStepRounds(Rounds):
             steps.append(
                 Step([mine] if mine else [], number, sum(counts), sum(approximate), float(approximate[self.rank]))
             )
-        taken = {i for groups in planned for i in groups[self.rank]}
-        self.pool = [entry for i, entry in enumerate(self.pool) if i not in taken]
+        self._take(i for groups in planned for i in groups[self.rank])
         self._num_steps += len(planned)
         self._arrived = {entry.place: self._arrived[entry.place] for entry in self.pool}
         self.pooled = [size - sum(len(groups[rank]) for groups in planned) for rank, size in enumerate(sizes)]
         return steps
 
-    def deal_anew(self, entries: Sequence[Entry]) -> None:
-        super().deal_anew(entries)
+    def replace(self, entries: Sequence[Entry]) -> None:
+        super().replace(entries)
         self._arrived = {entry.place: self._arrived.get(entry.place, self._num_steps) for entry in entries}
 
     def state(self) -> dict[str, Any]:
@@ -347,8 +369,7 @@ class QuotaRounds(Rounds):
         taken = fill_quota(costs, quota, self._quotas.usual)
         mean = float(np.mean([entry.num_loss_tokens for entry in self.pool])) if self.pool else 0.0
         self._chosen = _Chosen([self.pool[i] for i in taken], mean)
-        gone = set(taken)
-        self.pool = [entry for i, entry in enumerate(self.pool) if i not in gone]
+        self._take(taken)
         self.pooled = offers[:, 0].astype(np.int64).tolist()
         self.is_done = not offers[:, 0].any() and bool(offers[:, 7].all())
         return steps
