@@ -24,7 +24,14 @@ from odc.balance.costs import (
     preset_names,
 )
 from odc.balance.data.sampler import MinibatchSampler
-from odc.balance.grouping import align_groups, best_fit_batches, pool_sort, token_budget_groups
+from odc.balance.grouping import (
+    LengthSketch,
+    align_groups,
+    best_fit_batches,
+    pool_sort,
+    sketch_lengths,
+    token_budget_groups,
+)
 from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
@@ -41,6 +48,7 @@ __all__ = [
     "CostFit",
     "CostModel",
     "ExactPartition",
+    "LengthSketch",
     "LinearCost",
     "Machine",
     "Minibatch",
@@ -73,6 +81,7 @@ __all__ = [
     "preset",
     "preset_names",
     "sample_lengths",
+    "sketch_lengths",
     "stream",
     "token_budget_groups",
 ]

@@ -39,10 +39,12 @@ class Configuration:
 
     comm: str
     policy: str
+    stream: str | None = None
+    """In place of the policy, for samples whose lengths are not known."""
 
     @property
     def name(self) -> str:
-        return f"{self.comm}-{self.policy}"
+        return f"{self.comm}-{self.stream or self.policy}"
 
 
 CONFIGURATIONS = (
@@ -66,6 +68,9 @@ class Run:
     folder: Path
     num_untimed: int
     collectives: bool
+    minibatch_samples: tuple[int, ...] = ()
+    """Of all ranks, untimed ones included; also the tokens."""
+    minibatch_tokens: tuple[int, ...] = ()
 
     def segments(self, minibatches: Sequence[int] | None = None) -> list[list[Segment]]:
         """Each rank's time cut into activities; by default of all timed minibatches."""
@@ -102,6 +107,7 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     words = ["--comm", configuration.comm, "--policy", configuration.policy, "--timeline"]
+    words += [] if configuration.stream is None else ["--stream", configuration.stream]
     arguments = [str(script), *words, "--out", str(folder), *options]
     first = output_of(folder, 0)
     first.write_bytes(b"")  # that of an earlier run there
@@ -166,6 +172,8 @@ def read_run(folder: Path, *, collectives: bool) -> Run:
         folder=folder,
         num_untimed=result["untimed"],
         collectives=collectives,
+        minibatch_samples=tuple(result["minibatch_samples"]),
+        minibatch_tokens=tuple(result["minibatch_tokens"]),
     )
 
 

@@ -37,6 +37,20 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_losses_by_tokens(path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Loss per token against the tokens seen so far, of each way to train: (tokens, losses)."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (tokens, losses) in curves.items():
+        axes.plot(tokens, losses, marker="o", markersize=3, label=name)
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("loss per token")
+    axes.set_title("Training loss: same weights, same samples in an epoch, another order")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
 def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], minibatch: int) -> None:
     """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
     figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")

@@ -54,6 +54,7 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "batching", _batching),
         (STREAMS, "batching", _batching_table),
         (STREAMS, "loading", _loading),
+        (STREAMS, "stream_training", _stream_training),
         (README, "partition_speed", _partition_speed),
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
@@ -167,6 +168,22 @@ def _loading(result: dict[str, Any]) -> Figures:
         "8 samples in a minibatch ",
         f"{rows['minibatch']['times_torch']:.2f}x, which is {per_minibatch_ms:.0f} ms per minibatch",
     )
+
+
+def _stream_training(result: dict[str, Any]) -> Figures:
+    names = {
+        "collective-dgap": 'collectives, `"dgap"`, padded',
+        "collective-steps": 'collectives, `"steps"`, padded',
+        "odc-minibatch": 'ODC, `"minibatch"`, packed',
+        "odc-lb-mini": "ODC, LB-Mini, lengths known",
+    }
+    for row in result["rows"]:
+        rates = sorted(row["samples_per_s"])
+        yield (
+            f"| {names[row['name']]} |",
+            f" {rates[len(rates) // 2]:.1f} ({row['times_first']:.2f}x) | {row['waiting_percent']:.1f} % | "
+            f"{row['minibatches']} | {row['losses'][-1]:.3f} |",
+        )
 
 
 def _partition_quality(result: dict[str, Any]) -> Figures:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc.balance import align_groups, best_fit_batches, pool_sort, sample_lengths, token_budget_groups
+from odc.balance import (
+    LengthSketch,
+    align_groups,
+    best_fit_batches,
+    pool_sort,
+    sample_lengths,
+    sketch_lengths,
+    token_budget_groups,
+)
 from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 
 POOLS = st.lists(st.integers(1, 60), max_size=40)
@@ -347,3 +355,29 @@ def test_last_pools_are_dealt_out_evenly_and_nothing_is_lost(pools: list[list[fl
 def test_bad_costs_and_quotas_are_refused(costs: list[float], quota: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fill_quota(costs, quota)
+
+
+# Is it worth it? (ODB, section 4 and appendix K)
+
+
+def test_the_features_of_the_papers_data_sets() -> None:
+    """Table 10 and the captions: CV 0.48, 0.29 and 1.00; the two anchors of equation (5)."""
+    cvs = {law: sketch_lengths(sample_lengths(law, 4000), 12288).cv for law in ("ultrachat", "llava", "sharegpt4o")}
+    assert cvs == {
+        "ultrachat": pytest.approx(0.48, abs=0.03),
+        "llava": pytest.approx(0.29, abs=0.03),
+        "sharegpt4o": pytest.approx(1.0, abs=0.05),
+    }
+    assert LengthSketch(1, 1.0, 1.00, 0.01).odb_speedup == pytest.approx(2.47, abs=0.01)
+    assert LengthSketch(1, 1.0, 0.80, 0.37).odb_speedup == pytest.approx(4.43, abs=0.01)
+
+
+def test_a_sketch_by_hand() -> None:
+    found = sketch_lengths([1, 3], 8)
+    assert (found.num_samples, found.mean, found.cv, found.short_fraction) == (2, 2.0, 0.5, 0.5)
+    assert found.is_promising
+    assert not sketch_lengths([3, 3], 8).is_promising
+    with pytest.raises(ValueError, match="there are no lengths"):
+        sketch_lengths([], 8)
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        sketch_lengths([1], 0)
