@@ -12,8 +12,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.data.sources import deal
-from odc.balance.grouping.rounds import Entry, Rounds, Step, lacking
+from odc.balance.grouping.rounds import Entry, Rounds, Step, deal, lacking
 
 
 @dataclass

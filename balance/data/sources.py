@@ -15,7 +15,7 @@ from odc.balance.checks import IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
-from odc.balance.grouping.rounds import Entry, lacking
+from odc.balance.grouping.rounds import Entry, deal, lacking
 
 _MOST_IN_REQUEST = 16
 """Samples that a worker reads before it hands them over: many enough that handing over costs little."""
@@ -232,22 +232,6 @@ class IndexedSource(Source):
             self._orders = {known: order for known, order in self._orders.items() if known >= lap - 1}
             self._orders[lap] = self._make_order(lap)
         return int(self._orders[lap][at])
-
-
-def deal(wanted: Sequence[int], left: int) -> list[int]:
-    """What each rank gets of what it wants; the last samples are dealt out evenly."""
-    if sum(wanted) <= left:
-        return list(wanted)
-    got = [0] * len(wanted)
-    hungry = [rank for rank, number in enumerate(wanted) if number]
-    while left and hungry:
-        share, rest = divmod(left, len(hungry))
-        for turn, rank in enumerate(hungry):
-            number = min(wanted[rank] - got[rank], share + (turn < rest))
-            got[rank] += number
-            left -= number
-        hungry = [rank for rank in hungry if got[rank] < wanted[rank]]
-    return got
 
 
 class IterableSource(Source):

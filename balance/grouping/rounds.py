@@ -57,6 +57,22 @@ def lacking(pooled: Sequence[int], pool_size: int) -> list[int]:
     return [lack if (lack := pool_size - number) >= max(pool_size // 16, 1) else 0 for number in pooled]
 
 
+def deal(wanted: Sequence[int], left: int) -> list[int]:
+    """What each rank gets of what it wants; the last samples are dealt out evenly."""
+    if sum(wanted) <= left:
+        return list(wanted)
+    got = [0] * len(wanted)
+    hungry = [rank for rank, number in enumerate(wanted) if number]
+    while left and hungry:
+        share, rest = divmod(left, len(hungry))
+        for turn, rank in enumerate(hungry):
+            number = min(wanted[rank] - got[rank], share + (turn < rest))
+            got[rank] += number
+            left -= number
+        hungry = [rank for rank in hungry if got[rank] < wanted[rank]]
+    return got
+
+
 class Rounds(ABC):
     """The pool of one rank, and its part in the rounds."""
 
