@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks
 from stream_ranks import run_streams
-from test_balance_stream import make_loader, samples_of, summary
+from test_balance_stream import Indices, make_loader, samples_of, summary
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -261,8 +261,10 @@ def test_loaders_leave_no_connections() -> None:
         assert max(counts[2:]) <= counts[1] + 2
 
 
-def train(rank: int, world_size: int, patched: bool) -> tuple[str, list[float]]:
-    """A minibatch of FSDP2: with ODC, ranks may have different numbers of microbatches; without, that is refused."""
+def train(
+    rank: int, world_size: int, patched: bool, dies: bool = False, num_samples: int = 0
+) -> tuple[str, list[float], int]:
+    """An epoch of FSDP2: with ODC, ranks may have different numbers of microbatches; without, that is refused."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     fully_shard(model)
@@ -272,25 +274,45 @@ def train(rank: int, world_size: int, patched: bool) -> tuple[str, list[float]]:
     def collate(samples: list[int]) -> torch.Tensor:
         return torch.tensor([[float(1 + i % 7)] for i in samples])
 
-    loader = make_loader(rank, world_size, align="minibatch", grouping="pack", comm="auto", collate=collate)
+    options: dict[str, Any] = {"align": "minibatch", "grouping": "pack", "comm": "auto", "collate": collate}
+    if num_samples:
+        options |= {"dataset": Indices(num_samples), "minibatch_size": 1}
+    loader = make_loader(rank, world_size, **options)
+    idle = 0
     try:
-        for minibatch in loader:
+        for number, minibatch in enumerate(loader):
+            if dies and number == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            idle += not minibatch.microbatches
             for batch in minibatch.microbatches:
                 (model(batch).square().sum() * minibatch.loss_scale).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:
-        return str(error), []
+        return str(error), [], idle
     weights: Any = model.weight
     if session is not None:
         session.close()
-    return "", weights.full_tensor().flatten().tolist()
+    return "", weights.full_tensor().flatten().tolist(), idle
 
 
 def test_minibatches_of_equal_cost_need_odc() -> None:
-    for message, _ in run_ranks(2, train, False):
+    for message, *_ in run_ranks(2, train, False):
         assert "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work" in message
-    (first, weights), (second, others) = run_ranks(2, train, True)
-    assert (first, second) == ("", "")
-    assert weights == others
+    for num_samples in (0, 2):
+        ranks = run_ranks(3, train, True, False, num_samples)
+        assert [message for message, *_ in ranks] == [""] * 3
+        assert ranks[0][1] == ranks[1][1] == ranks[2][1]
+    assert sum(idle for *_, idle in ranks) > 0  # of two samples on three ranks
+
+
+def test_a_killed_rank_is_named_whether_others_train_or_load() -> None:
+    """Under ODC two parts wait for a rank, the stream's exchange and the minibatch's end: either names it."""
+    begun = time.monotonic()
+    results = start_ranks(3, train, True, True).join(60.0)
+    assert time.monotonic() - begun < 30
+    for rank in (0, 2):
+        said = results[rank].error or results[rank].value[0]
+        assert "rank 1" in said
+        assert "dead" in said or "gone" in said
