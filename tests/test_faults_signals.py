@@ -124,9 +124,17 @@ def until_in(pid: int, stack: Path, function: str) -> None:
     """Return when the process is in ``function`` now and a moment later: then it waits there."""
     seen, deadline = 0, time.monotonic() + 100
     while seen < 2:
-        length = stack.stat().st_size
-        os.kill(pid, signal.SIGUSR1)
-        until(lambda before=length: stack.stat().st_size > before, "no stack was written")  # type: ignore[misc]
+        length, asked = stack.stat().st_size, 0.0
+
+        def has_answered(before: int = length) -> bool:
+            """Asked again every second: faulthandler drops a signal that comes while it is ending a dump."""
+            nonlocal asked
+            if time.monotonic() > asked + 1.0:
+                asked = time.monotonic()
+                os.kill(pid, signal.SIGUSR1)
+            return stack.stat().st_size > before
+
+        until(has_answered, "no stack was written")
         time.sleep(0.1)
         newest = stack.read_text()[length:]
         seen = seen + 1 if f" in {function}\n" in newest else 0
