@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,15 +112,37 @@ def as_count(value: int, name: str, minimum: int = 1, maximum: int | None = MAX_
     Raises:
         ValueError: not an integer (a bool is not one), or out of range.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or number < minimum:
+    number = as_integer(value, minimum)
+    if number is None:
         raise ValueError(f"{name}={shown(value)}: expected an integer of at least {minimum}")
     if maximum is not None and number > maximum:
         raise ValueError(f"{name}={shown(value)}: expected an integer of at most {maximum}")
     return number
+
+
+def as_integer(value: Any, minimum: int) -> int | None:
+    """``value`` as an int; None: it is no integer (a bool is not one), or less than ``minimum``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return None if isinstance(value, bool) or number < minimum else number
+
+
+def as_one_of(value: Any, name: str, allowed: Sequence[str]) -> Any:
+    """``value``, which is one of these.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def fingerprint(data: bytes) -> int:
+    """48 bits that are others for other data, the same in every process; exact as a float64."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:6], "little")
 
 
 def check_fit(lengths: IntArray, max_tokens: int) -> None:

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray
-from odc.errors import shown
+from odc.balance.checks import FloatArray, IntArray, as_one_of
 
 Layout = Literal["packed", "padded"]
 """In "packed" microbatches, tokens and costs are the sums of those of the samples. In "padded" ones they are the number
@@ -25,10 +24,8 @@ def as_layout(layout: str) -> Layout:
     Raises:
         ValueError: there is no such layout.
     """
-    for known in get_args(Layout):
-        if layout == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"layout={shown(layout)}: expected one of {', '.join(map(repr, get_args(Layout)))}")
+    known: Layout = as_one_of(layout, "layout", get_args(Layout))
+    return known
 
 
 def microbatch_tokens(microbatches: Microbatches, lengths: IntArray, layout: Layout) -> IntArray:

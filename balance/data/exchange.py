@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from odc.balance.checks import FloatArray
+from odc.balance.checks import FloatArray, fingerprint
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError, shorten
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class VectorExchange:
         self._iteration += 1
         self._number = 0
         names = [*identity, *position]
-        mine = np.array([*map(_hash, identity.values()), *position.values()], dtype=np.float64)
+        known = [fingerprint(repr(value).encode()) for value in identity.values()]
+        mine = np.array([*known, *position.values()], dtype=np.float64)
         for rank, row in enumerate(self.gather(mine)):
             if (other := np.flatnonzero(row != mine)).size:
                 name = names[other[0]]
@@ -261,9 +262,28 @@ def _end(threads: Sequence[SimpleQueue[_Swap | None]]) -> None:
         jobs.put(None)
 
 
-def _hash(value: int | str) -> int:
-    """Of 48 bits, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "little")
+def ranks_that_share(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list[int]:
+    """Global ranks of those that share the data: of the group, or all.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: this process is not this rank of so many in it.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{world_size} ranks exchange a vector per round: call torch.distributed.init_process_group first, "
+            "or use align='none'"
+        )
+    whole = group or dist.GroupMember.WORLD
+    ranks: list[int] = dist.get_process_group_ranks(whole) if isinstance(whole, dist.ProcessGroup) else []
+    mine = dist.get_rank()
+    if len(ranks) != world_size or mine not in ranks or ranks.index(mine) != rank:
+        place = f"rank {ranks.index(mine)} of {len(ranks)}" if mine in ranks else "none of the ranks"
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}: this process is {place} in the process group; pass as group= the "
+            "ranks that share the data"
+        )
+    return ranks
 
 
 def _short(error: BaseException) -> str:

@@ -75,7 +75,7 @@ class Reader(Generic[WantedT, ItemT]):
             persistent_workers=persistent_workers,
             multiprocessing_context=multiprocessing_context,
             timeout=timeout_s if num_workers else 0,
-            worker_init_fn=_Entry(worker_init_fn),
+            worker_init_fn=_FirstInWorker(worker_init_fn),
             generator=self._generator,
         )
         self._loader = self._make()
@@ -104,7 +104,7 @@ class Reader(Generic[WantedT, ItemT]):
 
 
 @dataclass
-class _Entry:
+class _FirstInWorker:
     """What a worker does first: see to it that it ends with its parent, then what the user wants.
 
     A worker has copies of its parent's connections. As long as it lives, they are open, and the other ranks wait for a

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import IntArray, as_count, as_lengths
+from odc.balance.checks import IntArray, as_count, as_lengths, fingerprint
 from odc.balance.costs import CostModel
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
@@ -110,11 +109,10 @@ class MinibatchSampler:
         }
         if self.policy.two_level:
             weights = [self._job.costs, *([] if self._job.speeds is None else [self._job.speeds])]
-            digest = hashlib.sha256(b"".join(array.tobytes() for array in weights)).digest()
             found["policy"] = self.policy.name
             found["world_size"] = self.world_size
             found["drop_last"] = int(self.drop_last)
-            found["costs_fingerprint"] = int.from_bytes(digest[:6], "little")
+            found["costs_fingerprint"] = fingerprint(b"".join(array.tobytes() for array in weights))
         return found
 
     def __len__(self) -> int:

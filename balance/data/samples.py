@@ -7,7 +7,6 @@ of its own. So a worker writes the samples of a request into one buffer.
 from __future__ import annotations
 
 import io
-import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from odc.balance.checks import as_integer, as_one_of
 from odc.balance.data.reader import name_samples
 from odc.errors import shown
 
@@ -102,9 +102,7 @@ class SampleDataset(torch_data.Dataset[Any]):
     """Samples of this worker in this lap."""
 
     def __post_init__(self) -> None:
-        if self.iterable_yields not in get_args(IterableYields):
-            known = ", ".join(map(repr, get_args(IterableYields)))
-            raise ValueError(f"iterable_yields={shown(self.iterable_yields)}: expected one of {known}")
+        as_one_of(self.iterable_yields, "iterable_yields", get_args(IterableYields))
 
     def __getitem__(self, request: Read | Continue | None) -> Chunk | bytes | torch.Tensor | None:
         if request is None:
@@ -229,11 +227,8 @@ def _without_worker_info(dataset: Iterable[Any]) -> Iterator[Any]:
 
 
 def _as_number(value: Any, name: str, minimum: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or number < minimum:
+    number = as_integer(value, minimum)
+    if number is None:
         raise ValueError(f"{name} of it is {shown(value)}: expected an integer of at least {minimum}")
     return number
 

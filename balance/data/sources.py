@@ -112,10 +112,6 @@ class Source(ABC):
     def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
         """Go on from a state, and read again the samples that are still to be used, given by their places."""
 
-    def next_lap(self) -> None:
-        """Begin anew, in another order."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """End the workers, unless they are persistent."""
         self._samples.clear()
@@ -215,6 +211,7 @@ class IndexedSource(Source):
         return self.read_places(places)
 
     def next_lap(self) -> None:
+        """Begin anew, in another order; what was not given out is dropped."""
         self._lap += 1
         self._dealt = self._lap * self._num_samples
         self.is_finished = False

@@ -67,6 +67,7 @@ class StepStream:
             if self._rounds.is_done:
                 if self._quota is None or self._num_emitted >= self._quota:
                     return
+                assert isinstance(self._source, IndexedSource)  # others have no number of samples to reach
                 self._source.next_lap()
                 self._rounds = self._make_rounds()
                 self._source.want(self._rounds.pooled)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, get_args
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from odc.balance.checks import FloatArray, IntArray, as_cost, as_count
+from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel, LinearCost, evaluate
-from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.exchange import VectorExchange, ranks_that_share
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.loss_tokens import check_batch
@@ -27,8 +26,6 @@ from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.rounds import AlignedRounds, Entry, EqualStepRounds, FreeRounds, QuotaRounds, Rounds, Step
 from odc.balance.random_numbers import random_generator
 from odc.errors import shown
-
-T = TypeVar("T")
 
 Align = Literal["dgap", "steps", "minibatch", "none"]
 LossScaling = Literal["exact", "approx", "sample", "none"]
@@ -100,7 +97,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         comm: "odc" lets "minibatch" give ranks different numbers of microbatches without looking whether ODC is at
             work, see :class:`~odc.balance.MinibatchLoader`.
         group: the process group of the ranks that share the data; default: all of ``torch.distributed``. It is not
-            communicated in: the loader makes a gloo group of its own of the same ranks.
+            communicated in: the loader makes gloo connections of its own between the same ranks.
         exchange_timeout_s: most seconds to wait for the other ranks.
         num_workers, prefetch_factor, persistent_workers, multiprocessing_context, worker_timeout_s, worker_init_fn: as
             of :class:`~odc.balance.MinibatchLoader`. Workers read and measure samples; they are collated here.
@@ -156,9 +153,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.shuffle = bool(shuffle)
         self.infinite = bool(infinite)
         self.join = bool(join)
-        self.align = _one_of(align, "align", Align)
-        self.loss_scaling = _one_of(loss_scaling, "loss_scaling", LossScaling)
-        self.comm = _one_of(comm, "comm", Literal["auto", "odc"])
+        self.align = as_one_of(align, "align", get_args(Align))
+        self.loss_scaling = as_one_of(loss_scaling, "loss_scaling", get_args(LossScaling))
+        self.comm = as_one_of(comm, "comm", ("auto", "odc"))
         most = as_count(max_tokens, "max_tokens")
         size = None if batch_size is None else as_count(batch_size, "batch_size")
         self.grouping = Grouping(grouping, most, size, self.shuffle)
@@ -400,27 +397,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if self.align == "none" or self.world_size == 1:
             return None
         if self._exchange is None:
-            self._exchange = VectorExchange(self._ranks(), self._timeout_s)
+            self._exchange = VectorExchange(ranks_that_share(self._group, self.rank, self.world_size), self._timeout_s)
         return self._exchange
-
-    def _ranks(self) -> list[int]:
-        """Global ranks of those that share the data."""
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"align={self.align!r} on world_size={self.world_size} ranks exchanges a vector per round: call "
-                "torch.distributed.init_process_group first, or use align='none'"
-            )
-        group = self._group or dist.GroupMember.WORLD
-        is_member = isinstance(group, dist.ProcessGroup)
-        ranks: list[int] = dist.get_process_group_ranks(group) if is_member else []
-        mine = dist.get_rank()
-        if len(ranks) != self.world_size or mine not in ranks or ranks.index(mine) != self.rank:
-            place = f"rank {ranks.index(mine)} of {len(ranks)}" if mine in ranks else "none of the ranks"
-            raise ValueError(
-                f"rank={self.rank}, world_size={self.world_size}: this process is {place} in the process group; pass "
-                "as group= the ranks that share the data"
-            )
-        return ranks
 
     def _check_communication(self) -> None:
         if self.align == "minibatch" and self.comm == "auto" and self.world_size > 1 and ranks_go_in_step():
@@ -459,7 +437,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if self.minibatch_size is not None:
             found["minibatch_size"] = self.minibatch_size
         if self.align in ("steps", "minibatch"):
-            found["costs_fingerprint"] = _fingerprint(self._costs_of_some())
+            found["costs_fingerprint"] = fingerprint(self._costs_of_some().tobytes())
         return found
 
     def _costs_of_some(self) -> FloatArray:
@@ -532,13 +510,3 @@ def _size_of(dataset: Any) -> int | None:
             "gives a new iterator for each epoch and worker"
         )
     return None
-
-
-def _one_of(value: Any, name: str, allowed: Any) -> Any:
-    if value not in get_args(allowed):
-        raise ValueError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, get_args(allowed)))}")
-    return value
-
-
-def _fingerprint(costs: FloatArray) -> int:
-    return int.from_bytes(hashlib.sha256(costs.tobytes()).digest()[:6], "little")

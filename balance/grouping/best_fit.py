@@ -7,8 +7,7 @@ from typing import Literal
 
 import numpy.typing as npt
 
-from odc.balance.checks import IntArray, as_count, as_lengths
-from odc.errors import shown
+from odc.balance.checks import IntArray, as_count, as_lengths, as_one_of
 
 Strategy = Literal["prefer-closest", "prefer-first", "pack"]
 
@@ -40,8 +39,7 @@ def best_fit_batches(
     """
     tokens = as_lengths(lengths).tolist()
     max_tokens, pool_size = as_count(max_tokens, "max_tokens"), as_count(pool_size, "pool_size")
-    if strategy not in _TAKE:
-        raise ValueError(f"strategy={shown(strategy)}: expected one of {', '.join(map(repr, _TAKE))}")
+    as_one_of(strategy, "strategy", tuple(_TAKE))
     batches: list[list[int]] = []
     pool: list[int] = []
     following = 0

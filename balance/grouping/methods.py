@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from odc.balance.checks import FloatArray, IntArray, as_count
+from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of
 from odc.balance.grouping.best_fit import best_fit, best_fit_batches
 from odc.balance.grouping.pool_sort import pool_sort
 from odc.balance.grouping.token_budget import Group, token_budget_groups
@@ -40,8 +40,7 @@ class Grouping:
     """Whether "pool-sort" shuffles its batches."""
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(Name):
-            raise ValueError(f"grouping={shown(self.name)}: expected one of {', '.join(map(repr, get_args(Name)))}")
+        as_one_of(self.name, "grouping", get_args(Name))
         as_count(self.max_tokens, "max_tokens")
         if self.name in _OF_FIXED_SIZE:
             if self.batch_size is None:

@@ -162,6 +162,24 @@ class Rounds(ABC):
         gone = set(numbers)
         self.pool = [entry for i, entry in enumerate(self.pool) if i not in gone]
 
+    def _steps(self, groups: list[list[Group]], counts: list[IntArray], own: list[Entry]) -> list[Step]:
+        """Steps of one microbatch each, or none where a rank's group is empty.
+
+        Args:
+            groups: of every step and rank, as numbers of the rank's samples.
+            counts: loss tokens of all samples of every rank that could have been chosen.
+            own: those of this rank.
+        """
+        means = [float(mine.mean()) if mine.size else 0.0 for mine in counts]
+        steps = []
+        for step in groups:
+            approximate = [len(group) * mean for group, mean in zip(step, means, strict=True)]
+            tokens = sum(int(mine[group].sum()) for group, mine in zip(step, counts, strict=True))
+            mine = [own[at] for at in step[self.rank]]
+            number = sum(map(len, step))
+            steps.append(Step([mine] if mine else [], number, tokens, sum(approximate), approximate[self.rank]))
+        return steps
+
     def _groups(self) -> list[Group]:
         lengths = np.array([entry.length for entry in self.pool], dtype=np.int64)
         return self.grouping.of_pool(lengths, self.num_added - len(self.pool))
@@ -208,16 +226,14 @@ class AlignedRounds(Rounds):
         self.joins = joins
         self.vector_size = 3 + 2 * pool_size
         self._order: list[int] = []
-        self._sizes: list[int] = []
 
     def offer(self, is_finished: bool) -> FloatArray:
         groups = self._groups()
         self._order = [i for group in groups for i in group]
-        self._sizes = [len(group) for group in groups]
         counts = [self.pool[i].num_loss_tokens for i in self._order]
         vector = np.zeros(self.vector_size)
         vector[:3] = (len(groups) or -int(is_finished), len(self.pool), len(counts))
-        vector[3 : 3 + len(groups)] = self._sizes
+        vector[3 : 3 + len(groups)] = [len(group) for group in groups]
         vector[3 + self.pool_size : 3 + self.pool_size + len(counts)] = counts
         return vector
 
@@ -232,32 +248,12 @@ class AlignedRounds(Rounds):
         counts = [vector[3 + self.pool_size :][: int(vector[2])].astype(np.int64) for vector in offers]
         groups = [_ranges(vector[3:][: max(int(vector[0]), 0)].astype(np.int64)) for vector in offers]
         aligned, _ = align_groups(groups, [0] * self.world_size)
-        steps = self._steps(aligned, counts)
+        by_step = [[mine[at] if mine else [] for mine in aligned] for at in range(max(map(len, aligned)))]
+        steps = self._steps(by_step, counts, [self.pool[i] for i in self._order])
         self._take(self._order[at] for group in aligned[self.rank] for at in group)
         used = [sum(map(len, mine)) for mine in aligned]
         self.pooled = [int(pooled) - number for pooled, number in zip(offers[:, 1], used, strict=True)]
         return steps
-
-    def _steps(self, aligned: list[list[Group]], counts: list[IntArray]) -> list[Step]:
-        number = max(map(len, aligned))
-        samples, tokens, approximate = (np.zeros((self.world_size, number)) for _ in range(3))
-        for rank, groups in enumerate(aligned):
-            for step, group in enumerate(groups):
-                samples[rank, step] = len(group)
-                tokens[rank, step] = counts[rank][group].sum()
-            if groups:
-                approximate[rank] = samples[rank] * counts[rank].mean()
-        mine = aligned[self.rank]
-        return [
-            Step(
-                [[self.pool[self._order[at]] for at in mine[step]]] if step < len(mine) else [],
-                int(samples[:, step].sum()),
-                int(tokens[:, step].sum()),
-                float(approximate[:, step].sum()),
-                float(approximate[self.rank, step]),
-            )
-            for step in range(number)
-        ]
 
 
 def _ranges(sizes: IntArray) -> list[Group]:
@@ -306,16 +302,7 @@ class EqualStepRounds(Rounds):
         pools = [PoolView(table[0], evaluate(self._cost, table[0]), table[2]) for table in tables]
         keep = 0.0 if offers[:, 2].all() else _KEPT
         planned = plan_equal_steps(pools, self.grouping.max_tokens, keep, self.pool_size)
-        means = [table[1].mean() if table.size else 0.0 for table in tables]
-        steps = []
-        for groups in planned:
-            approximate = [len(group) * mean for group, mean in zip(groups, means, strict=True)]
-            counts = [int(table[1][group].sum()) for group, table in zip(groups, tables, strict=True)]
-            mine = [self.pool[i] for i in groups[self.rank]]
-            number = sum(map(len, groups))
-            steps.append(
-                Step([mine] if mine else [], number, sum(counts), sum(approximate), float(approximate[self.rank]))
-            )
+        steps = self._steps(planned, [table[1] for table in tables], self.pool)
         self._take(i for groups in planned for i in groups[self.rank])
         self._num_steps += len(planned)
         self._arrived = {entry.place: self._arrived[entry.place] for entry in self.pool}
@@ -379,7 +366,7 @@ class QuotaRounds(Rounds):
         return np.array([*mine, self.num_added, self._seen_cost, oldest, is_finished], dtype=np.float64)
 
     def plan(self, offers: FloatArray) -> list[Step]:
-        steps = self._steps(offers)
+        steps = self._chosen_step(offers)
         quota = self._quotas.grant([Offer(row[6], row[5], int(row[4])) for row in offers.tolist()])
         costs = np.array([entry.cost for entry in self.pool])
         taken = fill_quota(costs, quota, self._quotas.usual)
@@ -410,7 +397,7 @@ class QuotaRounds(Rounds):
     def places(self) -> list[int]:
         return [*(entry.place for entry in self._chosen.entries), *super().places()]
 
-    def _steps(self, offers: FloatArray) -> list[Step]:
+    def _chosen_step(self, offers: FloatArray) -> list[Step]:
         num_samples = int(offers[:, 1].sum())
         if not num_samples:
             return []
