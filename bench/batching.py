@@ -2,6 +2,7 @@
 
     python -m odc.bench.batching
     python -m odc.bench.batching --json runs/batching.json
+    python -m odc.bench.batching --peers    # the second table alone, with the batches of other packages
 
 Samples are drawn from the shipped laws of Table 10 of the paper on Online Dynamic Batching (ODB), as many as its
 Tables 13 and 14 have trained on (updates x samples per update: 95 % of each data set). Each of 8 ranks has a pool of
@@ -23,7 +24,8 @@ Not covered: accuracy and samples per second, which need the models and the GPUs
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,18 +35,26 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from odc.balance import LinearCost, sample_lengths
+from odc.balance import LinearCost
 from odc.balance.checks import IntArray
 from odc.balance.grouping.methods import Grouping
-from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, QuotaRounds, Rounds
-from odc.balance.random_numbers import random_generator
-from odc.balance.simulate.simulator import Scenario
+from odc.balance.grouping.rounds import AlignedRounds
 from odc.bench.environment import describe_environment
-from odc.bench.paper_costs import paper_cost
+from odc.bench.peers import PeerError, compare
 from odc.bench.progress import progress_bar
 from odc.bench.streamed import StreamedEpoch, stream_epoch
+from odc.bench.waiting import (
+    POOL_SIZE,
+    SMALL_POOL,
+    STREAMS,
+    WAITING,
+    WORLD_SIZE,
+    StreamRow,
+    show_streams,
+    shuffled,
+    simulate_streams,
+)
 
-WORLD_SIZE, POOL_SIZE = 8, 1024
 WIDTH = 100  # columns of the table
 LARGEST_ERROR = {"odb": 0.09, "gmt": 0.01, "standard": 1.0}
 """How far simulated may be from published: updates of ODB and of GMT, relative; padding of Standard, in points."""
@@ -141,7 +151,7 @@ class Result:
 
 def simulate(row: Row, seed: int = 0) -> Result:
     """One row, with lengths drawn anew, in random order."""
-    lengths = _shuffled(row.dataset, row.num_samples, seed)
+    lengths = shuffled(row.dataset, row.num_samples, seed)
     if row.method == "odb":
         epoch = odb_epoch(lengths, row.setting)
         assert int(epoch.num_samples.sum()) == row.num_samples
@@ -149,104 +159,6 @@ def simulate(row: Row, seed: int = 0) -> Result:
     if row.method == "gmt":
         return Result(row, gmt_updates(lengths, row.setting))
     return Result(row, standard_padding(lengths, row.setting))
-
-
-def _shuffled(law: str, num_samples: int, seed: int) -> IntArray:
-    lengths = sample_lengths(law, num_samples, seed)
-    return lengths[np.argsort(random_generator("batching", seed).random_raw(num_samples), kind="stable")]
-
-
-WAITING = (("longalign", 10_000, 65536), ("sharegpt4o", 57_284, 16384))
-"""Laws, numbers of samples and token budgets of the second table."""
-MINIBATCH_SIZE, SMALL_POOL = 4, 256
-STREAMS = ("dgap", "steps", "pool-sort", "minibatch", "minibatch/shards")
-"""What is streamed in the second table."""
-
-
-def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed: int = 0) -> StreamedEpoch:
-    """One row of the second table."""
-    cost = paper_cost("1.5B")
-    padded = Grouping("token-budget", max_tokens, None, True)
-    packed = Grouping("pack", max_tokens, None, True)
-    in_fours = Grouping("pool-sort", 4 * max_tokens, 4, True)
-    make: dict[str, Callable[[int], Rounds]] = {
-        "dgap": lambda rank: AlignedRounds(padded, SMALL_POOL, rank, WORLD_SIZE),
-        "steps": lambda rank: EqualStepRounds(padded, SMALL_POOL, rank, WORLD_SIZE, cost=cost),
-        "pool-sort": lambda rank: AlignedRounds(in_fours, POOL_SIZE, rank, WORLD_SIZE),
-        "minibatch": lambda rank: QuotaRounds(packed, SMALL_POOL, rank, WORLD_SIZE, minibatch_size=MINIBATCH_SIZE),
-    }
-    name, _, is_iterable = kind.partition("/")
-    rounds = [make[name](rank) for rank in range(WORLD_SIZE)]
-    return stream_epoch(_shuffled(law, num_samples, seed), cost, rounds, has_indices=not is_iterable)
-
-
-def simulate_known(law: str, num_samples: int, seed: int = 0) -> tuple[float, float]:
-    """LB-Mini on the same samples, whose lengths it knows; each minibatch is the next ones in their order.
-
-    Returns:
-        Time per 1000 samples, bubble rate.
-    """
-    scenario = Scenario(_shuffled(law, num_samples, seed), paper_cost("1.5B"), WORLD_SIZE, MINIBATCH_SIZE)
-    planned = scenario.plan("lb-mini")
-    times = [minibatch.plan.makespan("odc") for minibatch in planned.minibatches]
-    trained_on = sum(minibatch.plan.num_samples for minibatch in planned.minibatches)
-    return sum(times) * 1000 / trained_on, planned.run("odc").bubble_rate
-
-
-@dataclass(frozen=True)
-class StreamRow:
-    """A row of the second table."""
-
-    law: str
-    kind: str
-    time_per_1000: float
-    bubble_percent: float
-    early_bubble_percent: float | None = None
-    """Until 85 % of the samples are done."""
-    padding_percent: float = 0.0
-    samples_per_step: float = float(MINIBATCH_SIZE)
-    """Of one rank, on average."""
-    oldest: int = 0
-    """Most steps that a sample has waited in its pool."""
-
-    @classmethod
-    def of(cls, law: str, kind: str, epoch: StreamedEpoch) -> StreamRow:
-        """Of an epoch."""
-        return cls(
-            law,
-            kind,
-            round(epoch.time_per_1000, 3),
-            round(100 * epoch.bubble_rate(), 3),
-            round(100 * epoch.bubble_rate(0.85), 3),
-            round(epoch.padding_percent, 3),
-            round(int(epoch.num_samples.sum()) / WORLD_SIZE / epoch.updates, 2),
-            epoch.oldest,
-        )
-
-
-def simulate_streams(law: str, num_samples: int, max_tokens: int, seed: int = 0) -> list[StreamRow]:
-    """All rows of one law."""
-    time_per_1000, bubble_rate = simulate_known(law, num_samples, seed)
-    known = StreamRow(law, "LB-Mini (known)", round(time_per_1000, 3), round(100 * bubble_rate, 3))
-    streamed = [StreamRow.of(law, kind, simulate_stream(kind, law, num_samples, max_tokens, seed)) for kind in STREAMS]
-    return [*streamed, known]
-
-
-def show_streams(rows: Sequence[StreamRow]) -> Table:
-    """The second table."""
-    table = Table(
-        title=f"Streams on {WORLD_SIZE} ranks, pools of {SMALL_POOL} (pool-sort: {POOL_SIZE}); "
-        f"minibatches of about {MINIBATCH_SIZE}"
-    )
-    table.add_column("data set")
-    table.add_column("aligned by")
-    for name in ("time/1000", "bubble %", "until 85 %", "padding %", "samples", "waited"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        early = "" if row.early_bubble_percent is None else f"{row.early_bubble_percent:.2f}"
-        figures = (f"{row.time_per_1000:.1f}", f"{row.bubble_percent:.2f}", early, f"{row.padding_percent:.1f}")
-        table.add_row(row.law, row.kind, *figures, f"{row.samples_per_step:.1f}", str(row.oldest or ""))
-    return table
 
 
 @dataclass(frozen=True)
@@ -284,7 +196,7 @@ def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
     """Samples that are left in pools and shares when the first rank has nothing left; None: there is no law."""
     if bound.dataset == "MM-Mix":
         return None
-    lengths = _shuffled(bound.dataset, bound.num_samples, seed)
+    lengths = shuffled(bound.dataset, bound.num_samples, seed)
     grouping = Grouping("token-budget", bound.max_tokens, None, True)
     ranks = range(WORLD_SIZE)
     rounds = [AlignedRounds(grouping, bound.depth, rank, WORLD_SIZE, joins=False) for rank in ranks]
@@ -331,11 +243,22 @@ app = typer.Typer(add_completion=False)
 def main(
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths and their order.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
+    with_peers: Annotated[
+        bool, typer.Option("--peers", help="Only how long ranks wait, beside the batches of other packages.")
+    ] = False,
+    peers_folder: Annotated[Path, typer.Option(help="Where these packages are installed.")] = Path("runs/peers"),
 ) -> None:
     """Rebuild the updates and the padding of ODB's Tables 13 and 14, and simulate streams on the same laws.
 
     Exits with 1 if a row is further off than it should be.
     """
+    if with_peers:
+        try:
+            compare(peers_folder, seed, json_file)
+        except PeerError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(1) from None
+        return
     results: list[Result] = []
     streams: list[StreamRow] = []
     with progress_bar(Console(stderr=True)) as progress:

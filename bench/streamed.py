@@ -5,14 +5,14 @@ Which samples every rank trains on in each step, and so what the step costs, fol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.grouping.rounds import Entry, Rounds, Step, deal, lacking
+from odc.balance.grouping.rounds import Entry, Rounds, deal, lacking
 
 
 @dataclass
@@ -99,7 +99,8 @@ def stream_epoch(
         offers = np.array([mine.offer(end) for mine, end in zip(rounds, ends, strict=True)])
         planned = [mine.plan(offers) for mine in rounds]
         for steps in zip(*planned, strict=True):
-            loads = [_load(step, rounds[0].grouping.layout == "packed") for step in steps]
+            is_packed = rounds[0].grouping.layout == "packed"
+            loads = [load_of(step.microbatches, is_packed) for step in steps]
             table.append([load for load, _, _ in loads])
             numbers.append(steps[0].num_samples)
             tokens += sum(plain for _, plain, _ in loads)
@@ -111,10 +112,11 @@ def stream_epoch(
         pooled = rounds[0].pooled if len(rounds[0].pooled) == world_size else [mine.pooled[0] for mine in rounds]
 
 
-def _load(step: Step, is_packed: bool) -> tuple[float, int, int]:
-    """Cost, tokens, and tokens with padding of one rank in one step."""
+def load_of(microbatches: Iterable[Sequence[Entry]], is_packed: bool) -> tuple[float, int, int]:
+    """Cost, tokens, and tokens with padding of one rank in one step. Where samples are padded, each costs what the
+    longest of its microbatch does."""
     cost, tokens, padded = 0.0, 0, 0
-    for part in step.microbatches:
+    for part in microbatches:
         plain = sum(entry.length for entry in part)
         longest = max(part, key=lambda entry: entry.length)
         tokens += plain
