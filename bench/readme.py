@@ -53,6 +53,7 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "partition_quality", _partition_quality),
         (README, "batching", _batching),
         (STREAMS, "batching", _batching_table),
+        (STREAMS, "batching_peers", _peers),
         (STREAMS, "loading", _loading),
         (STREAMS, "stream_training", _stream_training),
         (README, "partition_speed", _partition_speed),
@@ -156,6 +157,56 @@ def _batching_table(result: dict[str, Any]) -> Figures:
     yield "padded or packed | ODC, a cost model |", f" {ours[0]:.1f} % / {ours[1]:.1f} % |"
     yield "at one time | |", f" {pool_sort[0]:.1f} % / {pool_sort[1]:.1f} % (pool sort, pools of {result['pool_size']})"
     yield "the samples of each minibatch together, has ", f"{known[0]:.1f} % / {known[1]:.1f} %."
+
+
+def _peers(result: dict[str, Any]) -> Figures:
+    rows = {(row["law"], row["kind"]): row for row in (*result["streams"], *result["peers"])}
+    names = {
+        "steps": 'here, `"steps"`',
+        "minibatch": 'here, `"minibatch"`, under ODC',
+        "LB-Mini (known)": "here, LB-Mini, lengths known, under ODC",
+        "ODB": "ODB 0.1.2, as it comes",
+        "ODB, no warm-up": "the same, `no_warmup=True`",
+        "cosmos-rl": "cosmos-rl 0.4.7, one packed batch",
+        "cosmos-rl, 4 a step": "the same, four batches",
+        "cosmos-rl, 4 a step, at steps": "these under ODC",
+        "lhotse, 2048": "lhotse 1.33.0, a buffer of all ranks' pools",
+        "lhotse, 20000": "the same, its own buffer",
+        "verl (known), 32": "verl 0.9.1, lengths known, 4 samples",
+        "verl (known), 256": "the same, 32 samples",
+        "verl (known), 256, at steps": "these too under ODC",
+    }
+    for kind, name in names.items():
+        cells = []
+        for law in ("longalign", "sharegpt4o"):
+            row = rows[law, kind]
+            cells.append(f"{row['time_per_1000']:.1f} | {row['bubble_percent']:.1f} % | {row['samples_per_step']:.1f}")
+        yield f"| {name} |", f" {' | '.join(cells)} |"
+    dgap, published = rows["longalign", "dgap"], rows["longalign", "ODB, no warm-up"]
+    yield (
+        "",
+        f"ODB's own code without its warm-up takes {published['time_per_1000']:.1f}, where our rounds of "
+        f'`"dgap"` take {dgap["time_per_1000"]:.1f}',
+    )
+
+    def counts(kind: str, of: str) -> tuple[int, int]:
+        return rows["longalign", kind][of], rows["sharegpt4o", kind][of]
+
+    (lost, also_lost), (again, also_again) = counts("cosmos-rl", "lost"), counts("cosmos-rl", "twice")
+    yield (
+        "",
+        f"cosmos-rl leaves {lost} out and takes {again} again (ShareGPT4o: {also_lost} and {also_again})",
+    )
+    (lost, also_lost), (all_lost, all_also_lost) = (
+        counts("verl (known), 32", "lost"),
+        counts("verl (known), 256", "lost"),
+    )
+    yield (
+        "verl leaves out its last batch, ",
+        f"{lost} or {all_lost} samples (ShareGPT4o: {also_lost} or {all_also_lost})",
+    )
+    yield "lhotse repeats ", f"{max(*counts('lhotse, 2048', 'twice'), *counts('lhotse, 20000', 'twice'))} at most"
+    yield "ODB's sampler repeats ", f"{counts('ODB', 'twice')[1]} of ShareGPT4o"
 
 
 def _loading(result: dict[str, Any]) -> Figures:
