@@ -20,7 +20,6 @@ from odc.balance import (
     sketch_lengths,
     token_budget_groups,
 )
-from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
 
 POOLS = st.lists(st.integers(1, 60), max_size=40)
 LIMITS = st.integers(1, 100)
@@ -250,111 +249,6 @@ def test_bad_pool_sizes_are_refused() -> None:
         pool_sort([1], 0)
     with pytest.raises(ValueError, match="batch_size=0"):
         pool_sort([1], 1, 0)
-
-
-# Quotas: what a rank takes for one minibatch
-
-COSTS = st.lists(st.floats(0.01, 10.0), max_size=9)
-
-
-@settings(deadline=None, max_examples=300)
-@given(costs=COSTS, quota=st.floats(0.0, 30.0), usual=st.floats(0.0, 30.0))
-def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: float, usual: float) -> None:
-    chosen = fill_quota(costs, quota, usual)
-    assert chosen == sorted(set(chosen))
-    assert chosen[:1] == ([0] if costs else [])
-    total = sum(costs[i] for i in chosen)
-    assert total <= quota * (1 + 1e-12) or chosen == [0]
-    if costs and total <= quota:  # nothing that is left would fit as well
-        assert all(total + costs[i] > quota * (1 - 1e-12) for i in range(len(costs)) if i not in chosen)
-
-
-@settings(deadline=None, max_examples=200)
-@given(costs=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=8), factor=st.floats(0.1, 2.4))
-def test_small_quotas_are_filled_as_well_as_they_can_be(costs: list[float], factor: float) -> None:
-    """Up to three samples besides the oldest: then the choice is the best of all."""
-    quota = costs[0] + factor * float(np.mean(costs))
-    best = max(
-        sum(costs[i] for i in others)
-        for count in range(4)
-        for others in itertools.combinations(range(1, len(costs)), count)
-        if sum(costs[i] for i in others) <= quota - costs[0]
-    )
-    assert sum(costs[i] for i in fill_quota(costs, quota)) >= costs[0] + best - 1e-9
-
-
-@pytest.mark.parametrize("law", ["longalign", "sharegpt4o", "llava"])
-def test_pools_fill_their_quotas_to_a_thousandth(law: str) -> None:
-    """Pools of 256 and minibatches of about four samples."""
-    missed = []
-    for seed in range(30):
-        lengths = sample_lengths(law, 256, seed).astype(float) / 32000
-        costs = 1.982122 * lengths**2 + 2.611821 * lengths
-        quota = max(4 * costs.mean(), costs[0])
-        missed.append(1 - costs[fill_quota(costs, quota)].sum() / quota)
-    assert np.mean(missed) < 1e-3
-    assert max(missed) < 1e-2
-
-
-def test_a_large_quota_goes_to_what_would_ask_for_one_later() -> None:
-    costs = [1.0, 1.0, 1.0, 7.0, 1.0, 9.0, 8.0]
-    for quota, usual, expected in (
-        (10.0, 6.0, [1.0, 1.0, 1.0, 7.0]),
-        (17.0, 6.0, [1.0, 7.0, 9.0]),
-        (3.0, 6.0, [1.0] * 3),
-    ):
-        chosen = fill_quota(costs, quota, usual)  # the older of the dear ones first, as far as they fit
-        assert sorted(costs[i] for i in chosen) == expected
-
-
-def test_quotas_by_hand() -> None:
-    quotas = Quotas(4)
-    # 12 samples of cost 18 seen: four of them cost 6.
-    offers = [Offer(1.0, 10.0, 6), Offer(2.0, 8.0, 6)]
-    assert quotas.grant(offers) == pytest.approx(6.0)
-    # The dearest of the oldest samples must go, and what it takes more comes off the next minibatch,
-    assert quotas.grant([Offer(8.0, 10.0, 6), Offer(2.0, 8.0, 6)]) == pytest.approx(8.0)
-    assert quotas.grant(offers) == pytest.approx(4.0)
-    # half of the usual one at least.
-    assert quotas.grant([Offer(30.0, 10.0, 6), Offer(0.0, 8.0, 6)]) == pytest.approx(30.0)
-    assert quotas.grant(offers) == pytest.approx(3.0)
-    assert (quotas.num_granted, quotas.granted) == (5, pytest.approx(51.0))
-    # Where it was left off.
-    assert quotas.usual == pytest.approx(6.0)
-    assert Quotas(4, quotas.granted, quotas.num_granted).grant(offers) == quotas.grant(offers)
-    # Nothing is left.
-    assert quotas.grant([Offer(0.0, 10.0, 6), Offer(0.0, 8.0, 6)]) == 0.0
-    assert quotas.num_granted == 6
-    assert Quotas(4).grant([Offer(0.0, 0.0, 0)]) == 0.0
-    with pytest.raises(ValueError, match="minibatch_size=0"):
-        Quotas(0)
-
-
-@settings(deadline=None)
-@given(pools=st.lists(st.lists(st.floats(0.1, 10.0), max_size=12), min_size=1, max_size=5))
-def test_last_pools_are_dealt_out_evenly_and_nothing_is_lost(pools: list[list[float]]) -> None:
-    most = max(map(len, pools))
-    assert max(map(len, even_out(pools, most))) <= most
-    dealt = even_out(pools, 1000)
-    assert len(dealt) == len(pools)
-    every = [(rank, position) for rank, mine in enumerate(pools) for position in range(len(mine))]
-    assert sorted(itertools.chain(*dealt)) == every
-    for mine in dealt:
-        assert [position for _, position in mine] == sorted(position for _, position in mine)
-    before, after = (
-        max(sum(mine) for mine in loads)
-        for loads in (pools, [[pools[rank][position] for rank, position in mine] for mine in dealt])
-    )
-    total, largest = sum(map(sum, pools)), max(itertools.chain((0.0,), *pools))
-    assert after <= before + 1e-9 or after <= max(total / len(pools), largest) * 4 / 3
-
-
-@pytest.mark.parametrize(
-    ("costs", "quota", "message"), [([1.0, -1.0], 1.0, r"costs\[1\] is -1.0"), ([1.0], float("nan"), "quota=nan")]
-)
-def test_bad_costs_and_quotas_are_refused(costs: list[float], quota: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fill_quota(costs, quota)
 
 
 # Is it worth it? (ODB, section 4 and appendix K)

@@ -15,7 +15,8 @@ from odc.balance.checks import IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
-from odc.balance.grouping.rounds import Entry, deal, lacking
+from odc.balance.grouping.quota import deal
+from odc.balance.grouping.rounds import Entry, lacking
 
 _MOST_IN_REQUEST = 16
 """Samples that a worker reads before it hands them over: many enough that handing over costs little."""

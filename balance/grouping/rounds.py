@@ -6,9 +6,10 @@ steps come out. Each rank works out from the vectors of all the same numbers of 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.equal_steps import PoolView, plan_equal_steps
 from odc.balance.grouping.methods import Grouping
-from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota
+from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota, plan_last
 from odc.balance.grouping.token_budget import Group, align_groups
 
 _KEPT = 0.5
@@ -55,22 +56,6 @@ class Step:
 def lacking(pooled: Sequence[int], pool_size: int) -> list[int]:
     """Samples to read for each rank's pool: none as long as it lacks less than a sixteenth, as each time takes time."""
     return [lack if (lack := pool_size - number) >= max(pool_size // 16, 1) else 0 for number in pooled]
-
-
-def deal(wanted: Sequence[int], left: int) -> list[int]:
-    """What each rank gets of what it wants; the last samples are dealt out evenly."""
-    if sum(wanted) <= left:
-        return list(wanted)
-    got = [0] * len(wanted)
-    hungry = [rank for rank, number in enumerate(wanted) if number]
-    while left and hungry:
-        share, rest = divmod(left, len(hungry))
-        for turn, rank in enumerate(hungry):
-            number = min(wanted[rank] - got[rank], share + (turn < rest))
-            got[rank] += number
-            left -= number
-        hungry = [rank for rank in hungry if got[rank] < wanted[rank]]
-    return got
 
 
 class Rounds(ABC):
@@ -121,7 +106,7 @@ class Rounds(ABC):
         Args:
             vectors: the pools of all ranks, (world_size, 1 + 2 * pool_size).
         """
-        tables = [row[1:].reshape(2, self.pool_size)[:, : int(row[0])] for row in vectors]
+        tables = _pool_tables(vectors, self.pool_size)
         parts = even_out([costs for _, costs in tables], self.pool_size)
         return [int(tables[rank][0][at]) for rank, at in parts[self.rank]]
 
@@ -183,6 +168,11 @@ class Rounds(ABC):
     def _groups(self) -> list[Group]:
         lengths = np.array([entry.length for entry in self.pool], dtype=np.int64)
         return self.grouping.of_pool(lengths, self.num_added - len(self.pool))
+
+
+def _pool_tables(vectors: FloatArray, pool_size: int) -> list[FloatArray]:
+    """Places and costs of the samples in each rank's pool, (2, num_samples) each."""
+    return [row[1:].reshape(2, pool_size)[:, : int(row[0])] for row in vectors]
 
 
 class FreeRounds(Rounds):
@@ -338,20 +328,37 @@ class QuotaRounds(Rounds):
     Samples are chosen one round before they are trained on, so that one vector per round is enough: it tells what was
     chosen (samples, loss tokens), for the loss scale of this step, and what there is to choose from, for the quota of
     the next one. The vector: samples in the pool; samples, loss tokens and mean loss tokens per sample of what was
-    chosen; number and cost of all samples ever seen, cost of the oldest in the pool; whether nothing is to come.
+    chosen; number and cost of all samples ever seen, cost of the oldest and of all in the pool; whether nothing is to
+    come.
 
     None waits for long: the oldest sample of a pool is always chosen, so a sample is, at the latest, once as many
     rounds have gone by as there were samples in the pool before it.
+
+    Args:
+        num_samples: of all ranks, which are to make :func:`~odc.balance.grouping.quota.num_minibatches` steps. What is
+            in the pools once nothing more comes is shared out over the last of them (:meth:`dealt_anew`). Default: the
+            rounds end when the samples do.
     """
 
-    vector_size = 8
+    vector_size = 9
     deals_anew = True
 
-    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, minibatch_size: int) -> None:
+    def __init__(
+        self,
+        grouping: Grouping,
+        pool_size: int,
+        rank: int,
+        world_size: int,
+        *,
+        minibatch_size: int,
+        num_samples: int | None = None,
+    ) -> None:
         super().__init__(grouping, pool_size, rank, world_size)
-        self._quotas = Quotas(minibatch_size)
+        self._quotas = Quotas(minibatch_size, num_samples)
         self._seen_cost = 0.0
         self._chosen = _Chosen()
+        self._last_sizes: list[int] | None = None
+        """Samples of this rank in the last minibatches, in the order of the pool; None: not yet shared out."""
 
     def add(self, entries: Sequence[Entry]) -> None:
         super().add(entries)
@@ -363,35 +370,55 @@ class QuotaRounds(Rounds):
         oldest = self.pool[0].cost if self.pool else 0.0
         tokens = sum(entry.num_loss_tokens for entry in chosen.entries)
         mine = (len(self.pool), len(chosen.entries), tokens, chosen.mean_loss_tokens)
-        return np.array([*mine, self.num_added, self._seen_cost, oldest, is_finished], dtype=np.float64)
+        pooled_cost = sum(entry.cost for entry in self.pool)
+        return np.array([*mine, self.num_added, self._seen_cost, oldest, pooled_cost, is_finished], dtype=np.float64)
 
     def plan(self, offers: FloatArray) -> list[Step]:
         steps = self._chosen_step(offers)
-        quota = self._quotas.grant([Offer(row[6], row[5], int(row[4])) for row in offers.tolist()])
-        costs = np.array([entry.cost for entry in self.pool])
-        taken = fill_quota(costs, quota, self._quotas.usual)
+        taken = self._taken_next(offers)
         mean = float(np.mean([entry.num_loss_tokens for entry in self.pool])) if self.pool else 0.0
         self._chosen = _Chosen([self.pool[i] for i in taken], mean)
         self._take(taken)
         self.pooled = offers[:, 0].astype(np.int64).tolist()
-        self.is_done = not offers[:, 0].any() and bool(offers[:, 7].all())
+        self.is_done = not offers[:, 0].any() and bool(offers[:, 8].all())
         return steps
 
+    def _taken_next(self, offers: FloatArray) -> list[int]:
+        """What this rank takes of its pool, as numbers of its samples."""
+        if self._last_sizes is not None:
+            return list(range(self._last_sizes.pop(0) if self._last_sizes else 0))
+        offered = [Offer(row[6], row[5], int(row[4]), row[7], int(row[0])) for row in offers.tolist()]
+        grant = self._quotas.grant(offered)
+        costs = [entry.cost for entry in self.pool]
+        taken = fill_quota(costs, grant.quota, grant.usual, grant.most[self.rank])
+        others = (i for i in range(len(costs)) if i not in set(taken))
+        return sorted([*taken, *itertools.islice(others, max(grant.least[self.rank] - len(taken), 0))])
+
+    def dealt_anew(self, vectors: FloatArray) -> list[int]:
+        if self._quotas.num_samples is None:
+            return super().dealt_anew(vectors)
+        tables = _pool_tables(vectors, self.pool_size)
+        planned = plan_last([costs for _, costs in tables], self._quotas.num_left(self.world_size))[self.rank]
+        self._last_sizes = [len(part) for part in planned]
+        return [int(tables[rank][0][at]) for part in planned for rank, at in part]
+
     def state(self) -> dict[str, Any]:
-        quotas = {name: getattr(self._quotas, name) for name in ("granted", "num_granted", "usual")}
         return {
             **super().state(),
-            "quotas": quotas,
+            "num_granted": self._quotas.num_granted,
             "seen_cost": self._seen_cost,
             "num_chosen": len(self._chosen.entries),
             "mean_loss_tokens": self._chosen.mean_loss_tokens,
+            "last_sizes": self._last_sizes,
         }
 
     def load(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> None:
         num_chosen = int(state["num_chosen"])
         super().load(state, entries[num_chosen:])
         self._chosen = _Chosen(list(entries[:num_chosen]), float(state["mean_loss_tokens"]))
-        self._quotas = Quotas(self._quotas.minibatch_size, **state["quotas"])
+        self._quotas = replace(self._quotas, num_granted=int(state["num_granted"]))
+        sizes = state["last_sizes"]
+        self._last_sizes = None if sizes is None else [int(size) for size in sizes]
         self._seen_cost = float(state["seen_cost"])
 
     def places(self) -> list[int]:
