@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) ->
     options: dict[str, Any] = {"gradient_accumulation_steps": case["steps"]}
     if align == "minibatch":
         options = {"minibatch_size": case["steps"]}
-        case["pool_size"] = max(case["pool_size"], 2 * case["steps"])
+        case["pool_size"] = max(case["pool_size"], 4 * case["steps"])
 
     def make(rank: int) -> StreamLoader[int, Any]:
         dataset = Indices(size) if case["indexed"] else Sequence(size)
@@ -148,6 +149,8 @@ def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) ->
     ranks = run_streams(world_size, make, summary)
     assert samples_of(ranks) == list(range(size))
     assert align == "none" or len({len(mine) for mine in ranks}) == 1
+    if align == "minibatch" and case["indexed"]:
+        assert len(ranks[0]) == -(-size // (world_size * case["steps"]))
 
 
 @pytest.mark.parametrize("dataset", [Indices, Sequence])
@@ -377,3 +380,74 @@ def test_loss_scales_are_the_weights_of_the_paper(scaling: str) -> None:
         for m, weight, own in zip(same, weights, tokens, strict=True):
             # The factor of the summed loss, which is `own` times the mean.
             assert m.loss_scale == pytest.approx(2 * weight / own if own else 0.0, rel=1e-12)
+
+
+# Arguments of their own
+
+
+class InTurns:
+    """A sampler: another order for each epoch, all of them known."""
+
+    def __init__(self, size: int = 50) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((np.arange(self.size) * 7 + self.epoch) % 203)
+
+
+@pytest.mark.parametrize(("grouping", "align"), KINDS)
+def test_a_sampler_gives_the_samples_of_each_epoch(grouping: str, align: str) -> None:
+    def make(rank: int) -> StreamLoader[int, Any]:
+        loader = make_loader(rank, 2, None, align, grouping, sampler=InTurns())
+        loader.set_epoch(3)
+        return loader
+
+    assert samples_of(run_streams(2, make, summary)) == sorted(int(i * 7 + 3) % 203 for i in range(50))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Indices, Sequence])
+def test_samples_are_what_transform_makes_of_those_of_this_rank(dataset: Any, num_workers: int) -> None:
+    numbers = multiprocessing.get_context("fork").Value("i", 0)
+
+    def as_text(index: int) -> str:
+        with numbers.get_lock():
+            numbers.value += 1
+        return str(index)
+
+    loader = make_loader(
+        1,
+        3,
+        dataset(),
+        "none",
+        "none",
+        loss_scaling="none",
+        transform=as_text,
+        length=lambda text: length_of(int(text)),
+        shuffle=False,
+        num_workers=num_workers,
+    )
+    found = [text for m in loader for batch in m.microbatches for text in batch]
+    assert found == [str(i) for i in range(1, 203, 3)]
+    assert numbers.value == len(found)
+
+
+def test_an_epoch_of_minibatches_has_a_length() -> None:
+    loader = make_loader(0, 3, None, "minibatch", "pack")
+    assert loader.minibatch_size is not None
+    assert len(loader) == -(-203 // (3 * loader.minibatch_size))
+    assert len(list(make_loader(0, 1, None, "minibatch", "pack"))) == -(-203 // loader.minibatch_size)
+    for other in (
+        make_loader(),
+        make_loader(0, 1, Sequence(), "minibatch", "pack"),
+        make_loader(0, 1, None, "minibatch", "pack", infinite=True),
+    ):
+        with pytest.raises(TypeError, match="has no length"):
+            len(other)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from process_ranks import wait_until
 from stream_ranks import run_streams
-from test_balance_stream import LENGTHS, Indices, Sequence, make_loader, pad_collate, samples_of, summary
+from test_balance_stream import LENGTHS, Indices, InTurns, Sequence, make_loader, pad_collate, samples_of, summary
 from torch.utils.data import IterableDataset, get_worker_info
 
 from odc.balance import StreamLoader, pack_collate
@@ -51,8 +51,10 @@ def failure(loader: StreamLoader[Any, Any]) -> tuple[type[BaseException], str]:
         ({"infinite": True, "join": False}, "join=False with infinite=True"),
         ({"align": "none", "world_size": 2, "loss_scaling": "exact"}, "pass loss_scaling='none'"),
         ({"dataset": []}, "the dataset has no samples"),
+        ({"dataset": {1, 2}, "sampler": [0]}, "sampler with an iterable dataset"),
+        ({"sampler": []}, r"sampler=\[\] gives no indices"),
         ({"join": False, "world_size": 300}, "203 samples on 300 ranks with join=False"),
-        ({"align": "minibatch", "minibatch_size": 11}, "pool_size=20 with minibatch_size=11: expected at least twice"),
+        ({"align": "minibatch", "minibatch_size": 6}, "pool_size=20 with minibatch_size=6: expected at least four"),
         ({"exchange_timeout_s": 0}, "exchange_timeout_s=0: expected more than 0"),
         ({"prefetch_factor": 2}, "prefetch_factor=2 without workers"),
         ({"align": "none", "infinite": True, "world_size": 300}, "203 samples on 300 ranks with join=True"),
@@ -71,6 +73,8 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
         ({"length": None}, "length=None: expected a function"),
         ({"collate": "pad"}, "collate='pad': expected a function"),
         ({"cost": 3.0}, "cost=3.0: expected a cost model"),
+        ({"transform": 5}, "transform=5: expected a function"),
+        ({"sampler": iter([1])}, "expected an iterable of indices that has a length"),
     ],
 )
 def test_what_is_something_else_is_refused(options: dict[str, Any], message: str) -> None:
@@ -123,6 +127,29 @@ def test_a_sample_that_is_too_long_is_named() -> None:
     assert found is ValueError
     assert "it has 121 tokens, more than max_tokens=120: raise max_tokens, or truncate it" in text
     assert "sample 42" in text
+
+
+def refuses(index: int) -> int:
+    if index == 33:
+        raise KeyError("no text")
+    return index
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Indices, Sequence])
+def test_a_sample_that_is_not_transformed_is_named(dataset: Any, num_workers: int) -> None:
+    found, text = failure(make_loader(dataset=dataset(), shuffle=False, num_workers=num_workers, transform=refuses))
+    assert issubclass(found, KeyError)
+    assert "(when sample 33 was transformed)" in text
+
+
+def test_a_sampler_gives_indices_of_the_dataset() -> None:
+    assert "the sampler gives 203: expected an index from 0 to 202" in failure(make_loader(sampler=[1, 203]))[1]
+    assert "the sampler gives 1.5: expected an index" in failure(make_loader(sampler=[1.5]))[1]
+    shrinking = InTurns()
+    loader = make_loader(sampler=shrinking)
+    shrinking.size = 30
+    assert "the sampler gives 30 indices, its length says 50" in failure(loader)[1]
 
 
 class Broken:

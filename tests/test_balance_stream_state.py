@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from stream_ranks import run_streams
-from test_balance_stream import KINDS, Indices, Sequence, make_loader, summary
+from test_balance_stream import KINDS, Indices, InTurns, Sequence, make_loader, summary
 
 from odc.balance import LinearCost, StreamLoader
 
@@ -165,3 +165,22 @@ def test_the_state_at_other_costs_is_refused_where_they_matter() -> None:
                 other.load_state_dict(state)
         else:
             other.load_state_dict(state)
+
+
+def test_a_sampler_must_give_the_order_that_it_gave() -> None:
+    def make(order: Any) -> StreamLoader[int, Any]:
+        return make_loader(0, 1, None, "minibatch", "pack", sampler=order, infinite=True)
+
+    loader = make(InTurns())
+    whole = []
+    for minibatch in itertools.islice(loader, 30):  # a lap has ten
+        whole += summary([minibatch])
+        if len(whole) == 17:
+            state = json.loads(json.dumps(loader.state_dict()))
+    again = make(InTurns())
+    again.load_state_dict(state)
+    assert summary(itertools.islice(again, 13)) == whole[17:]
+    other = make(list(range(50)))
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="another order for epoch 0 than when the state was taken"):
+        next(iter(other))

@@ -25,12 +25,13 @@ def stream(
     """Take over a DataLoader: the same samples, collated by its ``collate_fn``, in batches of a token budget.
 
     What it has is the default of what :class:`~odc.balance.StreamLoader` takes: ``dataset``, ``collate_fn``,
-    ``num_workers`` and how workers start; ``shuffle`` and ``seed`` of its sampler; rank and world size of a
+    ``num_workers`` and how workers start; ``shuffle`` and ``seed`` of its sampler, or the sampler itself where it is
+    none of torch's own (on several ranks it must give all of them the same order); rank and world size of a
     ``DistributedSampler``, else of ``torch.distributed``. Its batch size counts for ``grouping="pool-sort"`` and
     "none" only, its ``drop_last`` not at all: no sample is left out. The DataLoader itself stays as it is.
 
     Args:
-        dataloader: with the sampler that ``shuffle=`` makes, or a ``DistributedSampler``; or of an iterable data set.
+        dataloader: of a data set with indices or an iterable.
         max_tokens, length: see :class:`~odc.balance.StreamLoader`.
         dummy: makes the batch of a step in which this rank has no samples. Default: that of a sample of this rank with
             its ``"labels"`` all -100.
@@ -38,7 +39,7 @@ def stream(
 
     Raises:
         TypeError: ``dataloader`` is something else.
-        ValueError: its order is that of a sampler that cannot be taken over, or an option is refused.
+        ValueError: it has a batch sampler of its own, or an option is refused.
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
@@ -84,22 +85,24 @@ def _ranks_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
 def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
     if isinstance(dataloader.dataset, torch_data.IterableDataset):
         return {}
-    sampler = dataloader.sampler
+    sampler: Any = dataloader.sampler
+    if dataloader.batch_size is None and dataloader.batch_sampler is not None:  # given by the user
+        if type(dataloader.batch_sampler) is not torch_data.BatchSampler:
+            raise ValueError(
+                f"the DataLoader has a batch sampler of its own, a {type(dataloader.batch_sampler).__name__}, whose "
+                "batches a stream would not keep: give the DataLoader its sampler instead, or call "
+                "odc.balance.StreamLoader"
+            )
+        sampler = dataloader.batch_sampler.sampler
     if isinstance(sampler, torch_data.DistributedSampler):
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if type(sampler) is torch_data.SequentialSampler:
         return {"shuffle": False}
-    if type(sampler) is torch_data.RandomSampler and not sampler.replacement and len(sampler) == _size(dataloader):
-        return {"shuffle": True, "seed": 0 if sampler.generator is None else sampler.generator.initial_seed()}
-    raise ValueError(
-        f"the DataLoader has a {type(sampler).__name__}, whose order and choice of samples a stream would not keep: "
-        "use shuffle=True or False or a DistributedSampler, or choose in the data set (torch.utils.data.Subset) and "
-        "call odc.balance.StreamLoader"
-    )
-
-
-def _size(dataloader: torch_data.DataLoader[Any]) -> int:
-    return len(dataloader.dataset)  # type: ignore[arg-type]
+    is_plain = type(sampler) is torch_data.RandomSampler and not sampler.replacement
+    if is_plain and len(sampler) == len(dataloader.dataset):  # type: ignore[arg-type]
+        generator = sampler.generator
+        return {"shuffle": True, "seed": 0 if generator is None else generator.initial_seed()}
+    return {"sampler": sampler}
 
 
 def _workers_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:

@@ -91,6 +91,9 @@ class SampleDataset(torch_data.Dataset[Any]):
     """A dataset of chunks: its "index" is a request. One copy in each worker, which keeps its place in an iterable."""
 
     dataset: Any
+    transform: Callable[[Any], Any] | None
+    """Of what the dataset gives, see :class:`~odc.balance.StreamLoader`."""
+
     measure: Measure
     rank: int
     world_size: int
@@ -185,6 +188,12 @@ class SampleDataset(torch_data.Dataset[Any]):
         return f"{number} of rank {self.rank}"
 
     def _add(self, chunk: Chunk, sample: Any, name: int | str) -> None:
+        if self.transform is not None:
+            try:
+                sample = self.transform(sample)
+            except Exception as error:
+                name_samples(error, f"when sample {name} was transformed")
+                raise
         try:
             length, count = self.measure(sample)
         except Exception as error:

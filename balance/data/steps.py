@@ -100,7 +100,7 @@ class StepStream:
     def _deal_anew(self) -> None:
         """Even out what is left in the pools once nothing more comes, where any rank can read any sample."""
         rounds, source = self._rounds, self._source
-        if not (rounds.deals_anew and source.all_dealt) or self._is_dealt_anew or self._exchange is None:
+        if not (rounds.deals_anew and source.all_dealt) or self._is_dealt_anew:
             return
         assert isinstance(source, IndexedSource)
         self._is_dealt_anew = True

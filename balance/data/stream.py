@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, get_args
 
 import numpy as np
 import torch.distributed as dist
-from torch.utils import data as torch_data
 
-from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_one_of, fingerprint
+from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel, LinearCost, evaluate
 from odc.balance.data.exchange import VectorExchange, ranks_that_share
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.loss_tokens import check_batch
 from odc.balance.data.microbatches import BatchT, SampleT
+from odc.balance.data.order import Order, size_of
 from odc.balance.data.reader import Reader, name_samples
-from odc.balance.data.sampler import shuffled
 from odc.balance.data.samples import IterableYields, Measure, SampleDataset
 from odc.balance.data.sources import IndexedSource, IterableSource, Requests, Source
 from odc.balance.data.steps import StepStream, entries_of
 from odc.balance.grouping.methods import Grouping, Name
+from odc.balance.grouping.quota import num_minibatches
 from odc.balance.grouping.rounds import AlignedRounds, Entry, EqualStepRounds, FreeRounds, QuotaRounds, Rounds, Step
 from odc.balance.random_numbers import random_generator
 from odc.errors import shown
@@ -54,6 +54,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
 
     Args:
         dataset: gives sample i as ``dataset[i]`` and their number as ``len(dataset)``, or is any iterable.
+        transform: makes the sample of what the dataset gives (tokenizes it, say): where it is read, in a worker if
+            there are any, and of this rank's samples only. ``collate``, ``length`` and ``num_loss_tokens`` get what it
+            returns. Default: samples are as the dataset gives them.
         collate: makes a batch of a list of samples. It gets an empty list where a rank has to go through a step without
             samples ("dgap", "steps"), and must return a batch whose summed loss is 0.
         rank, world_size: of this process, among those that share the data.
@@ -80,7 +83,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
             has were trained on, and data begins anew, in another order, whenever the first rank has nothing left: some
             samples of an epoch come twice then, and some not. An iterable, of unknown size, ends where it would begin
             anew.
-        minibatch_size: with "minibatch", samples of a rank in a minibatch on average; at most half of ``pool_size``.
+        minibatch_size: with "minibatch", samples of a rank in a minibatch on average; at most a quarter of
+            ``pool_size``. An epoch of a dataset with indices has ``ceil(num_samples / (world_size * minibatch_size))``
+            minibatches, which is ``len()`` of the loader.
         gradient_accumulation_steps: steps of "dgap", "steps" and "none" that make one minibatch.
         cost: cost model of a sample, for "steps" and "minibatch"; default: its length.
         loss_scaling: what the gradient is that of, with t the loss tokens of a rank and n its samples in a minibatch.
@@ -89,6 +94,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
             (ODB, equation 2 and appendix B.)
         seed, shuffle: of the order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is
             called if there is one.
+        sampler: gives the order of an epoch of a dataset with indices instead, the same on all ranks: any iterable of
+            indices with a length. It may leave samples out or repeat them; its ``set_epoch`` is called if there is one.
+            To resume, it must give the same order again for an epoch.
         infinite: another epoch follows each, in another order, without an end to the pools between them.
         iterable_yields: what an iterable dataset yields on a rank. "all": every sample, in an order that is the same in
             every rank and worker, each of which keeps its part. "rank": only those of this rank. "worker": only those
@@ -119,6 +127,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         *,
         max_tokens: int,
         length: Callable[[SampleT], int],
+        transform: Callable[[Any], SampleT] | None = None,
         num_loss_tokens: Callable[[SampleT], int] | None = None,
         grouping: Name = "token-budget",
         pool_size: int = 1024,
@@ -131,6 +140,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         loss_scaling: LossScaling = "exact",
         seed: int = 0,
         shuffle: bool = True,
+        sampler: Iterable[int] | None = None,
         infinite: bool = False,
         iterable_yields: IterableYields = "all",
         check_batches: bool = True,
@@ -164,11 +174,17 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if cost is not None and not callable(cost):
             raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
         self.cost = LinearCost() if cost is None else cost
-        for name, function in (("collate", collate), ("length", length), ("num_loss_tokens", num_loss_tokens)):
-            if not callable(function) and not (function is None and name == "num_loss_tokens"):
-                raise TypeError(f"{name}={shown(function)}: expected a function")
+        for name, function in (("collate", collate), ("length", length)):
+            _check_function(name, function)
+        for name, optional in (("transform", transform), ("num_loss_tokens", num_loss_tokens)):
+            if optional is not None:
+                _check_function(name, optional)
         self._check_together()
-        self._num_samples = _size_of(dataset)
+        size = size_of(dataset)
+        if size is None and sampler is not None:
+            raise ValueError("sampler with an iterable dataset, which has no indices: leave it out")
+        self._order = None if size is None else Order(size, sampler, self.seed, self.shuffle, self.infinite)
+        self._num_samples = None if self._order is None else self._order.num_samples
         too_few = self._num_samples is not None and self._num_samples < self.world_size
         if too_few and (not self.join or (self.infinite and self.align == "none")):
             raise ValueError(
@@ -187,6 +203,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._reader: Reader[Any, Any] = Reader(
             SampleDataset(
                 dataset,
+                transform,
                 Measure(length, num_loss_tokens, self.grouping.max_tokens),
                 self.rank,
                 self.world_size,
@@ -210,6 +227,19 @@ class StreamLoader(Generic[SampleT, BatchT]):
     def __iter__(self) -> Iterator[Minibatch[BatchT]]:
         self._position = self._start  # not when the first is asked for: a state taken before it has none done
         return self._iterate()
+
+    def __len__(self) -> int:
+        """Minibatches of an epoch.
+
+        Raises:
+            TypeError: only the stream will tell. (Known for "minibatch" and a dataset with indices.)
+        """
+        if self._num_samples is None or self.minibatch_size is None or self.infinite:
+            raise TypeError(
+                "this stream has no length: how many minibatches an epoch has is known for align='minibatch' and a "
+                "dataset with indices, without infinite=True"
+            )
+        return num_minibatches(self._num_samples, self.world_size, self.minibatch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch (from 0). Call it before each epoch, on every rank.
@@ -263,7 +293,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._position = start
         number = self._iterations.begin()
         exchange = self._own_exchange()
-        begun = 0 if exchange is None else exchange.begin(self._shared_identity(), _at(self.epoch, start))
+        at = {**_at(self.epoch, start), "order": self._begin_order(start)}
+        begun = 0 if exchange is None else exchange.begin(self._shared_identity(), at)
         if start.get("is_done"):
             return
         source = self._source(number)
@@ -281,7 +312,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
                     raise
                 if found is None:
                     break
-                minibatch, self._position = found
+                minibatch, position = found
+                self._position = {**position, "order": self._order_at(position)}
                 num_done += 1
                 yield minibatch
                 self._iterations.check(number, num_done)
@@ -361,7 +393,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
             return EqualStepRounds(*arguments, cost=self.cost)
         if self.align == "minibatch":
             assert self.minibatch_size is not None
-            return QuotaRounds(*arguments, minibatch_size=self.minibatch_size)
+            known = None if self.infinite else self._num_samples
+            return QuotaRounds(*arguments, minibatch_size=self.minibatch_size, num_samples=known)
         return FreeRounds(*arguments)
 
     def _among(self) -> tuple[int, int]:
@@ -377,21 +410,30 @@ class StreamLoader(Generic[SampleT, BatchT]):
             num_workers = max(self._reader.num_workers, 1)
             name = f"rank {self.rank}"
             return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, *common)
+        order = self._order
+        assert order is not None
         if self.align == "none":
-            num_mine = len(range(self.rank, self._num_samples, self.world_size))
-            return IndexedSource(requests, self.cost, num_mine, self._own_order, *common)
-        return IndexedSource(requests, self.cost, self._num_samples, self._order, *common)
+            mine = slice(self.rank, None, self.world_size)
+            num_mine = len(range(self._num_samples)[mine])
+            return IndexedSource(requests, self.cost, num_mine, lambda lap: order.of_lap(lap)[mine], *common)
+        return IndexedSource(requests, self.cost, self._num_samples, order.of_lap, *common)
 
-    def _order(self, lap: int) -> IntArray:
-        assert self._num_samples is not None
-        if not self.shuffle:
-            return np.arange(self._num_samples)
-        if self.infinite or not lap:  # a lap is the epoch that it would be without
-            return shuffled(self._num_samples, self.seed, self.epoch + lap)
-        return shuffled(self._num_samples, self.seed, self.epoch, lap)
+    def _begin_order(self, start: Mapping[str, Any]) -> int:
+        """Have the order of this epoch drawn anew; what it is known by, which must be what it was."""
+        if self._order is None or start.get("is_done"):
+            return 0
+        self._order.begin(self.epoch)
+        found = self._order_at(start)
+        if start and start.get("order", 0) != found:
+            raise ValueError(
+                f"the sampler gives another order for epoch {self.epoch} than when the state was taken: it must depend "
+                "on the epoch alone (set_epoch), not on a random state of the process. Or begin the epoch anew"
+            )
+        return found
 
-    def _own_order(self, lap: int) -> IntArray:
-        return self._order(lap)[self.rank :: self.world_size]
+    def _order_at(self, position: Mapping[str, Any]) -> int:
+        lap = int(position["source"].get("lap", 0)) if position else 0
+        return 0 if self._order is None else self._order.fingerprint(lap)
 
     def _own_exchange(self) -> VectorExchange | None:
         if self.align == "none" or self.world_size == 1:
@@ -451,10 +493,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 raise ValueError(
                     "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
                 )
-            if self.pool_size < 2 * self.minibatch_size:
+            if self.pool_size < 4 * self.minibatch_size:
                 raise ValueError(
-                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least twice as "
-                    "many, of which one half is chosen from and the other is trained on; 16 times balance well"
+                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
+                    "times as many, as some are chosen from while others are trained on; 16 times balance well"
                 )
             if self.accumulated > 1:
                 raise ValueError(
@@ -488,25 +530,6 @@ def _at(epoch: int, position: Mapping[str, Any]) -> dict[str, int]:
     return {"epoch": epoch, **{name: int(position.get(name, 0)) for name in counted}}
 
 
-def _size_of(dataset: Any) -> int | None:
-    """Number of samples; None: the dataset is an iterable.
-
-    Raises:
-        TypeError: it is neither, or iterates in place of having indices and is a part of another already.
-        ValueError: it is empty.
-    """
-    is_iterable = isinstance(dataset, torch_data.IterableDataset)  # has __getitem__ of its base, and maybe a length
-    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        if not len(dataset):
-            raise ValueError("the dataset has no samples")
-        return len(dataset)
-    if not hasattr(dataset, "__iter__"):
-        raise TypeError(
-            f"dataset={shown(dataset)}: expected one with indices (__getitem__ and __len__), or an iterable"
-        )
-    if hasattr(dataset, "__next__"):
-        raise TypeError(
-            f"dataset={shown(dataset)} is an iterator, which can be gone through once: expected an iterable, that "
-            "gives a new iterator for each epoch and worker"
-        )
-    return None
+def _check_function(name: str, given: object) -> None:
+    if not callable(given):
+        raise TypeError(f"{name}={shown(given)}: expected a function")

@@ -386,7 +386,7 @@ class QuotaRounds(Rounds):
     def _taken_next(self, offers: FloatArray) -> list[int]:
         """What this rank takes of its pool, as numbers of its samples."""
         if self._last_sizes is not None:
-            return list(range(self._last_sizes.pop(0) if self._last_sizes else 0))
+            return list(range(self._last_sizes.pop(0) if self._last_sizes else len(self.pool)))
         offered = [Offer(row[6], row[5], int(row[4]), row[7], int(row[0])) for row in offers.tolist()]
         grant = self._quotas.grant(offered)
         costs = [entry.cost for entry in self.pool]
@@ -409,7 +409,7 @@ class QuotaRounds(Rounds):
             "seen_cost": self._seen_cost,
             "num_chosen": len(self._chosen.entries),
             "mean_loss_tokens": self._chosen.mean_loss_tokens,
-            "last_sizes": self._last_sizes,
+            "last_sizes": None if self._last_sizes is None else list(self._last_sizes),
         }
 
     def load(self, state: Mapping[str, Any], entries: Sequence[Entry]) -> None:

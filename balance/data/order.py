@@ -1,0 +1,105 @@
+"""In which order the samples of a dataset with indices come, and whether it is the same as it was. (Needs torch.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch.utils import data as torch_data
+
+from odc.balance.checks import IntArray, as_integer, fingerprint
+from odc.balance.data.sampler import shuffled
+from odc.errors import shown
+
+
+class Order:
+    """Indices of a dataset, for every epoch and lap (an endless stream has a lap after each; so has one that ends by a
+    number of samples).
+
+    Args:
+        size: of the dataset.
+        sampler: gives the indices of an epoch, the same on all ranks; its ``set_epoch`` is called, if there is one.
+            None: all samples, shuffled by the seed, or as they are.
+        seed, shuffle, infinite: as of :class:`~odc.balance.StreamLoader`.
+
+    Raises:
+        TypeError: the sampler has no length, or cannot be iterated.
+        ValueError: the sampler is empty. Later: it gives another number of indices than its length, or indices that the
+            dataset has not.
+    """
+
+    def __init__(self, size: int, sampler: Iterable[int] | None, seed: int, shuffle: bool, infinite: bool) -> None:
+        if sampler is not None and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+            raise TypeError(f"sampler={shown(sampler)}: expected an iterable of indices that has a length")
+        self.num_samples = size if sampler is None else len(sampler)  # type: ignore[arg-type]
+        if not self.num_samples:
+            raise ValueError(f"sampler={shown(sampler)} gives no indices")
+        self._size = size
+        self._sampler: Any = sampler
+        self._seed = seed
+        self._shuffle = shuffle
+        self._infinite = infinite
+        self._drawn: dict[int, IntArray] = {}
+        self._epoch = 0
+
+    def begin(self, epoch: int) -> None:
+        """Forget the order of another iteration; a sampler is asked again."""
+        self._epoch = epoch
+        self._drawn = {}
+
+    def of_lap(self, lap: int) -> IntArray:
+        """(num_samples,)."""
+        if lap not in self._drawn:
+            self._drawn = {known: order for known, order in self._drawn.items() if known >= lap - 1}
+            self._drawn[lap] = self._draw(lap)
+        return self._drawn[lap]
+
+    def fingerprint(self, lap: int) -> int:
+        """Of what a sampler gives for this lap; 0 without one, as the loader's arguments say it all then."""
+        return 0 if self._sampler is None else fingerprint(self.of_lap(lap).tobytes())
+
+    def _draw(self, lap: int) -> IntArray:
+        if self._sampler is not None:
+            return self._sampled(self._epoch + lap)
+        if not self._shuffle:
+            return np.arange(self._size)
+        if self._infinite or not lap:  # a lap is the epoch that it would be without
+            return shuffled(self._size, self._seed, self._epoch + lap)
+        return shuffled(self._size, self._seed, self._epoch, lap)
+
+    def _sampled(self, epoch: int) -> IntArray:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        drawn = list(self._sampler)
+        indices = [as_integer(index, 0) for index in drawn]
+        for given, index in zip(drawn, indices, strict=True):
+            if index is None or index >= self._size:
+                raise ValueError(f"the sampler gives {shown(given)}: expected an index from 0 to {self._size - 1}")
+        if len(drawn) != self.num_samples:
+            raise ValueError(f"the sampler gives {len(drawn)} indices, its length says {self.num_samples}")
+        return np.array(indices, dtype=np.int64)
+
+
+def size_of(dataset: Any) -> int | None:
+    """Number of samples; None: the dataset is an iterable.
+
+    Raises:
+        TypeError: it is neither, or iterates in place of having indices and is a part of another already.
+        ValueError: it is empty.
+    """
+    is_iterable = isinstance(dataset, torch_data.IterableDataset)  # has __getitem__ of its base, and maybe a length
+    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not len(dataset):
+            raise ValueError("the dataset has no samples")
+        return len(dataset)
+    if not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"dataset={shown(dataset)}: expected one with indices (__getitem__ and __len__), or an iterable"
+        )
+    if hasattr(dataset, "__next__"):
+        raise TypeError(
+            f"dataset={shown(dataset)} is an iterator, which can be gone through once: expected an iterable, that "
+            "gives a new iterator for each epoch and worker"
+        )
+    return None
