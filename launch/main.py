@@ -41,10 +41,19 @@ def odc_options() -> argparse.ArgumentParser:
         "of odc.balance (lb-mini, lb-micro, ...)",
     )
     group.add_argument(
+        "--online",
+        action="store_true",
+        help="the same without a policy, for samples whose lengths show when they are read, iterable datasets too: "
+        "ranks fill equal quotas of cost from pools of samples (needs --max-tokens)",
+    )
+    group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="with --balance: tokens of a microbatch (default: the longest sample)",
+        help="with --balance or --online: tokens of a microbatch (--balance: by default the longest sample)",
+    )
+    group.add_argument(
+        "--pool-size", type=int, metavar="N", help="with --online: samples of a rank to choose from (default: 256)"
     )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
     group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says refusals last
@@ -62,16 +71,29 @@ def check_options(options: argparse.Namespace) -> None:
     )
     registry.check_name(config.transport)
     FaultInjector(config.fault, rank=0)
-    if options.balance is None:
+    if options.balance is None and not options.online:
         if options.max_tokens is not None:
-            raise ConfigError("--max-tokens is of --balance: give both")
+            raise ConfigError("--max-tokens is of --balance and --online: give one of them, too")
+        if options.pool_size is not None:
+            raise ConfigError("--pool-size is of --online: give both")
         return
+    if options.balance is not None and options.online:
+        raise ConfigError(f"--online with --balance {options.balance}: give one of them")
+    if options.online and options.max_tokens is None:
+        raise ConfigError("--online needs --max-tokens, as lengths are not known before samples are read")
     from odc.trainers import BalanceOptions  # the only use of that room here and below, and it is heavy
 
     try:
-        BalanceOptions(options.balance, options.max_tokens)
+        BalanceOptions.choose(
+            options.balance, online=options.online, max_tokens=options.max_tokens, pool_size=options.pool_size
+        )
     except ValueError as error:
-        raise ConfigError(f"--balance: {error}") from None
+        raise ConfigError(f"{_balancing(options)}: {error}") from None
+
+
+def _balancing(options: argparse.Namespace) -> str:
+    """The option that asks for balanced minibatches."""
+    return "--online" if options.online else f"--balance {options.balance}"
 
 
 def option_arguments(options: argparse.Namespace) -> list[str]:
@@ -79,7 +101,9 @@ def option_arguments(options: argparse.Namespace) -> list[str]:
     arguments = ["--transport", options.transport, "--accumulate", options.accumulate]
     arguments += ["--timeout", str(options.timeout)]
     arguments += ["--balance", options.balance] * bool(options.balance)
+    arguments += ["--online"] * options.online
     arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
+    arguments += ["--pool-size", str(options.pool_size)] * (options.pool_size is not None)
     arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
     return arguments + ["--launcher-tells"] * options.launcher_tells
 
@@ -177,19 +201,19 @@ def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> No
 
 def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
     """Let the script's trainers run balanced minibatches, if that was asked for. Returns the undo."""
-    if options.balance is None:
+    if options.balance is None and not options.online:
         return lambda: None
     from odc.trainers import install
 
-    launched = install(options.balance, options.max_tokens)
+    launched = install(options.balance, options.max_tokens, online=options.online, pool_size=options.pool_size)
 
     def undo() -> None:
         launched.close()
         if launched.used:
-            say(f"odc: balanced by {options.balance}: {launched.tally}")
+            say(f"odc: balanced {'online' if options.online else f'by {options.balance}'}: {launched.tally}")
         else:
             say(
-                f"odc: --balance {options.balance} had no effect: the script trained with no transformers Trainer. A "
+                f"odc: {_balancing(options)} had no effect: the script trained with no transformers Trainer. A "
                 "loop of one's own needs one line: odc.trainers.minibatches"
             )
 

@@ -233,8 +233,8 @@ def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_one
     for policy in ("lb-mini", "lb-micro"):
         tally, planner = Tally(), planner_of(96, 3, policy)
         for step in steps:
-            tally.add_planned(Bundle([], 0, tuple(map(len, planner.microbatches(step)))))
-            tally.add_planned(Bundle([]))  # another bundle of the same step
+            tally.add_item(Bundle([], 0, tuple(map(len, planner.microbatches(step)))))
+            tally.add_item(Bundle([]))  # another bundle of the same step
         tallies.append(tally)
     mini, micro = tallies
     assert mini.unequal > micro.unequal == 0

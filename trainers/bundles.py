@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
+from odc.errors import UnsupportedError
+
 T = TypeVar("T")
 
 Microbatch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What is known where an optimizer step ends."""
+
+    step: int = 0
+    """Steps of the epoch until now. It and what follows: of a stream."""
+
+    num_samples: int = 0
+    """All ranks together."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    """Of the stream behind the step."""
 
 
 @dataclass
@@ -28,6 +44,12 @@ class Bundle:
 
     planned: tuple[int, ...] = ()
     """Microbatches that the step's plan has for each rank; in the first bundle of a step only."""
+
+    end: StepEnd | None = None
+    """The optimizer step ends with this bundle."""
+
+    is_placeholder: bool = False
+    """Stands for one that was trained on before, and is to be skipped."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Bundle:
         """As of a tensor: loaders move what they yield."""
@@ -50,6 +72,26 @@ def cut(microbatches: Sequence[T], num_bundles: int) -> list[list[T]]:
     """
     cuts = [len(microbatches) * i // num_bundles for i in range(num_bundles + 1)]
     return [list(microbatches[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def check_step(items: Sequence[Any]) -> None:
+    """Refuse to train on other bundles than all of one step.
+
+    Raises:
+        UnsupportedError: a training library has taken fewer or more together, or has not skipped placeholders.
+    """
+    bundles = [item for item in items if isinstance(item, Bundle)]
+    if any(bundle.is_placeholder for bundle in bundles):
+        raise UnsupportedError(
+            "training goes on from a checkpoint, but begins with a batch that was trained on before it: the trainer "
+            "must skip what is done. Resume with the same numbers of batches, steps and ranks, or set "
+            "ignore_data_skip=True"
+        )
+    if bundles and [bundle.end is not None for bundle in bundles] != [False] * (len(bundles) - 1) + [True]:
+        raise UnsupportedError(
+            f"the trainer takes {len(bundles)} batches for an optimizer step, which are not those of one: "
+            "gradient_accumulation_steps must be the same from the loader to the last step"
+        )
 
 
 def microbatches_of(items: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.data import IterableDataset
 
 from odc.errors import UnsupportedError
 
@@ -29,18 +30,37 @@ def refusal(trainer: Any, problem: str) -> UnsupportedError:
     return UnsupportedError(f"balanced minibatches cannot be had in this {type(trainer).__name__}: {problem}")
 
 
-def check_sharded(model: nn.Module, policy: str) -> None:
+def check_sharded(model: nn.Module, name: str) -> None:
     """Ranks with different numbers of microbatches need a model whose communication can be patched.
+
+    Args:
+        name: of the way to balance.
 
     Raises:
         UnsupportedError: the model is not sharded by FSDP.
     """
     if not any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError(
-            f"policy {policy!r} gives ranks different numbers of microbatches, but the model is a "
+            f"balancing by {name!r} gives ranks different numbers of microbatches, but the model is a "
             f"{type(model).__name__} without FSDP, whose collectives need equal numbers: turn FSDP on, or use a "
             "policy with equal numbers (lb-micro)"
         )
+
+
+def check_steps(trainer: Any, loader: Any) -> int | None:
+    """Optimizer steps of a trainer, where only its arguments can tell them; None: its dataset has a length.
+
+    Raises:
+        UnsupportedError: nothing tells them.
+    """
+    if not isinstance(loader.dataset, IterableDataset):
+        return None
+    if trainer.args.max_steps <= 0:
+        raise refusal(
+            trainer,
+            "how many samples an iterable dataset gives is not known: set max_steps, the number of optimizer steps",
+        )
+    return int(trainer.args.max_steps)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

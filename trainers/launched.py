@@ -55,13 +55,18 @@ class Launched:
             self._trainer = None
 
 
-def install(policy: str, max_tokens: int | None = None) -> Launched:
+def install(
+    policy: str | None = None, max_tokens: int | None = None, *, online: bool = False, pool_size: int | None = None
+) -> Launched:
     """Balance every ``Trainer.train()`` of this process from now on, and every :func:`~odc.trainers.minibatches`.
 
+    Args:
+        policy, max_tokens, online, pool_size: see :class:`~odc.trainers.BalanceOptions`.
+
     Raises:
-        ValueError: the policy is not known, or ``max_tokens`` is out of range.
+        ValueError: the policy is not known, or an option is out of range.
     """
-    launched = Launched(BalanceOptions(policy, max_tokens))
+    launched = Launched(BalanceOptions.choose(policy, online=online, max_tokens=max_tokens, pool_size=pool_size))
     launched.enter()
     return launched
 

@@ -32,8 +32,9 @@ def sample_lengths(
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UnsupportedError(
-            f"{type(dataset).__name__}: an iterable dataset cannot be balanced, since the lengths of samples must be "
-            "known before they are read; use a map-style dataset"
+            f"{type(dataset).__name__}: an iterable dataset, whose lengths show when samples are read, cannot be "
+            "balanced by a policy: stream it (odc run --online --max-tokens N, or online=True), or use a map-style "
+            "dataset"
         )
     columns = getattr(dataset, "column_names", None) or []
     is_table = hasattr(dataset, "with_format")

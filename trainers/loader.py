@@ -127,7 +127,7 @@ def _tried_out(loader: Any, length_column: str, batch_size: int | None) -> tuple
         shortest = lengths.size - 1 - longest
     example = collate_sample(collate, dataset, longest)
     if batch_size != 1 and shortest != longest:
-        check_batches(collate, {shortest: dataset[shortest], longest: dataset[longest]})
+        check_batches(collate, {f"sample {index} of the dataset": dataset[index] for index in (shortest, longest)})
     return lengths, example
 
 
@@ -137,8 +137,9 @@ def _check(loader: Any) -> None:
 
     if isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
-            f"{type(loader.dataset).__name__}: an iterable dataset cannot be balanced, since the lengths of samples "
-            "must be known before they are read; use a map-style dataset"
+            f"{type(loader.dataset).__name__}: an iterable dataset, whose lengths show when samples are read, cannot "
+            "be balanced by a policy: stream it (odc run --online --max-tokens N, or online=True), or use a map-style "
+            "dataset"
         )
     if isinstance(loader, DataLoaderDispatcher):
         raise UnsupportedError(

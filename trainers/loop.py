@@ -17,35 +17,76 @@ from odc.balance import CostModel
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import is_patching
 from odc.fsdp_patch.session import Session
-from odc.trainers.bundles import Microbatch, microbatches_of
+from odc.trainers.bundles import Bundle, Microbatch, StepEnd, microbatches_of
 from odc.trainers.checks import check_sharded, configs_of
 from odc.trainers.launched import current
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
+from odc.trainers.streamed import StreamedBatches, streamed_loader
 
 
 class Minibatches:
-    """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`."""
+    """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`.
+
+    With ``online``, ``state_dict()`` tells where this rank is (behind the step that was handed out last), for JSON, and
+    ``load_state_dict`` goes on from there at the next iteration, once ``set_epoch`` was called as before. All ranks do
+    so, each with a state of its own.
+    """
 
     def __init__(self, loader: Any, accumulation_steps: int, tally: Tally) -> None:
         self._loader = loader
         self._accumulation_steps = accumulation_steps
         self._tally = tally
+        self._end = StepEnd()
 
     def __len__(self) -> int:
-        """Optimizer steps per epoch."""
+        """Optimizer steps per epoch.
+
+        Raises:
+            TypeError: the dataset is an iterable.
+        """
         return -(-len(self._loader) // self._accumulation_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch."""
         self._loader.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See the class.
+
+        Raises:
+            UnsupportedError: samples are balanced by a policy, or not at all.
+        """
+        return self._streamed().state_of(self._end)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See the class.
+
+        Raises:
+            UnsupportedError: samples are balanced by a policy, or not at all.
+            ValueError: the state is of another stream.
+        """
+        self._streamed().load_state_dict(state)
+
+    def _streamed(self) -> StreamedBatches:
+        batches = getattr(self._loader, "batch_sampler", None)
+        if not isinstance(batches, StreamedBatches):
+            raise UnsupportedError(
+                "only online balancing has a state: skip what is done with accelerator.skip_first_batches(loader, "
+                "steps * accumulation_steps), as without balancing"
+            )
+        return batches
+
     def __iter__(self) -> Iterator[list[Microbatch]]:
         items: list[Any] = []
         for item in self._loader:
-            self._tally.add_planned(item)
+            if isinstance(item, Bundle) and item.is_placeholder:
+                continue
+            self._tally.add_item(item)
             items.append(item)
-            if len(items) == self._accumulation_steps:
+            end = item.end if isinstance(item, Bundle) else None
+            if end is not None or (not isinstance(item, Bundle) and len(items) == self._accumulation_steps):
+                self._end = end or self._end
                 yield microbatches_of(items)
                 items = []
         if items:
@@ -62,6 +103,8 @@ def minibatches(
     max_tokens: int | None = None,
     cost: CostModel | None = None,
     microbatch_cost: float = 0.0,
+    online: bool = False,
+    pool_size: int | None = None,
     session: Session | None = None,
 ) -> Minibatches:
     """The optimizer steps of ``loader``, each as the list of batches that this rank runs: at least one.
@@ -96,8 +139,9 @@ def minibatches(
         model: sharded by FSDP, or wrapped in DDP for policies with equal numbers; its ``config`` tells the costs.
         loader: a prepared ``DataLoader``, whose collator gives ``input_ids`` and ``labels``.
         accumulation_steps: batches per rank and optimizer step.
-        policy, max_tokens, cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`; default: those of
-            ``odc run --balance``.
+        policy, max_tokens, cost, microbatch_cost, online, pool_size: see :class:`~odc.trainers.BalanceOptions`;
+            default: those of ``odc run --balance`` or ``--online``. With ``online`` the samples of a step are others
+            than the loader's, as many on average, and the dataset may be an iterable.
         session: of ``odc.patch_fsdp(model)``; not needed under ``odc run``.
 
     Raises:
@@ -111,8 +155,15 @@ def minibatches(
             "divide the loss by that and step by counting batches; make it 1 and give accumulation_steps here"
         )
     tally, launched = Tally(), current()
-    if policy is not None:
-        options = BalanceOptions(policy, max_tokens, cost, microbatch_cost)
+    if policy is not None or online:
+        options = BalanceOptions.choose(
+            policy,
+            online=online,
+            max_tokens=max_tokens,
+            cost=cost,
+            microbatch_cost=microbatch_cost,
+            pool_size=pool_size,
+        )
     elif launched is not None:
         launched.used = True
         options, tally = launched.options, launched.tally
@@ -120,17 +171,17 @@ def minibatches(
         return Minibatches(loader, accumulation_steps, tally)
     world_size = accelerator.num_processes
     if not options.equal_counts and world_size > 1:
-        check_sharded(model, options.policy)
+        check_sharded(model, options.name)
         if session is None and not is_patching():
             raise UnsupportedError(
-                f"policy {options.policy!r} gives ranks different numbers of microbatches, which FSDP's collectives "
-                "cannot follow: start the script with `odc run`, or give session=odc.patch_fsdp(model)"
+                f"balancing by {options.name!r} gives ranks different numbers of microbatches, which FSDP's "
+                "collectives cannot follow: start the script with `odc run`, or give session=odc.patch_fsdp(model)"
             )
     configs = configs_of(model)
     for config in configs:
         if getattr(config, "use_cache", False):
             config.use_cache = False  # transformers looks for packed samples only where nothing is cached
-    balanced = balanced_loader(
+    balanced = (streamed_loader if options.online else balanced_loader)(
         loader,
         options,
         rank=accelerator.process_index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +36,54 @@ class BalanceOptions:
     microbatch_cost: float = 0.0
     """What every microbatch costs besides its samples, in the unit of ``cost``."""
 
+    online: bool = False
+    """Instead of by a policy, which plans known lengths, samples are balanced as they are read, see
+    :mod:`odc.trainers.streamed`. Needs ``max_tokens``, as no longest sample is known."""
+
+    pool_size: int | None = None
+    """With ``online``, most samples of a rank to choose from; default: 256, or 16 minibatches if that is more."""
+
     def __post_init__(self) -> None:
         get_policy(self.policy)  # an unknown name is refused here
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens}: expected at least 1")
+        if not self.online:
+            if self.pool_size is not None:
+                raise ConfigError(f"pool_size={self.pool_size} is of online balancing: leave it out, or ask for that")
+            return
+        if self.max_tokens is None:
+            raise ConfigError(
+                "online balancing needs max_tokens, the most tokens of a microbatch: lengths are not known before "
+                "samples are read, so there is no longest one to go by"
+            )
+        if self.pool_size is not None and self.pool_size < 1:
+            raise ConfigError(f"pool_size={self.pool_size}: expected at least 1")
+        if self.microbatch_cost:
+            raise ConfigError(f"microbatch_cost={self.microbatch_cost}: online balancing does not count microbatches")
+
+    @classmethod
+    def choose(cls, policy: str | None, *, online: bool, **options: Any) -> BalanceOptions:
+        """As users give them: a policy, by default "lb-mini", or ``online``; and the other fields.
+
+        Raises:
+            ConfigError: both, or an option is out of range or of the other way.
+            ValueError: the policy is not known.
+        """
+        if online and policy is not None:
+            raise ConfigError(
+                f"policy={policy!r} with online=True, which fills quotas instead of planning: give one of them"
+            )
+        return cls(policy or "lb-mini", online=online, **options)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return "online" if self.online else self.policy
 
     @property
     def equal_counts(self) -> bool:
         """Whether all ranks get the same number of microbatches, so that collectives would do."""
-        return get_policy(self.policy).equal_counts
+        return not self.online and get_policy(self.policy).equal_counts
 
     def planner(self, lengths: npt.ArrayLike, world_size: int, config: object) -> Planner:
         """For a dataset with these lengths and a model of this configuration.
@@ -78,7 +118,13 @@ class Tally:
     """Minibatches in which ranks got different numbers of microbatches."""
 
     microbatches: list[int] = field(default_factory=list)
-    """Of each rank."""
+    """Of each rank, as planned."""
+
+    num_run: int = 0
+    """Microbatches of this rank."""
+
+    num_streamed: int = 0
+    """Samples of all ranks in minibatches of a stream."""
 
     def add(self, counts: Sequence[int]) -> None:
         """One minibatch with so many microbatches per rank."""
@@ -87,12 +133,23 @@ class Tally:
         before = self.microbatches or [0] * len(counts)
         self.microbatches = [a + b for a, b in zip(before, counts, strict=True)]
 
-    def add_planned(self, item: object) -> None:
-        """Of an item of a loader, if it is the first bundle of a step."""
-        if isinstance(item, Bundle) and item.planned:
+    def add_item(self, item: object) -> None:
+        """Of a loader: the first bundle of a step tells what was planned, the last one what was streamed."""
+        if not isinstance(item, Bundle):
+            return
+        self.num_run += len(item.microbatches)
+        if item.planned:
             self.add(item.planned)
+        if item.end is not None and item.end.num_samples:
+            self.minibatches += 1
+            self.num_streamed += item.end.num_samples
 
     def __str__(self) -> str:
+        if self.num_streamed:
+            return (
+                f"{self.minibatches} minibatches of {self.num_streamed / self.minibatches:.1f} samples on average; "
+                f"microbatches of this rank: {self.num_run}"
+            )
         per_rank = " ".join(map(str, self.microbatches))
         return (
             f"{self.minibatches} minibatches planned; microbatches of each rank: {per_rank}; different numbers in "

@@ -21,7 +21,7 @@ from odc.balance.data.collate import IGNORED, concatenate, without_padding
 from odc.balance.data.reader import name_samples
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.batches import Part
-from odc.trainers.bundles import Bundle, Microbatch, cut
+from odc.trainers.bundles import Bundle, Microbatch, StepEnd, cut
 from odc.trainers.options import Planner
 
 logger = logging.getLogger("odc")
@@ -137,7 +137,8 @@ class PackedDataset(Dataset[Bundle]):
         num_first_labels = sum(int((one["labels"][:, :1] != IGNORED).sum()) for row in alone for _, one in row)
         rows = [row for microbatch in alone for row in self._rows(microbatch)]
         planned = tuple(map(len, ranks)) if part.index == 0 else ()
-        return Bundle([pack(row, self.example) for row in rows], num_first_labels, planned)
+        end = StepEnd() if part.index == part.num_parts - 1 else None
+        return Bundle([pack(row, self.example) for row in rows], num_first_labels, planned, end)
 
     def __len__(self) -> int:
         """Samples, as of the dataset itself: libraries print it."""
@@ -209,13 +210,13 @@ _FOR_EQUAL_COUNTS = (
 )
 
 
-def check_batches(collate: Collate, samples: Mapping[int, Any]) -> None:
+def check_batches(collate: Collate, samples: Mapping[str, Any]) -> None:
     """Refuse a collator that makes something else of a sample in a batch than by itself, on the right of which there is
     at most padding.
 
     Args:
         collate: of the user.
-        samples: by index in the dataset, two of different lengths.
+        samples: two of different lengths, by what messages call them.
 
     Raises:
         UnsupportedError: it pads on the left, gives padding a loss, or depends on the other samples of the batch.
@@ -228,15 +229,15 @@ def check_batches(collate: Collate, samples: Mapping[int, Any]) -> None:
     if any(not torch.is_tensor(batch.get(k)) or len(batch[k]) != len(samples) for k in ("input_ids", "labels")):
         return  # not one row per sample: nothing is padded
     alone = [collate_alone(collate, sample) for sample in samples.values()]
-    for row, (index, mine) in enumerate(zip(samples, alone, strict=True)):
+    for row, (name, mine) in enumerate(zip(samples, alone, strict=True)):
         try:
             found = _row_without_padding(batch, row, mine)
         except UnsupportedError as error:
-            raise UnsupportedError(f"sample {index} of the dataset, in a batch with another: {error}") from error
+            raise UnsupportedError(f"{name}, in a batch with another: {error}") from error
         differing = [k for k in mine if k not in found or not torch.equal(found[k], mine[k])]
-        if differing and all(_equal(collate_alone(collate, samples[index]), mine) for _ in range(_NUM_REPEATS)):
+        if differing and all(_equal(collate_alone(collate, samples[name]), mine) for _ in range(_NUM_REPEATS)):
             raise UnsupportedError(
-                f"data_collator: its {' and '.join(differing)} of sample {index} of the dataset are others in a batch "
+                f"data_collator: its {' and '.join(differing)} of {name} are others in a batch "
                 "with another sample than by itself, so packing would change the loss"
             )
 

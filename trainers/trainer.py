@@ -13,21 +13,24 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from odc.balance import CostModel
 from odc.errors import UnsupportedError
-from odc.trainers.bundles import Bundle, Microbatch, counted_batches_of, microbatches_of
-from odc.trainers.checks import check_sharded, check_trainer, configs_of
+from odc.trainers.bundles import Bundle, Microbatch, check_step, counted_batches_of, microbatches_of
+from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides
 from odc.trainers.patching import patched_fsdp
 from odc.trainers.probe import check_packing
 from odc.trainers.probe_samples import identity_of
+from odc.trainers.resuming import ResumableStream
+from odc.trainers.streamed import streamed_loader
 from odc.trainers.trl_metrics import RankMetrics
 
 logger = logging.getLogger("odc")
@@ -36,11 +39,13 @@ _MARK = "_odc_balance"
 
 def balance(
     trainer: Any,
-    policy: str = "lb-mini",
+    policy: str | None = None,
     *,
     max_tokens: int | None = None,
     cost: CostModel | None = None,
     microbatch_cost: float = 0.0,
+    online: bool = False,
+    pool_size: int | None = None,
     patch: bool = True,
     **patch_options: Any,
 ) -> None:
@@ -50,9 +55,15 @@ def balance(
     of them, packed into which microbatches, is the policy's choice. ``per_device_train_batch_size`` only sets how many
     samples a step has. A microbatch is one packed row of at most ``max_tokens`` tokens.
 
+    With ``online`` lengths need not be known, and the dataset may be an iterable (``max_steps`` must be given then). A
+    step has as many samples on average, and an epoch as many steps, but which samples share a step is others' choice:
+    that of quotas of equal cost, filled from a pool of samples that each rank has read. Where the pool is, is saved in
+    each checkpoint, and training resumes from there.
+
     Args:
         trainer: a ``transformers.Trainer``, ``trl.SFTTrainer`` or subclass, whose model FSDP (1 or 2) will shard.
-        policy, max_tokens, cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`.
+        policy, max_tokens, cost, microbatch_cost, online, pool_size: see :class:`~odc.trainers.BalanceOptions`; by
+            default the policy is "lb-mini".
         patch: patch FSDP while training (``odc run`` has done so already). False keeps FSDP's collectives, for policies
             that give all ranks the same number of microbatches.
         patch_options: of :func:`odc.patch_fsdp`.
@@ -62,12 +73,19 @@ def balance(
             its first step, of a model that does not tell packed samples apart (:mod:`odc.trainers.probe`).
         ValueError: the policy is not known, or an argument is out of range.
     """
-    options = BalanceOptions(policy, max_tokens, cost, microbatch_cost)
+    options = BalanceOptions.choose(
+        policy,
+        online=online,
+        max_tokens=max_tokens,
+        cost=cost,
+        microbatch_cost=microbatch_cost,
+        pool_size=pool_size,
+    )
     check_trainer(trainer)
     if not patch and not options.equal_counts:
         raise UnsupportedError(
-            f"policy {policy!r} gives ranks different numbers of microbatches, so patch=False, which keeps FSDP's "
-            "collectives, cannot be had; use a policy with equal numbers (lb-micro)"
+            f"balancing by {options.name!r} gives ranks different numbers of microbatches, so patch=False, which keeps "
+            "FSDP's collectives, cannot be had; use a policy with equal numbers (lb-micro)"
         )
     train = trainer.train
 
@@ -76,7 +94,7 @@ def balance(
         with patched_fsdp(patch_options) if patch else _nothing():
             tally = Tally()
             result = train_balanced(trainer, options, tally, functools.partial(train, *args, **kwargs))
-            logger.info("odc: balanced by %s: %s", policy, tally)
+            logger.info("odc: balanced by %s: %s", options.name, tally)
             return result
 
     trainer.train = balanced_train
@@ -89,8 +107,9 @@ def train_balanced(trainer: Any, options: BalanceOptions, tally: Tally, train: C
     check_trainer(trainer)
     with Overrides(trainer) as overrides:
         overrides.set(_MARK, options)
-        _Balanced(trainer, options, tally).enter(overrides)
-        return train()
+        with closing(_Balanced(trainer, options, tally)) as balanced:
+            balanced.enter(overrides)
+            return train()
 
 
 class _Balanced:
@@ -103,11 +122,14 @@ class _Balanced:
         self._checked = False
         self._identity = identity_of(trainer)
         self._example: Microbatch = {}
+        self._stream: ResumableStream | None = None
         # Bound now: afterwards the trainer's attributes are ours.
         self._get_train_dataloader = trainer.get_train_dataloader
         self._training_step = trainer.training_step
         self._num_items = trainer._get_num_items_in_batch
         self._floating_point_ops = trainer.floating_point_ops
+        self._save_rng_state = trainer._save_rng_state
+        self._load_optimizer_and_scheduler = trainer._load_optimizer_and_scheduler
 
     def enter(self, overrides: Overrides) -> None:
         """Take their places."""
@@ -116,20 +138,32 @@ class _Balanced:
         overrides.set("training_step", self.training_step)
         overrides.set("_get_num_items_in_batch", self.num_items)
         overrides.set("floating_point_ops", self.floating_point_ops)
+        if self._options.online:
+            overrides.set("_save_rng_state", self.save_rng_state)
+            overrides.set("_load_optimizer_and_scheduler", self.load_optimizer_and_scheduler)
+
+    def close(self) -> None:
+        """End what reads samples. Idempotent."""
+        if self._stream is not None:
+            self._stream.close()
 
     def get_train_dataloader(self) -> Any:
         """Of the same length, with bundles."""
         trainer = self._trainer
-        loader = balanced_loader(
-            self._get_train_dataloader(),
-            self._options,
-            rank=trainer.accelerator.process_index,
-            world_size=trainer.accelerator.num_processes,
-            accumulation_steps=trainer.args.gradient_accumulation_steps,
-            configs=configs_of(trainer.model),
-            length_column=trainer.args.length_column_name,
-        )
-        self._example = loader.dataset.example
+        given = self._get_train_dataloader()
+        shape: dict[str, Any] = {
+            "rank": trainer.accelerator.process_index,
+            "world_size": trainer.accelerator.num_processes,
+            "accumulation_steps": trainer.args.gradient_accumulation_steps,
+            "configs": configs_of(trainer.model),
+        }
+        if not self._options.online:
+            loader = balanced_loader(given, self._options, length_column=trainer.args.length_column_name, **shape)
+            self._example = loader.dataset.example
+            return loader
+        loader = streamed_loader(given, self._options, num_steps=check_steps(trainer, given), **shape)
+        self.close()  # a search over parameters trains several times
+        self._stream = ResumableStream(trainer, loader.batch_sampler)
         return loader
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -137,7 +171,7 @@ class _Balanced:
         if not self._checked:  # here, as only now the model is what it will be, and nothing has changed it yet
             self._check(model)
             self._checked = True
-        self._tally.add_planned(inputs)
+        self._tally.add_item(inputs)
         total = torch.zeros((), device=self._trainer.args.device)
         for microbatch in microbatches_of([inputs]):
             total = total + self._training_step(model, microbatch, *args, **kwargs)
@@ -146,12 +180,29 @@ class _Balanced:
     def _check(self, model: Any) -> None:
         """All ranks come here at the same point, their first bundle, also with an empty one."""
         if not self._options.equal_counts and self._trainer.accelerator.num_processes > 1:
-            check_sharded(model, self._options.policy)
+            check_sharded(model, self._options.name)
         check_packing(self._trainer, model, self._identity, self._example)
 
     def num_items(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Labels in all microbatches of the step, summed over ranks: as many as in the user's batches."""
+        """Labels in all microbatches of the step, summed over ranks: as many as in the user's batches. The trainer asks
+        for them when it has taken all bundles of a step."""
+        check_step(batch_samples)
+        if self._stream is not None and batch_samples:
+            self._stream.end = batch_samples[-1].end
+            self._example = self._example or microbatches_of(batch_samples)[0]
         return self._num_items(counted_batches_of(batch_samples), *args, **kwargs)
+
+    def save_rng_state(self, output_dir: str) -> None:
+        """And where the stream is: both are each rank's own."""
+        self._save_rng_state(output_dir)
+        if self._stream is not None:
+            self._stream.save(Path(output_dir))
+
+    def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """And the stream: this is where the trainer goes back to a checkpoint, before its first batch."""
+        self._load_optimizer_and_scheduler(checkpoint)
+        if self._stream is not None and checkpoint is not None and not self._trainer.args.ignore_data_skip:
+            self._stream.load(Path(checkpoint))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of all microbatches of a bundle."""

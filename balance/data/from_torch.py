@@ -43,7 +43,7 @@ def stream(
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
-    taken = {**_ranks_of(dataloader), **_order_of(dataloader), **_workers_of(dataloader)}
+    taken = {**_ranks_of(dataloader), **_order_of(dataloader), **workers_of(dataloader)}
     if options.get("grouping") in ("pool-sort", "none") and dataloader.batch_size is not None:
         taken["batch_size"] = dataloader.batch_size
     collate = _Collate(dataloader.collate_fn, dummy)
@@ -105,7 +105,8 @@ def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
     return {"sampler": sampler}
 
 
-def _workers_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+def workers_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+    """How its workers start and work, as arguments of a loader of ours."""
     if not dataloader.num_workers:
         return {}
     return {

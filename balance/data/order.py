@@ -42,11 +42,14 @@ class Order:
         self._infinite = infinite
         self._drawn: dict[int, IntArray] = {}
         self._epoch = 0
+        self._known = (-1, 0)
+        """A lap, and its fingerprint."""
 
     def begin(self, epoch: int) -> None:
         """Forget the order of another iteration; a sampler is asked again."""
         self._epoch = epoch
         self._drawn = {}
+        self._known = (-1, 0)
 
     def of_lap(self, lap: int) -> IntArray:
         """(num_samples,)."""
@@ -57,7 +60,11 @@ class Order:
 
     def fingerprint(self, lap: int) -> int:
         """Of what a sampler gives for this lap; 0 without one, as the loader's arguments say it all then."""
-        return 0 if self._sampler is None else fingerprint(self.of_lap(lap).tobytes())
+        if self._sampler is None:
+            return 0
+        if self._known[0] != lap:  # asked for at every minibatch
+            self._known = lap, fingerprint(self.of_lap(lap).tobytes())
+        return self._known[1]
 
     def _draw(self, lap: int) -> IntArray:
         if self._sampler is not None:
