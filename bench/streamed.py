@@ -12,7 +12,8 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.grouping.rounds import Entry, Rounds, deal, lacking
+from odc.balance.grouping.quota import deal
+from odc.balance.grouping.rounds import Entry, Rounds, lacking
 
 
 @dataclass

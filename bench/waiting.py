@@ -47,7 +47,14 @@ def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed
         "dgap": lambda rank: AlignedRounds(padded, SMALL_POOL, rank, WORLD_SIZE),
         "steps": lambda rank: EqualStepRounds(padded, SMALL_POOL, rank, WORLD_SIZE, cost=cost),
         "pool-sort": lambda rank: AlignedRounds(in_fours, POOL_SIZE, rank, WORLD_SIZE),
-        "minibatch": lambda rank: QuotaRounds(packed, SMALL_POOL, rank, WORLD_SIZE, minibatch_size=MINIBATCH_SIZE),
+        "minibatch": lambda rank: QuotaRounds(
+            packed,
+            SMALL_POOL,
+            rank,
+            WORLD_SIZE,
+            minibatch_size=MINIBATCH_SIZE,
+            num_samples=None if is_iterable else num_samples,
+        ),
     }
     name, _, is_iterable = kind.partition("/")
     rounds = [make[name](rank) for rank in range(WORLD_SIZE)]
