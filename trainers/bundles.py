@@ -74,20 +74,19 @@ def cut(microbatches: Sequence[T], num_bundles: int) -> list[list[T]]:
     return [list(microbatches[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
-def check_step(items: Sequence[Any]) -> None:
+def check_step(bundles: Sequence[Bundle]) -> None:
     """Refuse to train on other bundles than all of one step.
 
     Raises:
         UnsupportedError: a training library has taken fewer or more together, or has not skipped placeholders.
     """
-    bundles = [item for item in items if isinstance(item, Bundle)]
     if any(bundle.is_placeholder for bundle in bundles):
         raise UnsupportedError(
             "training goes on from a checkpoint, but begins with a batch that was trained on before it: the trainer "
             "must skip what is done. Resume with the same numbers of batches, steps and ranks, or set "
             "ignore_data_skip=True"
         )
-    if bundles and [bundle.end is not None for bundle in bundles] != [False] * (len(bundles) - 1) + [True]:
+    if [bundle.end is not None for bundle in bundles] != [False] * (len(bundles) - 1) + [True]:
         raise UnsupportedError(
             f"the trainer takes {len(bundles)} batches for an optimizer step, which are not those of one: "
             "gradient_accumulation_steps must be the same from the loader to the last step"

@@ -186,10 +186,12 @@ class _Balanced:
     def num_items(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Labels in all microbatches of the step, summed over ranks: as many as in the user's batches. The trainer asks
         for them when it has taken all bundles of a step."""
-        check_step(batch_samples)
-        if self._stream is not None and batch_samples:
-            self._stream.end = batch_samples[-1].end
-            self._example = self._example or microbatches_of(batch_samples)[0]
+        bundles = [item for item in batch_samples if isinstance(item, Bundle)]  # none, where it evaluates
+        if bundles:
+            check_step(bundles)
+            self._example = self._example or next(iter(microbatches_of(bundles)), {})
+            if self._stream is not None:
+                self._stream.end = bundles[-1].end
         return self._num_items(counted_batches_of(batch_samples), *args, **kwargs)
 
     def save_rng_state(self, output_dir: str) -> None:

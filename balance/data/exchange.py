@@ -29,6 +29,7 @@ _HEADER, _FRAME = 3, 16
 """Numbers in front of a vector (iteration, number of the exchange, size), and of a frame. What ranks send first has the
 size of a frame, whatever they are at: gloo ends a process that gets more or less than it expects."""
 _MOST_THREADS = 32
+_LONGEST_END_S = 2.0
 
 
 class VectorExchange:
@@ -58,16 +59,19 @@ class VectorExchange:
         self._timeout_s = timeout_s
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._jobs: list[SimpleQueue[_Swap | None]] = []
+        threads: list[threading.Thread] = []
         self._results: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
         for first in range(min(len(peers), _MOST_THREADS)):
             jobs: SimpleQueue[_Swap | None] = SimpleQueue()
             own = peers[first::_MOST_THREADS]
             name = "odc-stream-exchange"
             # Not a method of this object: a loader that is dropped takes its threads along.
-            threading.Thread(target=_work, args=(group, own, jobs, self._results), name=name, daemon=True).start()
+            thread = threading.Thread(target=_work, args=(group, own, jobs, self._results), name=name, daemon=True)
+            thread.start()
             self._jobs.append(jobs)
+            threads.append(thread)
         self._num_peers = len(peers)
-        self._end = weakref.finalize(self, _end, self._jobs)
+        self._end = weakref.finalize(self, _end, self._jobs, threads)  # at the latest where the interpreter ends
         self._iteration = 0
         self._number = 0
         self._failure: OdcError | None = None
@@ -256,10 +260,18 @@ def _work(
         del job
 
 
-def _end(threads: Sequence[SimpleQueue[_Swap | None]]) -> None:
-    """The connections end with the last thread."""
-    for jobs in threads:
+def _end(queues: Sequence[SimpleQueue[_Swap | None]], threads: Sequence[threading.Thread]) -> None:
+    """The connections end with the last thread.
+
+    That is waited for: a process in which a thread ends them while the interpreter ends would be aborted. A thread that
+    waits for a rank which does not come is left.
+    """
+    for jobs in queues:
         jobs.put(None)
+    until = time.monotonic() + _LONGEST_END_S
+    for thread in threads:
+        if thread is not threading.current_thread():  # garbage may be collected in any
+            thread.join(max(until - time.monotonic(), 0.0))
 
 
 def ranks_that_share(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list[int]:
