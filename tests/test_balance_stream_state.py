@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from stream_ranks import run_streams
 from test_balance_stream import KINDS, Indices, InTurns, Sequence, make_loader, summary
 
@@ -184,3 +187,30 @@ def test_a_sampler_must_give_the_order_that_it_gave() -> None:
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="another order for epoch 0 than when the state was taken"):
         next(iter(other))
+
+
+class SharedEpoch:
+    """An iterable that keeps its epoch in memory that all workers share, and adds to it, as ``datasets`` does."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        difference = epoch - self.epoch
+        time.sleep(0.02)
+        self._epoch += difference
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 6)
+
+
+def test_workers_that_share_an_epoch_do_not_come_to_another_one() -> None:
+    loader = make_loader(dataset=SharedEpoch(), grouping="none", length=lambda epoch: 1, num_workers=2, infinite=True)
+    loader.set_epoch(3)
+    found = [epoch for m in itertools.islice(loader, 12) for batch in m.microbatches for epoch in batch]
+    assert len(found) >= 30
+    assert found == [3 + i // 6 for i in range(len(found))]

@@ -119,6 +119,19 @@ class SampleDataset(torch_data.Dataset[Any]):
         chunk.worker = worker
         return chunk if info is None else self._packed(chunk)
 
+    def announce_epoch(self, epoch: int) -> None:
+        """Choose the epoch of a dataset that workers share with this process, before they begin to iterate.
+
+        ``datasets`` keeps it in shared memory and adds the difference to it: two workers that chose the same epoch at a
+        time would come to another one.
+        """
+        if hasattr(self.dataset, "epoch"):
+            self._set_epoch(epoch)
+
+    def _set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch") and getattr(self.dataset, "epoch", None) != epoch:
+            self.dataset.set_epoch(epoch)
+
     def _packed(self, chunk: Chunk) -> bytes | torch.Tensor:
         try:
             return pack_chunk(chunk)
@@ -146,8 +159,7 @@ class SampleDataset(torch_data.Dataset[Any]):
         if self._at != (request.iteration, request.lap):
             self._at, self._num_read = (request.iteration, request.lap), 0
             try:
-                if hasattr(self.dataset, "set_epoch"):
-                    self.dataset.set_epoch(request.epoch)
+                self._set_epoch(request.epoch)
                 self._iterator = self._part(worker, num_workers)
             except Exception as error:
                 name_samples(error, f"when rank {self.rank} began to iterate over its dataset, epoch {request.epoch}")

@@ -242,6 +242,7 @@ class IterableSource(Source):
         iteration: of the loader.
         epoch: of the first lap.
         name: of this rank, for messages.
+        announce: called with the epoch of a lap before anything of it is asked for.
         rank, pool_size, endless: as of :class:`IndexedSource`.
     """
 
@@ -253,11 +254,14 @@ class IterableSource(Source):
         iteration: int,
         epoch: int,
         name: str,
+        announce: Callable[[int], None],
         rank: int,
         pool_size: int,
         endless: bool,
     ) -> None:
         super().__init__(requests, cost)
+        self._announce = announce
+        self._announced = -1
         self._num_workers = num_workers
         self._iteration = iteration
         self._epoch = epoch
@@ -364,6 +368,9 @@ class IterableSource(Source):
         """For about so many samples, as many of each worker."""
         if number <= 0 or all(self._ended):
             return
+        if self._announced != self._lap:
+            self._announce(self._epoch + self._lap)
+            self._announced = self._lap
         each = -(-number // self._num_workers)
         requests = [
             Continue(self._iteration, self._lap, self._epoch + self._lap, min(_MOST_IN_REQUEST, each - at))

@@ -200,15 +200,16 @@ class StreamLoader(Generic[SampleT, BatchT]):
             raise ValueError(
                 f"exchange_timeout_s={shown(exchange_timeout_s)}: expected more than 0, at most {_LONGEST_S:g}"
             )
+        self._samples = SampleDataset(
+            dataset,
+            transform,
+            Measure(length, num_loss_tokens, self.grouping.max_tokens),
+            self.rank,
+            self.world_size,
+            iterable_yields,
+        )
         self._reader: Reader[Any, Any] = Reader(
-            SampleDataset(
-                dataset,
-                transform,
-                Measure(length, num_loss_tokens, self.grouping.max_tokens),
-                self.rank,
-                self.world_size,
-                iterable_yields,
-            ),
+            self._samples,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=False,
@@ -409,7 +410,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if self._num_samples is None:
             num_workers = max(self._reader.num_workers, 1)
             name = f"rank {self.rank}"
-            return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, *common)
+            announce = self._samples.announce_epoch
+            return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, announce, *common)
         order = self._order
         assert order is not None
         if self.align == "none":
@@ -427,7 +429,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if start and start.get("order", 0) != found:
             raise ValueError(
                 f"the sampler gives another order for epoch {self.epoch} than when the state was taken: it must depend "
-                "on the epoch alone (set_epoch), not on a random state of the process. Or begin the epoch anew"
+                "on the epoch alone (accelerate: use_seedable_sampler=True), not on a random state of the process. Or "
+                "begin the epoch anew"
             )
         return found
 
