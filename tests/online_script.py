@@ -17,9 +17,9 @@ import datasets
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from tiny_trainers import hf_trainer, losses, model, samples
+from tiny_trainers import Recorder, hf_trainer, losses, model, samples
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 NUM_SAMPLES = 41
 STEPS = 8
@@ -38,26 +38,6 @@ def dataset_of(kind: str) -> Any:
     if kind == "iterable":
         return Stream()
     return datasets.Dataset.from_list(samples(NUM_SAMPLES)).to_iterable_dataset(num_shards=int(kind))
-
-
-class Recorder(TrainerCallback):
-    """Takes down the samples of each step, by their tokens."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.steps: list[list[list[int]]] = []
-        self._rows: list[list[int]] = []
-        module.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not module.training or (kwargs["labels"] == -100).all():
-            return
-        starts = (kwargs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-        tokens = kwargs["input_ids"][0].tolist()
-        self._rows += [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append(self._rows)
-        self._rows = []
 
 
 def main(folder: Path, kind: str) -> None:

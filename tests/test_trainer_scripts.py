@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_trainers import losses_of, samples
 
 from odc.bench.warm_launch import WarmLauncher, output_of
 
@@ -198,6 +199,43 @@ def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) ->
         assert ours[kind] == pytest.approx(plain[kind], rel=1e-5), kind
 
 
+@pytest.mark.parametrize("kind", ["indexed", "4", further("iterable"), further("1"), further("3")])
+def test_online_scripts_train_on_what_one_process_would_and_resume(tmp_path: Path, warm: Warm, kind: str) -> None:
+    """A dataset with indices, ``datasets`` in so many shards, an iterable; with evaluations in between."""
+    text = warm(
+        ["--online", "--max-tokens", "64", str(ROOT / "tests/online_script.py"), ".", kind], tmp_path, with_odc=True
+    )
+    assert re.search(r"balanced online: 13 minibatches of 1\d\.\d samples on average; microbatches of this rank", text)
+    ranks = [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
+    whole, rest = (
+        [sum((r[name]["steps"][i] for r in ranks), []) for i in range(n)] for name, n in (("whole", 8), ("rest", 5))
+    )
+    assert ranks[0]["whole"]["losses"] == pytest.approx(losses_of(tmp_path, whole, 8), rel=1e-5)
+    assert rest == whole[3:]
+    assert [r["rest"]["losses"][-5:] for r in ranks] == [r["whole"]["losses"][3:] for r in ranks]
+    if kind == "indexed":
+        every = sorted(sample["input_ids"] for sample in samples(41))
+        for epoch in (whole[:4], whole[4:]):
+            assert sorted(tokens for step in epoch for tokens in step) == every
+
+
+STREAMS_AND_ENDS = """
+import torch.distributed as dist
+from odc.balance import StreamLoader
+dist.init_process_group("gloo")
+where = {"max_tokens": 64, "length": lambda i: 1 + i % 40, "grouping": "pack", "comm": "odc"}
+loader = StreamLoader(range(200), list, dist.get_rank(), 2, align="minibatch", minibatch_size=4, **where)
+assert sum(1 for _ in loader) == 25
+"""
+
+
+def test_a_script_with_a_stream_ends_well(tmp_path: Path, warm: Warm) -> None:
+    """As soon as it has done its work, with nothing closed: a thread that is at it then would have it aborted."""
+    (tmp_path / "script.py").write_text(STREAMS_AND_ENDS)
+    for _ in range(3):
+        warm(["script.py"], tmp_path, with_odc=False)
+
+
 @pytest.mark.extended
 def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -> None:
     _, text = losses([*ODC_RUN, "--balance", "lb-mini"], "accelerate_sft", tmp_path)
@@ -207,7 +245,14 @@ def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["--balance", "lb-nano"], "policy 'lb-nano' is not known"), (["--max-tokens", "5"], "give both")],
+    [
+        (["--balance", "lb-nano"], "policy 'lb-nano' is not known"),
+        (["--max-tokens", "5"], "give one of them, too"),
+        (["--pool-size", "5"], "--pool-size is of --online"),
+        (["--online"], "--online needs --max-tokens"),
+        (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
+        (["--online", "--max-tokens", "0"], "--online: max_tokens=0: expected at least 1"),
+    ],
 )
 def test_bad_options_end_the_run_before_the_script(tmp_path: Path, warm: Warm, options: list[str], named: str) -> None:
     (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")

@@ -16,9 +16,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
-from tiny_trainers import hf_trainer, losses, model, options, pad, samples, tokenizer
+from tiny_trainers import Recorder, hf_trainer, losses, losses_of, model, options, pad, samples, samples_in, tokenizer
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 from odc.errors import ConfigError, UnsupportedError
@@ -26,7 +26,7 @@ from odc.trainers import BalanceOptions, balance, minibatches
 from odc.trainers.bundles import Bundle, StepEnd, check_step
 from odc.trainers.streamed import StreamedBatches, streamed_loader
 
-KNOWN = [tuple(sample["input_ids"]) for sample in samples(37)]
+KNOWN = [sample["input_ids"] for sample in samples(37)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,31 +40,6 @@ class Stream(IterableDataset[Any]):
         return iter(samples(37))
 
 
-class Recorder(TrainerCallback):
-    """Takes down which samples each step was trained on."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.steps: list[list[int]] = []
-        self._samples: list[int] = []
-        module.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training:
-            self._samples += samples_in(kwargs)
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append(sorted(self._samples))
-        self._samples = []
-
-
-def samples_in(row: Any) -> list[int]:
-    if (row["labels"] == -100).all():
-        return []
-    starts = (row["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-    tokens = row["input_ids"][0].tolist()
-    return [KNOWN.index(tuple(tokens[a:b])) for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
-
-
 def trained(folder: Path, *, resumed: str | None = None, max_tokens: int = 64, **changed: Any) -> tuple[Any, Any]:
     """An online trainer that has trained, and its steps."""
     made = model()
@@ -72,26 +47,19 @@ def trained(folder: Path, *, resumed: str | None = None, max_tokens: int = 64, *
     trainer = hf_trainer(folder, built=made, extra={"callbacks": [recorder]}, **changed)
     balance(trainer, online=True, max_tokens=max_tokens)
     trainer.train(resume_from_checkpoint=resumed)
-    return trainer, recorder.steps
+    return trainer, [sorted(map(number_of, step)) for step in recorder.steps]
 
 
-def losses_of(folder: Path, steps: list[list[int]], num_planned: int) -> list[float]:
-    """Of the same samples in the same steps, each in a forward of its own, in a loop without a trainer."""
-    trainer = hf_trainer(folder)
-    trainer.create_optimizer_and_scheduler(num_training_steps=num_planned)
-    made = trainer.model.train()
-    found = []
-    for step in steps:
-        count = sum(len(KNOWN[i]) - 1 for i in step)
-        batches = [pad([{"input_ids": list(KNOWN[i])}]) for i in step]
-        parts = [made(**batch, num_items_in_batch=count).loss for batch in batches]
-        sum(parts).backward()
-        found.append(float(sum(part.item() for part in parts)))
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
-        made.zero_grad()
-    return found
+def number_of(tokens: list[int]) -> int:
+    return KNOWN.index(tokens)
+
+
+def numbers_in(row: Any) -> list[int]:
+    return list(map(number_of, samples_in(row)))
+
+
+def tokens_of(steps: list[list[int]]) -> list[list[list[int]]]:
+    return [[KNOWN[i] for i in step] for step in steps]
 
 
 def test_an_epoch_has_every_sample_once_and_as_many_steps_as_before(tmp_path: Path) -> None:
@@ -100,7 +68,7 @@ def test_an_epoch_has_every_sample_once_and_as_many_steps_as_before(tmp_path: Pa
     for epoch in (steps[:5], steps[5:]):
         assert sorted(i for step in epoch for i in step) == list(range(37))
     assert steps[:5] != steps[5:]
-    assert losses(trainer) == pytest.approx(losses_of(tmp_path / "reference", steps, 10), rel=1e-5)
+    assert losses(trainer) == pytest.approx(losses_of(tmp_path / "reference", tokens_of(steps), 10), rel=1e-5)
     assert trainer.state.epoch == 2.0
 
 
@@ -156,7 +124,7 @@ def test_iterables_go_on_until_the_last_step(tmp_path: Path) -> None:
     counts = Counter(i for step in steps for i in step)
     assert set(counts) == set(range(37))
     assert 6 <= sum(counts.values()) / 20 <= 10
-    assert losses(trainer) == pytest.approx(losses_of(tmp_path / "reference", steps, 20), rel=1e-5)
+    assert losses(trainer) == pytest.approx(losses_of(tmp_path / "reference", tokens_of(steps), 20), rel=1e-5)
 
 
 def test_workers_change_nothing(tmp_path: Path) -> None:
@@ -233,7 +201,7 @@ def test_a_loop_gets_steps_until_its_data_ends() -> None:
         else:
             with pytest.raises(TypeError, match="no length"):
                 len(steps)
-        found = [[i for row in step for i in samples_in(row)] for step in steps]
+        found = [[i for row in step for i in numbers_in(row)] for step in steps]
         assert sorted(i for step in found for i in step) == list(range(37))
         assert 4 <= len(found) <= 6
 
@@ -246,7 +214,7 @@ def test_a_loop_goes_on_from_a_state(dataset: Any) -> None:
     for epoch in range(2):
         steps.set_epoch(epoch)
         for step in steps:
-            found.append([i for row in step for i in samples_in(row)])
+            found.append([i for row in step for i in numbers_in(row)])
             states.append(json.dumps(steps.state_dict()))
     half = len(found) // 2
     for number in (1, half, half + 2):  # behind the first epoch, the next begins
@@ -255,7 +223,7 @@ def test_a_loop_goes_on_from_a_state(dataset: Any) -> None:
         rest = []
         for epoch in range(1 if number >= half else 0, 2):
             again.set_epoch(epoch)
-            rest += [[i for row in step for i in samples_in(row)] for step in again]
+            rest += [[i for row in step for i in numbers_in(row)] for step in again]
         assert rest == found[number:]
 
 
@@ -292,7 +260,7 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
             patch.setattr(stream, "_own_exchange", lambda: None)
             patch.setattr(stream, "_among", lambda: (0, 1))
             patch.setattr(stream, "comm", "odc")
-            found += [i for bundle in loader for row in bundle.microbatches for i in samples_in(row)]
+            found += [i for bundle in loader for row in bundle.microbatches for i in numbers_in(row)]
     assert sorted(found) == list(range(37))
 
 

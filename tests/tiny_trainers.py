@@ -11,7 +11,14 @@ import torch
 import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 VOCAB_SIZE = 64
@@ -147,3 +154,48 @@ def sft_trainer(folder: Path, *, count: int = 37, **changed: Any) -> SFTTrainer:
 
 def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Recorder(TrainerCallback):
+    """Takes down the samples of each step on this rank, by their tokens, from the packed rows that a model gets."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.steps: list[list[list[int]]] = []
+        self._samples: list[list[int]] = []
+        module.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training:
+            self._samples += samples_in(kwargs)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps.append(self._samples)
+        self._samples = []
+
+
+def samples_in(row: Any) -> list[list[int]]:
+    """The tokens of each sample of a packed row; none of a row without loss."""
+    if (row["labels"] == -100).all():
+        return []
+    starts = (row["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    tokens = row["input_ids"][0].tolist()
+    return [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
+
+
+def losses_of(folder: Path, steps: list[list[list[int]]], num_planned: int) -> list[float]:
+    """Of a fresh model on these samples in these steps, each in a forward of its own, in a loop without a trainer."""
+    trainer = hf_trainer(folder)
+    trainer.create_optimizer_and_scheduler(num_training_steps=num_planned)
+    assert isinstance(trainer.model, torch.nn.Module)
+    made = trainer.model.train()
+    found = []
+    for step in steps:
+        count = sum(len(tokens) - 1 for tokens in step)
+        parts = [made(**pad([{"input_ids": tokens}]), num_items_in_batch=count).loss for tokens in step]
+        sum(parts).backward()
+        found.append(float(sum(part.item() for part in parts)))
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        made.zero_grad()
+    return found
