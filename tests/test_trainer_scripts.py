@@ -202,13 +202,13 @@ def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["indexed", "4", further("iterable"), further("1"), further("3")])
 def test_online_scripts_train_on_what_one_process_would_and_resume(tmp_path: Path, warm: Warm, kind: str) -> None:
     """A dataset with indices, ``datasets`` in so many shards, an iterable; with evaluations in between."""
-    text = warm(
-        ["--online", "--max-tokens", "64", str(ROOT / "tests/online_script.py"), ".", kind], tmp_path, with_odc=True
-    )
+    words = ["--online", "--max-tokens", "64", str(ROOT / "tests/online_script.py"), ".", kind]
+    text = warm(words, tmp_path, with_odc=True)
     assert re.search(r"balanced online: 13 minibatches of 1\d\.\d samples on average; microbatches of this rank", text)
     ranks = [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
     whole, rest = (
-        [sum((r[name]["steps"][i] for r in ranks), []) for i in range(n)] for name, n in (("whole", 8), ("rest", 5))
+        [[tokens for rank in ranks for tokens in rank[name]["steps"][step]] for step in range(count)]
+        for name, count in (("whole", 8), ("rest", 5))
     )
     assert ranks[0]["whole"]["losses"] == pytest.approx(losses_of(tmp_path, whole, 8), rel=1e-5)
     assert rest == whole[3:]
