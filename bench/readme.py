@@ -110,10 +110,11 @@ def _trainers(result: dict[str, Any]) -> Figures:
     rows = {(row["script"], row["way"]): row for row in result["rows"]}
     names = {"accelerate_sft": "accelerate loop", "hf_trainer": "transformers `Trainer`", "trl_sft": "TRL `SFTTrainer`"}
     for script, name in names.items():
-        plain, odc, balanced = (rows[script, way] for way in ("torchrun", "odc run", "odc run --balance lb-mini"))
+        ways = ("torchrun", "odc run", "odc run --balance lb-mini", "odc run --online")
+        plain, odc, balanced, online = (rows[script, way] for way in ways)
         by_hand = ", with its one line" if script == "accelerate_sft" else ""
         worst = max(row["largest_loss_difference"] for row in (plain, odc, balanced))
-        speedups = f"{_speedup(odc)} | {_speedup(balanced)}{by_hand}"
+        speedups = f"{_speedup(odc)} | {_speedup(balanced)}{by_hand} | {_speedup(online)}{by_hand}"
         yield f"| {name} |", f" {plain['samples_per_s']:.0f} samples/s | {speedups} | {worst:.1e} |"
 
 

@@ -47,10 +47,18 @@ def main() -> None:
     loader = DataLoader(build_dataset(num_samples), args.per_device_batch_size, shuffle=True, collate_fn=pad)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    if args.balance:
+    if args.balance or args.online:
         from odc.trainers import minibatches
 
-        steps: Any = minibatches(accelerator, model, loader, ACCUMULATION_STEPS, policy=args.balance)
+        steps: Any = minibatches(
+            accelerator,
+            model,
+            loader,
+            ACCUMULATION_STEPS,
+            policy=args.balance,
+            online=args.online,
+            max_tokens=args.max_tokens,
+        )
     else:
         steps = in_steps(loader, ACCUMULATION_STEPS)
 
@@ -148,6 +156,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
     parser.add_argument("--per-device-batch-size", type=int, default=2, help="samples per rank and microbatch")
     parser.add_argument("--balance", metavar="POLICY", help="balance minibatches by this policy of odc.balance")
+    parser.add_argument("--online", action="store_true", help="balance them without known lengths; needs --max-tokens")
+    parser.add_argument("--max-tokens", type=int, help="with --balance or --online: tokens of a microbatch")
     parser.add_argument("--log-json", type=Path, help="file for the losses and rank 0's samples/s")
     return parser.parse_args()
 

@@ -145,6 +145,8 @@ class Tally:
             self.num_streamed += item.end.num_samples
 
     def __str__(self) -> str:
+        if not self.minibatches:
+            return "no minibatch was trained on"
         if self.num_streamed:
             return (
                 f"{self.minibatches} minibatches of {self.num_streamed / self.minibatches:.1f} samples on average; "
