@@ -7,7 +7,9 @@ of its own. So a worker writes the samples of a request into one buffer.
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -30,6 +32,32 @@ class Read(NamedTuple):
     indices: list[int]
 
 
+class Snapshot(NamedTuple):
+    """Where a worker is in an iterable dataset that tells its state."""
+
+    state: Any
+    """What ``dataset.state_dict()`` has returned; fit for JSON."""
+
+    num_yielded: int
+    """By the dataset in this lap, whoever these are for."""
+
+    num_read: int
+    """Samples of this worker in this lap."""
+
+
+class Start(NamedTuple):
+    """Where a worker is to begin."""
+
+    snapshot: Snapshot | None
+    """None: at the beginning of the lap."""
+
+    skipped: int
+    """Samples to read and leave out behind that."""
+
+    is_ended: bool
+    """It has nothing more to read in this lap."""
+
+
 class Continue(NamedTuple):
     """A request for the next samples of an iterable dataset."""
 
@@ -41,6 +69,8 @@ class Continue(NamedTuple):
     """For ``dataset.set_epoch``, if it has that."""
 
     most: int
+    starts: tuple[Start, ...] = ()
+    """For each worker that begins this lap, where; none: at the beginning."""
 
 
 @dataclass
@@ -57,6 +87,12 @@ class Chunk:
     lap: int = 0
     is_end: bool = False
     """Of the lap, for this worker."""
+
+    after: Snapshot | None = None
+    """Where the worker is now; None: the dataset has no state."""
+
+    sums: list[int] = field(default_factory=list)
+    """Of what the samples hold, to tell whether a state has led back to them; 0 where nothing could."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +139,14 @@ class SampleDataset(torch_data.Dataset[Any]):
     _iterator: Iterator[Any] = field(default_factory=lambda: iter(()))
     _num_read: int = 0
     """Samples of this worker in this lap."""
+    _num_yielded: int = 0
+    _has_state: bool = False
+    _initial: list[Any] = field(default_factory=list)
+    """The state of the dataset before another one was loaded, if one was."""
 
     def __post_init__(self) -> None:
         as_one_of(self.iterable_yields, "iterable_yields", get_args(IterableYields))
+        self._has_state = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
     def __getitem__(self, request: Read | Continue | None) -> Chunk | bytes | torch.Tensor | None:
         if request is None:
@@ -156,39 +197,74 @@ class SampleDataset(torch_data.Dataset[Any]):
         return chunk
 
     def _continue(self, request: Continue, worker: int, num_workers: int) -> Chunk:
+        chunk = Chunk(lap=request.lap)
         if self._at != (request.iteration, request.lap):
-            self._at, self._num_read = (request.iteration, request.lap), 0
+            self._at = (request.iteration, request.lap)
+            start = request.starts[worker] if request.starts else Start(None, 0, False)
             try:
-                self._set_epoch(request.epoch)
-                self._iterator = self._part(worker, num_workers)
+                self._begin(start, request.epoch, worker, num_workers)
             except Exception as error:
                 name_samples(error, f"when rank {self.rank} began to iterate over its dataset, epoch {request.epoch}")
                 raise
-        chunk = Chunk(lap=request.lap)
-        while len(chunk.samples) < request.most:
+            self._read_on(Chunk(), start.skipped, worker, num_workers)
+        self._read_on(chunk, request.most, worker, num_workers)
+        chunk.after = self._snapshot()
+        return chunk
+
+    def _begin(self, start: Start, epoch: int, worker: int, num_workers: int) -> None:
+        self._num_read = self._num_yielded = 0
+        self._set_epoch(epoch)
+        if start.snapshot is not None:
+            if self._has_state and not self._initial:
+                self._initial.append(self.dataset.state_dict())
+            state, self._num_yielded, self._num_read = start.snapshot
+            self.dataset.load_state_dict(state)
+        elif self._initial:  # or the state that was loaded once would be where each iteration begins
+            self.dataset.load_state_dict(self._initial[0])
+        self._iterator = iter(()) if start.is_ended else self._part(worker, num_workers)
+
+    def _read_on(self, chunk: Chunk, most: int, worker: int, num_workers: int) -> None:
+        for _ in range(most):
             name = self._name(worker, num_workers)
             try:
                 sample = next(self._iterator)
             except StopIteration:
                 chunk.is_end = True
                 self._iterator = iter(())  # what it has open is closed now
-                break
+                return
             except Exception as error:
                 name_samples(error, f"when sample {name} was read")
                 raise
             self._add(chunk, sample, name)
             self._num_read += 1
-        return chunk
+
+    def _snapshot(self) -> Snapshot | None:
+        """None also of a dataset that has a state, if it cannot be written to a file of JSON."""
+        if not self._has_state:
+            return None
+        try:
+            state = json.loads(json.dumps(self.dataset.state_dict()))
+        except (TypeError, ValueError, NotImplementedError):
+            self._has_state = False
+            return None
+        return Snapshot(state, self._num_yielded, self._num_read)
 
     def _part(self, worker: int, num_workers: int) -> Iterator[Any]:
         """What this worker is to yield of what the dataset does."""
         if self.iterable_yields == "worker":
-            return iter(self.dataset)
+            return self._every(iter(self.dataset), 0, 1)
         whole = iter(_without_worker_info(self.dataset)) if num_workers > 1 else iter(self.dataset)
         first, every = worker, num_workers
         if self.iterable_yields == "all":
             first, every = worker * self.world_size + self.rank, num_workers * self.world_size
-        return _every(whole, first, every)
+        return self._every(whole, first, every)
+
+    def _every(self, items: Iterator[Any], first: int, every: int) -> Iterator[Any]:
+        # Not itertools.islice: that would read on to the next multiple before it gives the last one.
+        for item in items:
+            self._num_yielded += 1
+            if (self._num_yielded - 1) % every == first:
+                yield item
 
     def _name(self, worker: int, num_workers: int) -> int | str:
         number = self._num_read
@@ -215,13 +291,7 @@ class SampleDataset(torch_data.Dataset[Any]):
         chunk.lengths.append(length)
         chunk.num_loss_tokens.append(count)
         chunk.names.append(name)
-
-
-def _every(items: Iterator[Any], first: int, every: int) -> Iterator[Any]:
-    # Not itertools.islice: that would read on to the next multiple before it gives the last one.
-    for number, item in enumerate(items):
-        if number % every == first:
-            yield item
+        chunk.sums.append(_sum_of(sample) if self._has_state else 0)
 
 
 def _without_worker_info(dataset: Iterable[Any]) -> Iterator[Any]:
@@ -274,6 +344,16 @@ class _Pickler(pickle.Pickler):
 
 def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _sum_of(sample: Any) -> int:
+    """Of what a sample holds, the same in every process; 0 where it cannot be told."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5).dump(sample)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return 0
+    return zlib.crc32(file.getbuffer())
 
 
 _MOST_IN_PIPE = 2**20

@@ -1,8 +1,11 @@
-"""Where the samples of a stream come from: which ones a rank gets next, and how they are read ahead of their use."""
+"""Where the samples of a stream come from: which ones a rank gets next, and how they are read ahead of their use.
+
+What all sources have in common, and the one of a dataset with indices. The other one is
+:mod:`odc.balance.data.iterable_source`.
+"""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +21,7 @@ from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
 from odc.balance.grouping.quota import deal
 from odc.balance.grouping.rounds import Entry, lacking
 
-_MOST_IN_REQUEST = 16
+MOST_IN_REQUEST = 16
 """Samples that a worker reads before it hands them over: many enough that handing over costs little."""
 
 Request = Read | Continue
@@ -221,7 +224,7 @@ class IndexedSource(Source):
     def _ask(self, places: Sequence[int]) -> None:
         self._wanted += places
         indices = [self._index(place) for place in places]
-        size = max(1, min(_MOST_IN_REQUEST, -(-len(indices) // max(self._requests.num_ahead, 1))))
+        size = max(1, min(MOST_IN_REQUEST, -(-len(indices) // max(self._requests.num_ahead, 1))))
         self._requests.ask([Read(indices[at : at + size]) for at in range(0, len(indices), size)])
 
     def _index(self, place: int) -> int:
@@ -230,161 +233,3 @@ class IndexedSource(Source):
             self._orders = {known: order for known, order in self._orders.items() if known >= lap - 1}
             self._orders[lap] = self._make_order(lap)
         return int(self._orders[lap][at])
-
-
-class IterableSource(Source):
-    """An iterable dataset, of which this rank gets its part: by turns a sample of each worker that has one.
-
-    There is no way back to a sample but to begin anew: a state is gone back to by reading up to it.
-
-    Args:
-        num_workers: processes that iterate, each over its part; at least 1, this one.
-        iteration: of the loader.
-        epoch: of the first lap.
-        name: of this rank, for messages.
-        announce: called with the epoch of a lap before anything of it is asked for.
-        rank, pool_size, endless: as of :class:`IndexedSource`.
-    """
-
-    def __init__(
-        self,
-        requests: Requests,
-        cost: CostModel,
-        num_workers: int,
-        iteration: int,
-        epoch: int,
-        name: str,
-        announce: Callable[[int], None],
-        rank: int,
-        pool_size: int,
-        endless: bool,
-    ) -> None:
-        super().__init__(requests, cost)
-        self._announce = announce
-        self._announced = -1
-        self._num_workers = num_workers
-        self._iteration = iteration
-        self._epoch = epoch
-        self._name = name
-        self._rank = rank
-        self._pool_size = pool_size
-        self._endless = endless
-        self._lap = 0
-        self._num_taken = 0
-        """Samples that were given out, in all laps; the place of the next one."""
-        self._laps: list[tuple[int, int]] = [(0, 0)]
-        """Laps so far, and their first places."""
-        self._missing = 0
-        self._buffers: list[deque[tuple[Any, int, int, int | str]]] = [deque() for _ in range(num_workers)]
-        self._ended = [False] * num_workers
-        self._turn = 0
-
-    def want(self, pooled: Sequence[int]) -> None:
-        self._missing = 0 if self.is_finished else lacking(pooled, self._pool_size)[self._rank]
-        self._ask(self._missing - sum(map(len, self._buffers)))
-
-    def arrivals(self) -> list[Entry]:
-        first, chunk = self._num_taken, Chunk()
-        while self._missing and self._has_next():
-            self._move_next(chunk)
-        self._missing = 0
-        return self._entries(range(first, self._num_taken), chunk)
-
-    def read_on(self, most: int) -> None:
-        while len(self._requests) > most:
-            self._receive()
-
-    def state(self) -> dict[str, Any]:
-        oldest = min(self._samples, default=self._num_taken)
-        ends = [first for _, first in self._laps[1:]] + [oldest + 1]
-        laps = [list(one) for one, end in zip(self._laps, ends, strict=True) if end > oldest]
-        return {"num_taken": self._num_taken, "laps": laps, "is_finished": int(self.is_finished)}
-
-    def load(self, state: Mapping[str, Any], places: Sequence[int]) -> list[Entry]:
-        target = int(state["num_taken"])
-        self._laps = [(int(lap), int(first)) for lap, first in state["laps"]]
-        self._lap, self._num_taken = self._laps[0]
-        del self._laps[1:]
-        if target > self._num_taken:
-            warnings.warn(
-                f"{self._name} iterates again over {target - self._num_taken} samples of its dataset, which has "
-                "no indices, to come to where the state was taken",
-                stacklevel=2,
-            )
-        kept, chunk = set(places), Chunk()
-        while self._num_taken < target:
-            self._missing = target - self._num_taken
-            if not self._has_next():
-                raise RuntimeError(
-                    f"the dataset of {self._name} ended after {self._num_taken} samples, and had {target} when "
-                    "the state was taken: it must yield the same samples again"
-                )
-            self._move_next(chunk if self._num_taken in kept else Chunk())
-        self._missing = 0
-        self.is_finished = bool(state["is_finished"])
-        entries = {entry.place: entry for entry in self._entries(sorted(kept), chunk)}
-        return [entries[place] for place in places]
-
-    def _move_next(self, chunk: Chunk) -> None:
-        """Add the next one by turns. There is one."""
-        sample, length, count, name = self._buffers[self._turn].popleft()
-        chunk.samples.append(sample)
-        chunk.lengths.append(length)
-        chunk.num_loss_tokens.append(count)
-        chunk.names.append(name)
-        self._turn = (self._turn + 1) % self._num_workers
-        self._num_taken += 1
-        self._missing -= 1
-
-    def _has_next(self) -> bool:
-        """Whether there is another sample, of the worker whose turn it is then. Waits until that is known."""
-        while True:
-            for _ in range(self._num_workers):
-                if self._buffers[self._turn] or not self._ended[self._turn]:
-                    break
-                self._turn = (self._turn + 1) % self._num_workers
-            if self._buffers[self._turn]:
-                return True
-            if all(self._ended) and not any(self._buffers):
-                if not self._endless:
-                    self.is_finished = True
-                    return False
-                if self._num_taken == self._laps[-1][1]:
-                    raise ValueError(f"the dataset of {self._name} yields nothing, which infinite=True would repeat")
-                self._begin_lap()
-            if not len(self._requests):
-                self._ask(max(self._missing - sum(map(len, self._buffers)), 1))
-            self._receive()
-
-    def _begin_lap(self) -> None:
-        while len(self._requests):
-            self._receive()
-        self._lap += 1
-        self._laps.append((self._lap, self._num_taken))
-        self._ended = [False] * self._num_workers
-        self._turn = 0
-
-    def _ask(self, number: int) -> None:
-        """For about so many samples, as many of each worker."""
-        if number <= 0 or all(self._ended):
-            return
-        if self._announced != self._lap:
-            self._announce(self._epoch + self._lap)
-            self._announced = self._lap
-        each = -(-number // self._num_workers)
-        requests = [
-            Continue(self._iteration, self._lap, self._epoch + self._lap, min(_MOST_IN_REQUEST, each - at))
-            for at in range(0, each, _MOST_IN_REQUEST)
-            for _ in range(self._num_workers)
-        ]
-        self._requests.ask(requests)
-
-    def _receive(self) -> None:
-        chunk = self._requests.take()
-        if chunk.lap != self._lap:
-            assert not chunk.samples
-            return
-        self._buffers[chunk.worker] += zip(
-            chunk.samples, chunk.lengths, chunk.num_loss_tokens, chunk.names, strict=True
-        )
-        self._ended[chunk.worker] |= chunk.is_end

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel, LinearCost, evaluate
 from odc.balance.data.exchange import VectorExchange, ranks_that_share
+from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.loss_tokens import check_batch
@@ -19,7 +20,7 @@ from odc.balance.data.microbatches import BatchT, SampleT
 from odc.balance.data.order import Order, size_of
 from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import IterableYields, Measure, SampleDataset
-from odc.balance.data.sources import IndexedSource, IterableSource, Requests, Source
+from odc.balance.data.sources import IndexedSource, Requests, Source
 from odc.balance.data.steps import StepStream, entries_of
 from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.quota import num_minibatches
