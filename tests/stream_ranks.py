@@ -66,7 +66,7 @@ def run_streams(
             exchanges.append(exchange)
         loader = make(board.rank)
         with pytest.MonkeyPatch.context() as patch:
-            if world_size > 1 and loader.align != "none":
+            if world_size > 1 and loader.alignment.name != "none":
                 patch.setattr(loader, "_own_exchange", lambda: exchange)
             return use(loader)
 

@@ -441,9 +441,9 @@ def test_samples_are_what_transform_makes_of_those_of_this_rank(dataset: Any, nu
 
 def test_an_epoch_of_minibatches_has_a_length() -> None:
     loader = make_loader(0, 3, None, "minibatch", "pack")
-    assert loader.minibatch_size is not None
-    assert len(loader) == -(-203 // (3 * loader.minibatch_size))
-    assert len(list(make_loader(0, 1, None, "minibatch", "pack"))) == -(-203 // loader.minibatch_size)
+    assert loader.alignment.minibatch_size is not None
+    assert len(loader) == -(-203 // (3 * loader.alignment.minibatch_size))
+    assert len(list(make_loader(0, 1, None, "minibatch", "pack"))) == -(-203 // loader.alignment.minibatch_size)
     for other in (
         make_loader(),
         make_loader(0, 1, Sequence(), "minibatch", "pack"),

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
+from odc.balance.grouping.alignment import Alignment
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
 from odc.trainers.bundles import Bundle, StepEnd, check_step
@@ -255,10 +256,10 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
         given = shared(Stream() if num_shards is None else as_stream(num_shards), rank, dispatch_batches=dispatches)
         loader = streamed_loader(given, ONLINE, rank=rank, world_size=2, accumulation_steps=2)
         stream = loader.batch_sampler.stream
-        assert stream.minibatch_size == 8
+        assert stream.alignment.minibatch_size == 8
         with pytest.MonkeyPatch.context() as patch:  # alone: what this rank reads, whatever the other does
             patch.setattr(stream, "_own_exchange", lambda: None)
-            patch.setattr(stream, "_among", lambda: (0, 1))
+            patch.setattr(Alignment, "among", (0, 1))
             patch.setattr(stream, "comm", "odc")
             found += [i for bundle in loader for row in bundle.microbatches for i in numbers_in(row)]
     assert sorted(found) == list(range(37))
@@ -268,7 +269,7 @@ def test_ranks_share_each_batch_that_is_split() -> None:
     for dataset in (samples(16), Stream()):
         given = shared(dataset, 0, split_batches=True, dispatch_batches=False)
         batches = streamed_loader(given, ONLINE, rank=0, world_size=2, accumulation_steps=3).batch_sampler
-        assert batches.stream.minibatch_size == 2 * 3
+        assert batches.stream.alignment.minibatch_size == 2 * 3
 
 
 ONLINE = BalanceOptions(online=True, max_tokens=64)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, get_args
 
-import numpy as np
 import torch.distributed as dist
 
-from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of, fingerprint
-from odc.balance.costs import CostModel, LinearCost, evaluate
+from odc.balance.checks import as_cost, as_count, as_one_of, fingerprint
+from odc.balance.costs import CostModel, LinearCost
 from odc.balance.data.exchange import VectorExchange, ranks_that_share
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
@@ -22,13 +22,14 @@ from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import IterableYields, Measure, SampleDataset
 from odc.balance.data.sources import IndexedSource, Requests, Source
 from odc.balance.data.steps import StepStream, entries_of
+from odc.balance.grouping.alignment import Alignment
+from odc.balance.grouping.alignment import Name as Align
 from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.quota import num_minibatches
-from odc.balance.grouping.rounds import AlignedRounds, Entry, EqualStepRounds, FreeRounds, QuotaRounds, Rounds, Step
+from odc.balance.grouping.rounds import Entry, Step
 from odc.balance.random_numbers import random_generator
 from odc.errors import shown
 
-Align = Literal["dgap", "steps", "minibatch", "none"]
 LossScaling = Literal["exact", "approx", "sample", "none"]
 """See :class:`StreamLoader`."""
 
@@ -163,33 +164,46 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = bool(shuffle)
         self.infinite = bool(infinite)
-        self.join = bool(join)
-        self.align = as_one_of(align, "align", get_args(Align))
         self.loss_scaling = as_one_of(loss_scaling, "loss_scaling", get_args(LossScaling))
         self.comm = as_one_of(comm, "comm", ("auto", "odc"))
         most = as_count(max_tokens, "max_tokens")
         size = None if batch_size is None else as_count(batch_size, "batch_size")
-        self.grouping = Grouping(grouping, most, size, self.shuffle)
-        self.accumulated = as_count(gradient_accumulation_steps, "gradient_accumulation_steps")
-        self.minibatch_size = None if minibatch_size is None else as_count(minibatch_size, "minibatch_size")
         if cost is not None and not callable(cost):
             raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
         self.cost = LinearCost() if cost is None else cost
+        self.grouping = Grouping(grouping, most, size, self.shuffle)
+        self.alignment = Alignment(
+            align,
+            self.grouping,
+            self.pool_size,
+            self.rank,
+            self.world_size,
+            self.cost,
+            minibatch_size,
+            gradient_accumulation_steps,
+            bool(join),
+        )
         for name, function in (("collate", collate), ("length", length)):
             _check_function(name, function)
         for name, optional in (("transform", transform), ("num_loss_tokens", num_loss_tokens)):
             if optional is not None:
                 _check_function(name, optional)
-        self._check_together()
+        if not join and self.infinite:
+            raise ValueError("join=False with infinite=True: such a stream has no end to choose")
+        if align == "none" and self.world_size > 1 and self.loss_scaling != "none":
+            raise ValueError(
+                f"loss_scaling={self.loss_scaling!r} with align='none', where no rank knows the others' samples: pass "
+                "loss_scaling='none' (each rank's own mean), or use another align"
+            )
         size = size_of(dataset)
         if size is None and sampler is not None:
             raise ValueError("sampler with an iterable dataset, which has no indices: leave it out")
         self._order = None if size is None else Order(size, sampler, self.seed, self.shuffle, self.infinite)
         self._num_samples = None if self._order is None else self._order.num_samples
         too_few = self._num_samples is not None and self._num_samples < self.world_size
-        if too_few and (not self.join or (self.infinite and self.align == "none")):
+        if too_few and (not join or (self.infinite and align == "none")):
             raise ValueError(
-                f"{self._num_samples} samples on {self.world_size} ranks with join={self.join}, align={self.align!r}, "
+                f"{self._num_samples} samples on {self.world_size} ranks with join={join}, align={align!r}, "
                 f"infinite={self.infinite}: expected at least one sample for each rank"
             )
         self.dataset = dataset
@@ -236,12 +250,13 @@ class StreamLoader(Generic[SampleT, BatchT]):
         Raises:
             TypeError: only the stream will tell. (Known for "minibatch" and a dataset with indices.)
         """
-        if self._num_samples is None or self.minibatch_size is None or self.infinite:
+        size = self.alignment.minibatch_size
+        if self._num_samples is None or size is None or self.infinite:
             raise TypeError(
                 "this stream has no length: how many minibatches an epoch has is known for align='minibatch' and a "
                 "dataset with indices, without infinite=True"
             )
-        return num_minibatches(self._num_samples, self.world_size, self.minibatch_size)
+        return num_minibatches(self._num_samples, self.world_size, size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch (from 0). Call it before each epoch, on every rank.
@@ -334,13 +349,14 @@ class StreamLoader(Generic[SampleT, BatchT]):
         steps: list[Step] = []
         batches: list[BatchT] = []
         position: dict[str, Any] = {}
-        quota = None if self.join else self._num_samples
-        stream = StepStream(self._rounds, source, exchange, quota)
+        quota = None if self.alignment.join else self._num_samples
+        known = None if self.infinite else self._num_samples
+        stream = StepStream(partial(self.alignment.rounds, known), source, exchange, quota)
         for step, position in stream.run(start):
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
             batches += [self._batch(entries, source) for entries in step.microbatches or self._dummy()]
-            if len(steps) == self.accumulated:
+            if len(steps) == self.alignment.accumulated:
                 yield self._minibatch(steps, batches), position
                 steps, batches = [], []
         if steps:
@@ -351,7 +367,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _dummy(self) -> list[list[Entry]]:
-        return [] if self.align == "minibatch" else [[]]
+        return [] if self.alignment.name == "minibatch" else [[]]
 
     def _batch(self, entries: list[Entry], source: Source) -> BatchT:
         taken = [source.take(entry) for entry in entries]
@@ -387,26 +403,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
             return self.world_size * len(entries) / sum(step.num_samples for step in steps) / own
         return 1 / own
 
-    def _rounds(self) -> Rounds:
-        arguments = (self.grouping, self.pool_size, *self._among())
-        if self.align == "dgap":
-            return AlignedRounds(*arguments, joins=self.join)
-        if self.align == "steps":
-            return EqualStepRounds(*arguments, cost=self.cost)
-        if self.align == "minibatch":
-            assert self.minibatch_size is not None
-            known = None if self.infinite else self._num_samples
-            return QuotaRounds(*arguments, minibatch_size=self.minibatch_size, num_samples=known)
-        return FreeRounds(*arguments)
-
-    def _among(self) -> tuple[int, int]:
-        """This rank, and how many there are, of those that agree on steps."""
-        return (0, 1) if self.align == "none" else (self.rank, self.world_size)
-
     def _source(self, iteration: int) -> Source:
         seed = int(random_generator("workers", self.seed, self.epoch, self.rank).random_raw())
         requests = Requests(self._reader, seed)
-        rank, _ = self._among()
+        rank, _ = self.alignment.among
         common = (rank, self.pool_size, self.infinite)
         if self._num_samples is None:
             num_workers = max(self._reader.num_workers, 1)
@@ -415,7 +415,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, announce, *common)
         order = self._order
         assert order is not None
-        if self.align == "none":
+        if self.alignment.name == "none":
             mine = slice(self.rank, None, self.world_size)
             num_mine = len(range(self._num_samples)[mine])
             return IndexedSource(requests, self.cost, num_mine, lambda lap: order.of_lap(lap)[mine], *common)
@@ -440,14 +440,15 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return 0 if self._order is None else self._order.fingerprint(lap)
 
     def _own_exchange(self) -> VectorExchange | None:
-        if self.align == "none" or self.world_size == 1:
+        if self.alignment.among[1] == 1:
             return None
         if self._exchange is None:
             self._exchange = VectorExchange(ranks_that_share(self._group, self.rank, self.world_size), self._timeout_s)
         return self._exchange
 
     def _check_communication(self) -> None:
-        if self.align == "minibatch" and self.comm == "auto" and self.world_size > 1 and ranks_go_in_step():
+        unequal = self.alignment.name == "minibatch" and self.world_size > 1
+        if unequal and self.comm == "auto" and ranks_go_in_step():
             raise RuntimeError(
                 "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work in this "
                 "process: the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) before the "
@@ -471,61 +472,20 @@ class StreamLoader(Generic[SampleT, BatchT]):
             "max_tokens": self.grouping.max_tokens,
             "batch_size": self.grouping.batch_size or 0,
             "pool_size": self.pool_size,
-            "align": self.align,
-            "join": int(self.join),
-            "gradient_accumulation_steps": self.accumulated,
+            "align": self.alignment.name,
+            "join": int(self.alignment.join),
+            "gradient_accumulation_steps": self.alignment.accumulated,
             "loss_scaling": self.loss_scaling,
         }
         if self._num_samples is None:
             found["iterable_yields"] = self.iterable_yields
             if self.iterable_yields == "worker":
                 found["num_workers"] = self._reader.num_workers
-        if self.minibatch_size is not None:
-            found["minibatch_size"] = self.minibatch_size
-        if self.align in ("steps", "minibatch"):
-            found["costs_fingerprint"] = fingerprint(self._costs_of_some().tobytes())
+        if self.alignment.minibatch_size is not None:
+            found["minibatch_size"] = self.alignment.minibatch_size
+        if (costs := self.alignment.costs_of_some()).size:
+            found["costs_fingerprint"] = fingerprint(costs.tobytes())
         return found
-
-    def _costs_of_some(self) -> FloatArray:
-        longest = self.grouping.max_tokens
-        return evaluate(self.cost, np.unique(np.geomspace(1, longest, num=16).astype(np.int64)))
-
-    def _check_together(self) -> None:
-        """Refuse arguments that make no sense beside one another."""
-        if self.align == "minibatch":
-            if self.minibatch_size is None:
-                raise ValueError(
-                    "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
-                )
-            if self.pool_size < 4 * self.minibatch_size:
-                raise ValueError(
-                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
-                    "times as many, as some are chosen from while others are trained on; 16 times balance well"
-                )
-            if self.accumulated > 1:
-                raise ValueError(
-                    f"gradient_accumulation_steps={self.accumulated} with align='minibatch', whose minibatches have as "
-                    "many microbatches as their samples need: raise minibatch_size instead"
-                )
-        elif self.minibatch_size is not None:
-            raise ValueError(
-                f"minibatch_size={self.minibatch_size} with align={self.align!r}, whose minibatches are as many "
-                "samples as fit into their microbatches: leave it out, or use align='minibatch'"
-            )
-        if self.align == "steps" and self.grouping.name != "token-budget":
-            raise ValueError(
-                f"grouping={self.grouping.name!r} with align='steps', which makes padded groups of equal cost itself: "
-                "leave grouping at 'token-budget'"
-            )
-        if not self.join and self.align != "dgap":
-            raise ValueError(f"join=False with align={self.align!r}: it is a way to end the rounds of align='dgap'")
-        if not self.join and self.infinite:
-            raise ValueError("join=False with infinite=True: such a stream has no end to choose")
-        if self.align == "none" and self.world_size > 1 and self.loss_scaling != "none":
-            raise ValueError(
-                f"loss_scaling={self.loss_scaling!r} with align='none', where no rank knows the others' samples: pass "
-                "loss_scaling='none' (each rank's own mean), or use another align"
-            )
 
 
 def _at(epoch: int, position: Mapping[str, Any]) -> dict[str, int]:
