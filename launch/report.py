@@ -235,7 +235,7 @@ def describe(
     if result.saved_s < _NOTHING * wall_s:
         why = "the same rank was slowest in every microbatch, or none"
         if result.most_microbatches < 2:
-            why = "each rank had one microbatch per minibatch"
+            why = "each rank had one microbatch per minibatch, or accumulated its gradients without synchronization"
         return (
             f"{text} No waiting was saved: in step at every microbatch, as collectives go, the same work would have "
             f"taken no longer, since {why}. {_transfers(mean_transfer_s)}"

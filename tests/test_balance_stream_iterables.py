@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -167,6 +168,28 @@ def test_an_iterable_that_yields_others_is_refused() -> None:
     _, states = stopped(lambda: sorted_set(), 0, 3, 5)
     with pytest.raises(RuntimeError, match="yields other samples than when the state was taken"):
         resumed(Fickle, 0, states, 5)
+
+
+class Shuffled:
+    """By a seed of the rank, or of the process."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        chance = random.Random(os.getpid() if self.seed is None else self.seed)
+        return iter(chance.sample(range(203), 203))
+
+
+def test_ranks_and_workers_that_shuffle_differently_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks \d and \d go through the dataset in different orders"):
+        run_streams(2, lambda rank: make(rank, Shuffled(rank), 0), summary)
+    loader = make_loader(dataset=Shuffled(None), num_workers=2)
+    with pytest.raises(ValueError, match="the workers of rank 0 go through the dataset in different orders"):
+        summary(loader)
+    run_streams(2, lambda rank: make(rank, Shuffled(5), 2 * rank), summary)
+    own_parts = run_streams(2, lambda rank: make(rank, Shuffled(rank), 0, iterable_yields="rank"), summary)
+    assert sum(len(batch) for mine in own_parts for m in mine for batch in m[0]) == 2 * 203
 
 
 def sorted_set() -> Any:

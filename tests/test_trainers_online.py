@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -18,14 +21,14 @@ from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
 from tiny_trainers import Recorder, hf_trainer, losses, losses_of, model, options, pad, samples, samples_in, tokenizer
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from odc.balance.grouping.alignment import Alignment
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
 from odc.trainers.bundles import Bundle, StepEnd, check_step
-from odc.trainers.streamed import StreamedBatches, streamed_loader
+from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
 
 KNOWN = [sample["input_ids"] for sample in samples(37)]
 
@@ -101,8 +104,83 @@ def test_a_checkpoint_without_a_stream_says_so(tmp_path: Path, caplog: pytest.Lo
     checkpoint = tmp_path / "checkpoint-7"
     (checkpoint / "odc_stream_0.json").unlink()
     assert trained(tmp_path / "again", resumed=str(checkpoint))[1] == steps[7:]
-    assert "1 of 1 ranks find no" in caplog.text
+    assert "checkpoint-7 has no odc_stream_*.json of ranks [0]" in caplog.text
     assert "samples are read again from the beginning of the epoch" in caplog.text
+
+
+def test_a_checkpoint_of_other_ranks_or_in_pieces_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, save_strategy="steps", save_steps=3, num_train_epochs=1)
+    path = tmp_path / "checkpoint-3" / "odc_stream_0.json"
+    state = json.loads(path.read_text())
+    state["stream"]["world_size"] = 4
+    path.write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"checkpoint-3 is of 4 ranks, this job has 1"):
+        trained(tmp_path / "again", resumed=str(tmp_path / "checkpoint-3"))
+    for text in ("{", '{"step": 3}', "[]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"odc_stream_0.json does not say where a stream was"):
+            trained(tmp_path / "again", resumed=str(tmp_path / "checkpoint-3"))
+
+
+class EndsEpoch(TrainerCallback):
+    """After the third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 3
+
+
+def test_an_epoch_that_was_stopped_early_is_gone_through_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = model()
+    trainer = hf_trainer(tmp_path, built=made, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})
+    balance(trainer, online=True, max_tokens=64)
+    trainer.train()
+    for number in (2, 4, 5):
+        caplog.clear()
+        _, steps = trained(tmp_path / "again", resumed=str(tmp_path / f"checkpoint-{number}"))
+        assert len(steps) == 10 - number
+        assert ("was left in another epoch than its number of steps tells" in caplog.text) == (number > 3)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+def test_orders_of_random_states_are_those_of_their_epoch(tmp_path: Path, strategy: str) -> None:
+    more: dict[str, Any] = {
+        "train_sampling_strategy": strategy,
+        "accelerator_config": {"use_seedable_sampler": False},
+    }
+    _, steps = trained(tmp_path, save_strategy="steps", save_steps=7, **more)
+    torch.rand(7)
+    assert trained(tmp_path / "again", resumed=str(tmp_path / "checkpoint-7"), **more)[1] == steps[7:]
+
+
+class Looks(TrainerCallback):
+    """At the loader, while it is trained from."""
+
+    trainer: Any = None
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        assert len(self.trainer.get_train_dataloader()) == 20
+
+
+def test_a_callback_may_look_at_the_loader(tmp_path: Path) -> None:
+    looks = Looks()
+    trainer = looks.trainer = hf_trainer(tmp_path, extra={"callbacks": [looks]}, num_train_epochs=1)
+    balance(trainer, online=True, max_tokens=64)
+    trainer.train()
+    assert len(losses(trainer)) == 5
+
+
+def test_a_balanced_trainer_does_not_hold_itself(tmp_path: Path) -> None:
+    trainer = hf_trainer(tmp_path)
+    balance(trainer, online=True, max_tokens=64)
+    alive = weakref.ref(trainer.train)
+    gc.disable()
+    try:
+        del trainer
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_checkpoint_of_another_stream_is_refused_by_name(tmp_path: Path) -> None:
@@ -228,6 +306,21 @@ def test_a_loop_goes_on_from_a_state(dataset: Any) -> None:
         assert rest == found[number:]
 
 
+def test_a_state_is_there_before_the_first_step_and_brings_its_epoch() -> None:
+    _, steps = loop_of(samples(37), shuffle=True)
+    found = [[i for row in step for i in numbers_in(row)] for _ in range(2) for step in steps]  # accelerate counts
+    _, other = loop_of(samples(37), shuffle=True)
+    other.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    two = [[i for row in step for i in numbers_in(row)] for step in itertools.chain(other, itertools.islice(other, 2))]
+    assert two == found[:7]
+    state = json.loads(json.dumps(other.state_dict()))
+    other.close()
+    _, again = loop_of(samples(37), shuffle=True)
+    again.load_state_dict(state)
+    assert again.state_dict() == state  # also before it goes on
+    assert [[i for row in step for i in numbers_in(row)] for step in again] == found[7:]
+
+
 def test_states_are_of_online_loops_only() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples(8), 2, collate_fn=pad))
@@ -265,6 +358,17 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
     assert sorted(found) == list(range(37))
 
 
+def test_ranks_that_shuffle_their_shards_differently_or_have_other_data_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where: dict[str, Any] = {"rank": 1, "world_size": 2, "accumulation_steps": 2}
+    monkeypatch.setattr("odc.trainers.streamed.same_on_all_ranks", lambda values: values + 1)
+    with pytest.raises(ConfigError, match="rank 1 goes through its streaming dataset in another order than rank 0"):
+        streamed_loader(shared(as_stream(4).shuffle(), 1, dispatch_batches=True), ONLINE, **where)
+    with pytest.raises(ConfigError, match="rank 1 has a dataset of 37 samples and an order of 37, rank 0 one of 38"):
+        streamed_loader(shared(samples(37), 1, dispatch_batches=False), ONLINE, **where)
+
+
 def test_ranks_share_each_batch_that_is_split() -> None:
     for dataset in (samples(16), Stream()):
         given = shared(dataset, 0, split_batches=True, dispatch_batches=False)
@@ -297,6 +401,10 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, given: dict[str,
 def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="patch=False"):
         balance(hf_trainer(tmp_path), online=True, max_tokens=64, patch=False)
+    trainer = hf_trainer(tmp_path)
+    balance(trainer, online=True, max_tokens=64, pool_size=9)
+    with pytest.raises(ConfigError, match="pool_size=9 with 8 samples of a rank in a step .* expected at least 32"):
+        trainer.train()
     trainer = hf_trainer(tmp_path, dataset=Sized())
     balance(trainer, online=True, max_tokens=64)
     with pytest.raises(UnsupportedError, match="set max_steps, the number of optimizer steps"):
@@ -306,7 +414,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
         streamed_loader(DataLoader(samples(4), 2, collate_fn=pad), ONLINE, **where)
     accelerator = Accelerator(cpu=True)
     odd = accelerator.prepare(DataLoader(samples(4), batch_sampler=Fours(), collate_fn=pad))
-    with pytest.raises(UnsupportedError, match=r"the batches of Fours have no size"):
+    with pytest.raises(UnsupportedError, match=r"Fours has no batch_size"):
         streamed_loader(odd, ONLINE, **where)
     sized = Fours()
     sized.batch_size = 4
@@ -386,7 +494,7 @@ def test_placeholders_stand_for_what_is_done(monkeypatch: pytest.MonkeyPatch) ->
     ends = [bundle.end for bundle in whole if bundle.end is not None]
     assert [end.step for end in ends] == [1, 2, 3, 4, 5]
     resumed = make()
-    resumed.batch_sampler.load_state_dict(json.loads(json.dumps(batches.state_of(ends[1]))))
+    resumed.batch_sampler.load_state_dict(json.loads(json.dumps(state_of(ends[1]))))
     rest = list(accelerator.skip_first_batches(resumed, 8))
     rows = [[row["input_ids"].tolist() for row in bundle.microbatches] for bundle in [*rest, *whole[8:]]]
     assert len(rest) == 12

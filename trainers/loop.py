@@ -22,22 +22,22 @@ from odc.trainers.checks import check_sharded, configs_of
 from odc.trainers.launched import current
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
-from odc.trainers.streamed import StreamedBatches, streamed_loader
+from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
 
 
 class Minibatches:
     """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`.
 
     With ``online``, ``state_dict()`` tells where this rank is (behind the step that was handed out last), for JSON, and
-    ``load_state_dict`` goes on from there at the next iteration, once ``set_epoch`` was called as before. All ranks do
-    so, each with a state of its own.
+    ``load_state_dict`` goes on from there at the next iteration, in the epoch of the state. All ranks do so, each with
+    a state of its own.
     """
 
     def __init__(self, loader: Any, accumulation_steps: int, tally: Tally) -> None:
         self._loader = loader
         self._accumulation_steps = accumulation_steps
         self._tally = tally
-        self._end = StepEnd()
+        self._end: StepEnd | None = None
 
     def __len__(self) -> int:
         """Optimizer steps per epoch.
@@ -57,7 +57,8 @@ class Minibatches:
         Raises:
             UnsupportedError: samples are balanced by a policy, or not at all.
         """
-        return self._streamed().state_of(self._end)
+        batches = self._streamed()
+        return batches.state_dict() if self._end is None else state_of(self._end)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the class.
@@ -66,7 +67,16 @@ class Minibatches:
             UnsupportedError: samples are balanced by a policy, or not at all.
             ValueError: the state is of another stream.
         """
-        self._streamed().load_state_dict(state)
+        batches = self._streamed()
+        batches.load_state_dict(state)
+        self._loader.set_epoch(batches.stream.epoch)  # or it would begin with the epoch that it has counted to
+        self._end = None
+
+    def close(self) -> None:
+        """End workers that stay, and the connections of a stream. Idempotent."""
+        batches = getattr(self._loader, "batch_sampler", None)
+        if isinstance(batches, StreamedBatches):
+            batches.stream.close()
 
     def _streamed(self) -> StreamedBatches:
         batches = getattr(self._loader, "batch_sampler", None)

@@ -7,18 +7,22 @@ what it would have been, but how many are, on average, and how many steps an epo
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from odc.balance import StreamLoader
 from odc.balance.data.collate import IGNORED
 from odc.balance.data.from_torch import workers_of
-from odc.balance.data.samples import IterableYields
-from odc.errors import UnsupportedError
+from odc.balance.data.samples import NUM_FIRST, IterableYields, sum_of
+from odc.balance.random_numbers import random_generator
+from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.bundles import Bundle, Microbatch, StepEnd, cut
 from odc.trainers.checks import check_rows
 from odc.trainers.options import BalanceOptions, default_cost
@@ -73,9 +77,17 @@ class StreamedBatches:
         """Choose the order of this epoch."""
         self.stream.set_epoch(epoch)
 
-    def state_of(self, end: StepEnd) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on behind a step; for JSON."""
-        return {"step": end.step, "stream": end.state}
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None: as many as the data gives."""
+        try:
+            return len(self.stream) if self._num_steps is None else self._num_steps
+        except TypeError:
+            return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Before the first step of an iteration; behind a step, :func:`state_of` it."""
+        return {"step": self._resumed.get(self.stream.epoch, 0), "stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind a step. The next iteration of its epoch begins with placeholders for what is done.
@@ -105,6 +117,11 @@ class StreamedBatches:
                 yield Bundle([packed.row for packed in mine], num_first_labels, end=end if is_last else None)
 
 
+def state_of(end: StepEnd) -> dict[str, Any]:
+    """What :meth:`StreamedBatches.load_state_dict` needs to go on behind a step; for JSON."""
+    return {"step": end.step, "stream": end.state}
+
+
 def streamed_loader(
     loader: Any,
     options: BalanceOptions,
@@ -114,6 +131,7 @@ def streamed_loader(
     accumulation_steps: int,
     configs: Sequence[object] = (),
     num_steps: int | None = None,
+    timeout_s: float = 1800.0,
 ) -> Any:
     """``loader`` with the same dataset, workers and device, and as many samples per optimizer step on average, but a
     :class:`~odc.trainers.bundles.Bundle` in place of each batch. Its ``batch_sampler`` is a :class:`StreamedBatches`.
@@ -127,9 +145,11 @@ def streamed_loader(
         configs: see :func:`~odc.trainers.checks.configs_of`.
         num_steps: optimizer steps of an iterable dataset, which begins anew as often as need be; None: as many as it
             gives once.
+        timeout_s: most seconds to wait for a rank that does not come for its next step.
 
     Raises:
         UnsupportedError: the loader cannot be streamed; names the reason.
+        ConfigError: ``pool_size`` is too small for a step, or ranks have datasets of different sizes.
     """
     from accelerate.data_loader import DataLoaderShard
 
@@ -142,7 +162,14 @@ def streamed_loader(
         dataset, where["iterable_yields"] = _own_part(loader, rank, world_size)
     else:
         dataset, where["sampler"] = loader.dataset, _AgreedOrder(_sampler(loader))
+        _check_sizes(len(dataset), len(where["sampler"]), rank)
     minibatch_size = batch_size * accumulation_steps
+    if options.pool_size is not None and options.pool_size < 4 * minibatch_size:
+        raise ConfigError(
+            f"pool_size={options.pool_size} with {minibatch_size} samples of a rank in a step (batch size x "
+            f"accumulation steps): expected at least {4 * minibatch_size}, as some are chosen from while others are "
+            "trained on"
+        )
     packer = Packer()
     stream: StreamLoader[Microbatch, Packed] = StreamLoader(
         dataset,
@@ -159,6 +186,7 @@ def streamed_loader(
         cost=options.cost or default_cost(next(iter(configs), None)),
         loss_scaling="none",  # the trainer counts the labels of all ranks
         check_batches=False,
+        exchange_timeout_s=timeout_s,
         **where,
         **workers_of(loader),
     )
@@ -167,6 +195,7 @@ def streamed_loader(
         _AsGiven(None if is_iterable else len(loader.dataset)),
         batch_sampler=batches,
         collate_fn=_as_it_is,
+        pin_memory=loader.pin_memory,
         device=_device(loader),
         _drop_last=False,
         _non_blocking=loader._non_blocking,
@@ -195,18 +224,31 @@ def _as_it_is(bundle: Bundle) -> Bundle:
 
 
 class _AgreedOrder:
-    """A sampler's order on rank 0, for all ranks (see :func:`same_on_all_ranks`)."""
+    """A sampler's order on rank 0, for all ranks (see :func:`same_on_all_ranks`).
+
+    What it draws from the random states of the process is drawn from states that the epoch alone decides, so that an
+    epoch has the same order when training is resumed in it.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
+        self._seed = torch.initial_seed()
+        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(same_on_all_ranks(np.fromiter(self._sampler, dtype=np.int64)).tolist())
+        with random_states_kept():
+            seed = int(random_generator("order", self._seed, self._epoch).random_raw()) % 2**32
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            drawn = np.fromiter(self._sampler, dtype=np.int64)
+        return iter(same_on_all_ranks(drawn).tolist())
 
     def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
 
@@ -308,10 +350,19 @@ def _batch_size(loader: Any, world_size: int) -> int:
         size = getattr(given, "batch_size", None)
     if not isinstance(size, int) or size < 1:
         raise UnsupportedError(
-            f"the batches of {type(loader.batch_sampler or loader.dataset).__name__} have no size, so how many samples "
-            "an optimizer step has is not known: give the loader a batch_size"
+            f"{'the loader' if loader.batch_sampler is None else type(loader.batch_sampler).__name__} has no "
+            "batch_size, so how many samples an optimizer step has is not known: give the loader a batch_size"
         )
     return max(size // world_size, 1) if is_shared else size
+
+
+def _check_sizes(num_samples: int, num_drawn: int, rank: int) -> None:
+    agreed = same_on_all_ranks(np.array([num_samples, num_drawn])).tolist()
+    if agreed != [num_samples, num_drawn]:
+        raise ConfigError(
+            f"rank {rank} has a dataset of {num_samples} samples and an order of {num_drawn}, rank 0 one of "
+            f"{agreed[0]} and {agreed[1]}: all ranks must have the same dataset"
+        )
 
 
 def _sampler(loader: Any) -> Any:
@@ -341,8 +392,20 @@ def _own_part(loader: Any, rank: int, world_size: int) -> tuple[Any, IterableYie
     if isinstance(loader, DataLoaderDispatcher) and world_size > 1 and dataset._distributed is None:
         if dataset.num_shards < world_size:
             return dataset, "all"
+        _check_order(dataset, rank)
         return dataset.shard(num_shards=world_size, index=rank), "worker"
     return dataset, "worker"  # accelerate or the user has taken this rank's shards
+
+
+def _check_order(dataset: Any, rank: int) -> None:
+    """Ranks that take shards of a shuffled stream must have shuffled them alike."""
+    with random_states_kept():
+        first = np.array([sum_of(item) for item in itertools.islice(iter(dataset), NUM_FIRST)], dtype=np.int64)
+    if same_on_all_ranks(first).tolist() != first.tolist():
+        raise ConfigError(
+            f"rank {rank} goes through its streaming dataset in another order than rank 0, so samples would be lost "
+            "and come twice: shuffle it by a seed that is the same on all ranks, shuffle(seed=...)"
+        )
 
 
 def _device(loader: Any) -> Any:

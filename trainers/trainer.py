@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 from odc.balance import CostModel
 from odc.errors import UnsupportedError
-from odc.trainers.bundles import Bundle, Microbatch, check_step, counted_batches_of, microbatches_of
+from odc.trainers.bundles import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
 from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
@@ -29,8 +31,8 @@ from odc.trainers.overrides import Overrides
 from odc.trainers.patching import patched_fsdp
 from odc.trainers.probe import check_packing
 from odc.trainers.probe_samples import identity_of
-from odc.trainers.resuming import ResumableStream
-from odc.trainers.streamed import streamed_loader
+from odc.trainers.resuming import load_stream, save_stream
+from odc.trainers.streamed import StreamedBatches, streamed_loader
 from odc.trainers.trl_metrics import RankMetrics
 
 logger = logging.getLogger("odc")
@@ -87,13 +89,16 @@ def balance(
             f"balancing by {options.name!r} gives ranks different numbers of microbatches, so patch=False, which keeps "
             "FSDP's collectives, cannot be had; use a policy with equal numbers (lb-micro)"
         )
-    train = trainer.train
+    # A trainer that held its own method would hold its model until garbage is collected.
+    is_own = trainer.train == types.MethodType(type(trainer).train, trainer)
+    reference, replaced = weakref.ref(trainer), None if is_own else trainer.train
 
-    @functools.wraps(train)
     def balanced_train(*args: Any, **kwargs: Any) -> Any:
+        itself: Any = reference()
+        train = functools.partial(type(itself).train, itself) if replaced is None else replaced
         with patched_fsdp(patch_options) if patch else _nothing():
             tally = Tally()
-            result = train_balanced(trainer, options, tally, functools.partial(train, *args, **kwargs))
+            result = train_balanced(itself, options, tally, functools.partial(train, *args, **kwargs))
             logger.info("odc: balanced by %s: %s", options.name, tally)
             return result
 
@@ -122,7 +127,11 @@ class _Balanced:
         self._checked = False
         self._identity = identity_of(trainer)
         self._example: Microbatch = {}
-        self._stream: ResumableStream | None = None
+        self._end: StepEnd | None = None
+        """Of the step that the trainer is in, of a stream. (Its loader is ahead of it.)"""
+
+        self._streams: list[StreamedBatches] = []
+        """Of all loaders that were made: a script may look at one of its own."""
         # Bound now: afterwards the trainer's attributes are ours.
         self._get_train_dataloader = trainer.get_train_dataloader
         self._training_step = trainer.training_step
@@ -144,8 +153,9 @@ class _Balanced:
 
     def close(self) -> None:
         """End what reads samples. Idempotent."""
-        if self._stream is not None:
-            self._stream.close()
+        for batches in self._streams:
+            batches.stream.close()
+        self._streams = []
 
     def get_train_dataloader(self) -> Any:
         """Of the same length, with bundles."""
@@ -161,9 +171,9 @@ class _Balanced:
             loader = balanced_loader(given, self._options, length_column=trainer.args.length_column_name, **shape)
             self._example = loader.dataset.example
             return loader
-        loader = streamed_loader(given, self._options, num_steps=check_steps(trainer, given), **shape)
-        self.close()  # a search over parameters trains several times
-        self._stream = ResumableStream(trainer, loader.batch_sampler)
+        steps, timeout_s = check_steps(trainer, given), float(trainer.args.ddp_timeout)
+        loader = streamed_loader(given, self._options, num_steps=steps, timeout_s=timeout_s, **shape)
+        self._streams.append(loader.batch_sampler)
         return loader
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -190,21 +200,21 @@ class _Balanced:
         if bundles:
             check_step(bundles)
             self._example = self._example or next(iter(microbatches_of(bundles)), {})
-            if self._stream is not None:
-                self._stream.end = bundles[-1].end
+            self._end = bundles[-1].end
         return self._num_items(counted_batches_of(batch_samples), *args, **kwargs)
 
     def save_rng_state(self, output_dir: str) -> None:
         """And where the stream is: both are each rank's own."""
         self._save_rng_state(output_dir)
-        if self._stream is not None:
-            self._stream.save(Path(output_dir))
+        if self._end is not None:
+            save_stream(self._trainer, Path(output_dir), self._end)
 
     def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """And the stream: this is where the trainer goes back to a checkpoint, before its first batch."""
         self._load_optimizer_and_scheduler(checkpoint)
-        if self._stream is not None and checkpoint is not None and not self._trainer.args.ignore_data_skip:
-            self._stream.load(Path(checkpoint))
+        if checkpoint is not None and not self._trainer.args.ignore_data_skip:
+            for batches in self._streams:
+                load_stream(self._trainer, Path(checkpoint), batches)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of all microbatches of a bundle."""

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from odc.balance.checks import fingerprint
+from odc.balance.checks import FloatArray, fingerprint
 from odc.balance.costs import CostModel
-from odc.balance.data.samples import Chunk, Continue, Snapshot, Start
+from odc.balance.data.samples import NUM_FIRST, Chunk, Continue, Snapshot, Start
 from odc.balance.data.sources import MOST_IN_REQUEST, Requests, Source
 from odc.balance.grouping.rounds import Entry, lacking
+
+ANOTHER_ORDER = (
+    "go through the dataset in different orders, and each keeps its part of what comes, so samples would be lost and "
+    "come twice: shuffle it by a seed that is the same for all (datasets: shuffle(seed=...)), or give each its own "
+    "part (iterable_yields)"
+)
 
 
 class _Waiting(NamedTuple):
@@ -47,6 +53,7 @@ class IterableSource(Source):
         iteration: of the loader.
         epoch: of the first lap.
         name: of this rank, for messages.
+        is_shared: ranks go through the same items, and each keeps its part.
         announce: called with the epoch of a lap before anything of it is asked for.
         rank, pool_size, endless: as of :class:`~odc.balance.data.sources.IndexedSource`.
     """
@@ -59,6 +66,7 @@ class IterableSource(Source):
         iteration: int,
         epoch: int,
         name: str,
+        is_shared: bool,
         announce: Callable[[int], None],
         rank: int,
         pool_size: int,
@@ -69,6 +77,7 @@ class IterableSource(Source):
         self._iteration = iteration
         self._epoch = epoch
         self._name = name
+        self._is_shared = is_shared
         self._announce = announce
         self._rank = rank
         self._pool_size = pool_size
@@ -98,6 +107,7 @@ class IterableSource(Source):
         """Of each worker, those whose samples are not all given out: where it was before, and how many of them are."""
         self._before: list[tuple[Snapshot | None, int]] = [(start.snapshot, start.skipped) for start in starts]
         """Where each worker was when it had handed over its last chunk."""
+        self._first: list[int] = []
 
     def want(self, pooled: Sequence[int]) -> None:
         self._missing = 0 if self.is_finished else lacking(pooled, self._pool_size)[self._rank]
@@ -116,6 +126,13 @@ class IterableSource(Source):
     def read_on(self, most: int) -> None:
         while len(self._requests) > most:
             self._receive()
+
+    def first(self) -> FloatArray | None:
+        if not self._is_shared:
+            return None
+        found = np.zeros(NUM_FIRST)
+        found[: len(self._first)] = self._first
+        return found
 
     def take(self, entry: Entry) -> tuple[Any, int | str]:
         del self._sums[entry.place]
@@ -291,6 +308,9 @@ class IterableSource(Source):
         if chunk.lap != self._lap:
             assert not chunk.samples
             return
+        if any(mine != its for mine, its in zip(self._first, chunk.first, strict=False) if mine and its):
+            raise ValueError(f"the workers of {self._name} {ANOTHER_ORDER}")
+        self._first = max(self._first, chunk.first, key=len)
         worker = chunk.worker
         if chunk.samples:
             self._buffers[worker] += map(

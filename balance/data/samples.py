@@ -22,6 +22,9 @@ from odc.balance.checks import as_integer, as_one_of
 from odc.balance.data.reader import name_samples
 from odc.errors import shown
 
+NUM_FIRST = 12
+"""Items at the beginning of a lap by which it is told whether all ranks and workers go through them in one order."""
+
 IterableYields = Literal["all", "rank", "worker"]
 """What an iterable dataset yields, see :class:`~odc.balance.StreamLoader`."""
 
@@ -91,6 +94,10 @@ class Chunk:
     after: Snapshot | None = None
     """Where the worker is now; None: the dataset has no state."""
 
+    first: list[int] = field(default_factory=list)
+    """Of what the first items hold that the dataset has yielded in this lap, whoever they are for; where each rank or
+    worker keeps its part of them."""
+
     sums: list[int] = field(default_factory=list)
     """Of what the samples hold, to tell whether a state has led back to them; 0 where nothing could."""
 
@@ -140,6 +147,7 @@ class SampleDataset(torch_data.Dataset[Any]):
     _num_read: int = 0
     """Samples of this worker in this lap."""
     _num_yielded: int = 0
+    _first: list[int] = field(default_factory=list)
     _has_state: bool = False
     _initial: list[Any] = field(default_factory=list)
     """The state of the dataset before another one was loaded, if one was."""
@@ -209,10 +217,12 @@ class SampleDataset(torch_data.Dataset[Any]):
             self._read_on(Chunk(), start.skipped, worker, num_workers)
         self._read_on(chunk, request.most, worker, num_workers)
         chunk.after = self._snapshot()
+        chunk.first = self._first
         return chunk
 
     def _begin(self, start: Start, epoch: int, worker: int, num_workers: int) -> None:
         self._num_read = self._num_yielded = 0
+        self._first = []
         self._set_epoch(epoch)
         if start.snapshot is not None:
             if self._has_state and not self._initial:
@@ -263,6 +273,8 @@ class SampleDataset(torch_data.Dataset[Any]):
         # Not itertools.islice: that would read on to the next multiple before it gives the last one.
         for item in items:
             self._num_yielded += 1
+            if every > 1 and self._num_yielded == len(self._first) + 1 <= NUM_FIRST:
+                self._first = [*self._first, sum_of(item)]
             if (self._num_yielded - 1) % every == first:
                 yield item
 
@@ -291,7 +303,7 @@ class SampleDataset(torch_data.Dataset[Any]):
         chunk.lengths.append(length)
         chunk.num_loss_tokens.append(count)
         chunk.names.append(name)
-        chunk.sums.append(_sum_of(sample) if self._has_state else 0)
+        chunk.sums.append(sum_of(sample) if self._has_state else 0)
 
 
 def _without_worker_info(dataset: Iterable[Any]) -> Iterator[Any]:
@@ -346,7 +358,7 @@ def _tensor_of(data: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int,
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def _sum_of(sample: Any) -> int:
+def sum_of(sample: Any) -> int:
     """Of what a sample holds, the same in every process; 0 where it cannot be told."""
     file = io.BytesIO()
     try:

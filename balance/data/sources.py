@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc.balance.checks import IntArray
+from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import Chunk, Continue, Read, unpack_chunk
@@ -120,6 +120,11 @@ class Source(ABC):
         """End the workers, unless they are persistent."""
         self._samples.clear()
         self._requests.close()
+
+    def first(self) -> FloatArray | None:
+        """Of what the first items hold that this rank keeps its part of, (NUM_FIRST,), 0 where it is not known; to
+        compare with other ranks. None: ranks do not share what each of them goes through."""
+        return None
 
     @property
     def num_requests(self) -> int:

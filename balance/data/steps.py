@@ -7,6 +7,7 @@ from typing import Any
 
 from odc.balance.checks import FloatArray
 from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.iterable_source import ANOTHER_ORDER
 from odc.balance.data.sources import IndexedSource, Source
 from odc.balance.grouping.rounds import Entry, Rounds, Step
 
@@ -46,8 +47,12 @@ class StepStream:
             num_done = self._load(start)
         else:
             self._source.want(self._rounds.pooled)
+        is_begun = False
         while True:
             self._rounds.add(self._source.arrivals())
+            if not is_begun:
+                self._compare_first()
+                is_begun = True
             self._deal_anew()
             position = self._position()
             steps = self._plan()
@@ -77,6 +82,15 @@ class StepStream:
         if not self._rounds.is_done:
             self._source.want(self._rounds.pooled)
         return steps
+
+    def _compare_first(self) -> None:
+        """Whether ranks go through the same items in the same order, where each keeps its part of them."""
+        mine = self._source.first()
+        if mine is None or self._exchange is None:
+            return
+        for rank, row in enumerate(self._exchange.gather(mine)):
+            if ((row != mine) & (row > 0) & (mine > 0)).any():
+                raise ValueError(f"ranks {rank} and {self._exchange.rank} {ANOTHER_ORDER}")
 
     def _gather(self, vector: FloatArray) -> FloatArray:
         return vector[None] if self._exchange is None else self._exchange.gather(vector)

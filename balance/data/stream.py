@@ -310,7 +310,12 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._position = start
         number = self._iterations.begin()
         exchange = self._own_exchange()
-        at = {**_at(self.epoch, start), "order": self._begin_order(start)}
+        try:
+            at = {**_at(self.epoch, start), "order": self._begin_order(start)}
+        except BaseException as error:
+            if exchange is not None:
+                exchange.tell_failure(error)
+            raise
         begun = 0 if exchange is None else exchange.begin(self._shared_identity(), at)
         if start.get("is_done"):
             return
@@ -412,7 +417,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
             num_workers = max(self._reader.num_workers, 1)
             name = f"rank {self.rank}"
             announce = self._samples.announce_epoch
-            return IterableSource(requests, self.cost, num_workers, iteration, self.epoch, name, announce, *common)
+            is_shared = self.iterable_yields == "all" and self.world_size > 1
+            return IterableSource(
+                requests, self.cost, num_workers, iteration, self.epoch, name, is_shared, announce, *common
+            )
         order = self._order
         assert order is not None
         if self.alignment.name == "none":
@@ -430,8 +438,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if start and start.get("order", 0) != found:
             raise ValueError(
                 f"the sampler gives another order for epoch {self.epoch} than when the state was taken: it must depend "
-                "on the epoch alone (accelerate: use_seedable_sampler=True), not on a random state of the process. Or "
-                "begin the epoch anew"
+                "on the epoch alone, not on a random state of the process (accelerate: use_seedable_sampler=True; the "
+                "same seed). To begin the data anew in a Trainer: ignore_data_skip=True"
             )
         return found
 
