@@ -362,7 +362,7 @@ def test_ranks_that_shuffle_their_shards_differently_or_have_other_data_are_refu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where: dict[str, Any] = {"rank": 1, "world_size": 2, "accumulation_steps": 2}
-    monkeypatch.setattr("odc.trainers.streamed.same_on_all_ranks", lambda values: values + 1)
+    monkeypatch.setattr("odc.trainers.prepared.same_on_all_ranks", lambda values: values + 1)
     with pytest.raises(ConfigError, match="rank 1 goes through its streaming dataset in another order than rank 0"):
         streamed_loader(shared(as_stream(4).shuffle(), 1, dispatch_batches=True), ONLINE, **where)
     with pytest.raises(ConfigError, match="rank 1 has a dataset of 37 samples and an order of 37, rank 0 one of 38"):

@@ -1,0 +1,167 @@
+"""What a loader that accelerate has prepared says of its samples: how many make a batch, in which order they come, and
+which are this rank's."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from odc.balance.data.samples import NUM_FIRST, IterableYields, sum_of
+from odc.balance.random_numbers import random_generator
+from odc.errors import ConfigError, UnsupportedError
+from odc.trainers.order import same_on_all_ranks
+from odc.trainers.packing import random_states_kept
+
+
+def check_loader(loader: Any, world_size: int) -> None:
+    """Refuse what is no loader that accelerate has made for this many ranks.
+
+    Raises:
+        UnsupportedError: names what it is.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    known = isinstance(loader, DataLoaderShard) or (is_iterable and isinstance(loader, DataLoaderDispatcher))
+    if not known or getattr(loader, "use_stateful_dataloader", False):
+        raise UnsupportedError(
+            f"the training loader is a {type(loader).__name__}"
+            f"{' with use_stateful_dataloader' if known else ''}: expected what Accelerator.prepare makes of a torch "
+            "DataLoader" + ("" if is_iterable else ", with dispatch_batches=False")
+        )
+    shares = getattr(loader.dataset if is_iterable else loader.batch_sampler, "num_processes", world_size)
+    if shares != world_size:
+        raise UnsupportedError(
+            f"the loader deals out batches to {shares} of {world_size} ranks (tensor, context or sequence parallelism):"
+            " ranks that share their batches cannot be balanced"
+        )
+
+
+def batch_size_of(loader: Any, world_size: int) -> int:
+    """Samples of a rank in a batch.
+
+    Raises:
+        UnsupportedError: it has no size.
+    """
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+
+    if isinstance(loader.dataset, IterableDataset):
+        size = getattr(loader.dataset, "batch_size", None) or loader.batch_size
+        is_shared = bool(getattr(loader.dataset, "split_batches", False))
+        is_shared |= isinstance(loader, DataLoaderDispatcher) and loader.split_batches
+    else:
+        given = loader.batch_sampler
+        is_shared = isinstance(given, BatchSamplerShard) and given.split_batches
+        size = getattr(given, "batch_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedError(
+            f"{'the loader' if loader.batch_sampler is None else type(loader.batch_sampler).__name__} has no "
+            "batch_size, so how many samples an optimizer step has is not known: give the loader a batch_size"
+        )
+    return max(size // world_size, 1) if is_shared else size
+
+
+def _sampler(loader: Any) -> Any:
+    from accelerate.data_loader import BatchSamplerShard
+
+    given = loader.batch_sampler
+    inner = given.batch_sampler if isinstance(given, BatchSamplerShard) else given
+    sampler = getattr(inner, "sampler", None)
+    if not hasattr(sampler, "__len__"):
+        raise UnsupportedError(
+            f"the batch sampler ({type(inner).__name__}) has no sampler of a known length, whose order a stream could "
+            "follow: give the trainer a dataset and a sampler of the whole dataset"
+        )
+    return sampler
+
+
+def _check_sizes(num_samples: int, num_drawn: int, rank: int) -> None:
+    agreed = same_on_all_ranks(np.array([num_samples, num_drawn])).tolist()
+    if agreed != [num_samples, num_drawn]:
+        raise ConfigError(
+            f"rank {rank} has a dataset of {num_samples} samples and an order of {num_drawn}, rank 0 one of "
+            f"{agreed[0]} and {agreed[1]}: all ranks must have the same dataset"
+        )
+
+
+class AgreedOrder:
+    """The order of a loader's sampler on rank 0, for all ranks (see :func:`same_on_all_ranks`). Collective.
+
+    What it draws from the random states of the process is drawn from states that the epoch alone decides, so that an
+    epoch has the same order when training is resumed in it.
+
+    Raises:
+        UnsupportedError: the loader has no sampler of a known length.
+        ConfigError: ranks have datasets of different sizes.
+    """
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        self._sampler = _sampler(loader)
+        _check_sizes(len(loader.dataset), len(self._sampler), rank)
+        self._seed = torch.initial_seed()
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        with random_states_kept():
+            seed = int(random_generator("order", self._seed, self._epoch).random_raw()) % 2**32
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            drawn = np.fromiter(self._sampler, dtype=np.int64)
+        return iter(same_on_all_ranks(drawn).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+
+def own_part(loader: Any, rank: int, world_size: int) -> tuple[Any, IterableYields]:
+    """The iterable to go through on this rank, and what it yields there. Collective, for streams of ``datasets``.
+
+    Raises:
+        ConfigError: ranks have shuffled it differently.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDatasetShard):
+        return dataset.dataset, "all"
+    datasets: Any = sys.modules.get("datasets")
+    if datasets is None or not isinstance(dataset, datasets.IterableDataset):
+        return dataset, "all"
+    if isinstance(loader, DataLoaderDispatcher) and world_size > 1 and dataset._distributed is None:
+        if dataset.num_shards < world_size:
+            return dataset, "all"
+        _check_order(dataset, rank)
+        return dataset.shard(num_shards=world_size, index=rank), "worker"
+    return dataset, "worker"  # accelerate or the user has taken this rank's shards
+
+
+def _check_order(dataset: Any, rank: int) -> None:
+    """Ranks that take shards of a shuffled stream must have shuffled them alike."""
+    with random_states_kept():
+        first = np.array([sum_of(item) for item in itertools.islice(iter(dataset), NUM_FIRST)], dtype=np.int64)
+    if same_on_all_ranks(first).tolist() != first.tolist():
+        raise ConfigError(
+            f"rank {rank} goes through its streaming dataset in another order than rank 0, so samples would be lost "
+            "and come twice: shuffle it by a seed that is the same on all ranks, shuffle(seed=...)"
+        )
+
+
+def device_of(loader: Any) -> Any:
+    """Where the loader moves its batches; None: it does not."""
+    from accelerate import PartialState
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    return PartialState().device if isinstance(loader, DataLoaderDispatcher) else loader.device
