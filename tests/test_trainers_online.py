@@ -85,7 +85,7 @@ def test_training_resumes_where_it_was(tmp_path: Path, kind: str, recwarn: pytes
         tmp_path, dataset=dataset, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=2, **more
     )
     assert len(whole.state.log_history) > len(steps)
-    for number in (3, 6):
+    for number in (3, 6) if kind == "indexed" else (3,):
         checkpoint = tmp_path / f"checkpoint-{number}"
         again, rest = trained(tmp_path / "again", resumed=str(checkpoint), dataset=dataset, **more)
         assert rest == steps[number:]
@@ -136,7 +136,7 @@ def test_an_epoch_that_was_stopped_early_is_gone_through_again(
     trainer = hf_trainer(tmp_path, built=made, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})
     balance(trainer, online=True, max_tokens=64)
     trainer.train()
-    for number in (2, 4, 5):
+    for number in (2, 4):
         caplog.clear()
         _, steps = trained(tmp_path / "again", resumed=str(tmp_path / f"checkpoint-{number}"))
         assert len(steps) == 10 - number
