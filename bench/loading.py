@@ -114,12 +114,13 @@ def run_epoch(batches: Iterator[dict[str, torch.Tensor]], each: Callable[[int], 
 
 
 def memory_of_tree_mb() -> float:
-    """Of this process and its children."""
+    """Resident, of this process and its children. (Pages that they share count in each: what is shared with the other
+    rank would depend on whether that one is still there.)"""
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     total = 0
     for pid in [str(os.getpid()), *children]:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+        text = Path(f"/proc/{pid}/status").read_text()
+        total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:"))
     return total / 1024
 
 
