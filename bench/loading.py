@@ -8,7 +8,7 @@ is timed: nothing trains between two batches. Each of two ranks has two workers.
 batches of 8, which workers collate, and single samples; streams give batches of about 3072 padded tokens, aligned over
 the ranks in each way. Loaders take turns, a whole epoch each; the table shows medians and the spread.
 
-Memory is what belongs to a rank and its workers (PSS: shared pages count for their share), largest of an epoch.
+Memory is what is resident of a rank and its workers, largest of an epoch.
 """
 
 from __future__ import annotations
