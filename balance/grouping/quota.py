@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count
 from odc.balance.partition import split_by_cost
+from odc.balance.random_numbers import random_generator
 
 _TRIED = 8
 """First samples of triples that are tried: more take longer, and fill a quota hardly better."""
@@ -139,9 +140,9 @@ def num_minibatches(num_samples: int, world_size: int, minibatch_size: int) -> i
 def plan_last(costs: Sequence[npt.ArrayLike], num_last: int) -> list[list[list[tuple[int, int]]]]:
     """Share out the samples of all ranks' last pools over the last minibatches.
 
-    What is left is known to all, so nothing has to be left to chance: samples are put into as many parts as there are
+    What is left is known to all ranks: samples are put into as many parts as there are
     minibatches times ranks, each of the same cost as far as samples allow, and parts of neighbouring costs make a
-    minibatch.
+    minibatch. These come in random order, the same on all ranks.
 
     Args:
         costs: of the samples of each rank's pool, the oldest first, (num_samples,) each.
@@ -165,7 +166,9 @@ def plan_last(costs: Sequence[npt.ArrayLike], num_last: int) -> list[list[list[t
     descending = [parts[number] for _, number in sorted(loads, reverse=True)]
     cuts = [num_parts * i // num_last for i in range(num_last + 1)]
     minibatches = [descending[a:b] for a, b in itertools.pairwise(cuts)]
-    minibatches.sort(key=lambda minibatch: min(map(min, minibatch), default=values.size))
+    # Not by cost or by age: an epoch would end with its dearest samples, few in each minibatch.
+    order = np.argsort(random_generator("last minibatches", num_last).random_raw(num_last), kind="stable").tolist()
+    minibatches = [minibatches[i] for i in order]
     ranks: list[list[list[tuple[int, int]]]] = [[] for _ in pools]
     numbers = [0] * len(pools)
     for minibatch in minibatches:
