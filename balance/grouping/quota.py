@@ -140,9 +140,9 @@ def num_minibatches(num_samples: int, world_size: int, minibatch_size: int) -> i
 def plan_last(costs: Sequence[npt.ArrayLike], num_last: int) -> list[list[list[tuple[int, int]]]]:
     """Share out the samples of all ranks' last pools over the last minibatches.
 
-    What is left is known to all ranks: samples are put into as many parts as there are
-    minibatches times ranks, each of the same cost as far as samples allow, and parts of neighbouring costs make a
-    minibatch. These come in random order, the same on all ranks.
+    What is left is known to all ranks: samples are put into as many parts as there are minibatches times ranks, each of
+    the same cost as far as samples allow, and parts of neighbouring costs make a minibatch. These come in random order,
+    the same on all ranks.
 
     Args:
         costs: of the samples of each rank's pool, the oldest first, (num_samples,) each.
