@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -234,7 +235,7 @@ def _stream_training(result: dict[str, Any]) -> Figures:
         yield (
             f"| {names[row['name']]} |",
             f" {rates[len(rates) // 2]:.1f} ({row['times_first']:.2f}x) | {row['waiting_percent']:.1f} % | "
-            f"{row['minibatches']} | {row['losses'][-1]:.3f} |",
+            f"{row['minibatches']} | {statistics.fmean(row['losses'][-4:]):.3f} |",  # of twelve parts
         )
 
 
