@@ -88,7 +88,7 @@ def check_options(options: argparse.Namespace) -> None:
             options.balance, online=options.online, max_tokens=options.max_tokens, pool_size=options.pool_size
         )
     except ValueError as error:
-        raise ConfigError(f"{_balancing(options)}: {error}") from None
+        raise ConfigError(f"--{'online' if options.online else 'balance'}: {error}") from None
 
 
 def _balancing(options: argparse.Namespace) -> str:

@@ -415,6 +415,7 @@ class Mixed:
         }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_samples_come_out_of_workers_as_they_went_in() -> None:
     def flat(num_workers: int) -> list[dict[str, Any]]:
         loader = make_loader(dataset=Mixed(), length=lambda s: len(s["ids"]), num_workers=num_workers)
