@@ -91,11 +91,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{'online' if options.online else 'balance'}: {error}") from None
 
 
-def _balancing(options: argparse.Namespace) -> str:
-    """The option that asks for balanced minibatches."""
-    return "--online" if options.online else f"--balance {options.balance}"
-
-
 def option_arguments(options: argparse.Namespace) -> list[str]:
     """``options`` as arguments again, for the ranks."""
     arguments = ["--transport", options.transport, "--accumulate", options.accumulate]
@@ -205,6 +200,7 @@ def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
         return lambda: None
     from odc.trainers import install
 
+    way = "--online" if options.online else f"--balance {options.balance}"
     launched = install(options.balance, options.max_tokens, online=options.online, pool_size=options.pool_size)
 
     def undo() -> None:
@@ -213,7 +209,7 @@ def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
             say(f"odc: balanced {'online' if options.online else f'by {options.balance}'}: {launched.tally}")
         else:
             say(
-                f"odc: {_balancing(options)} had no effect: the script trained with no transformers Trainer. A "
+                f"odc: {way} had no effect: the script trained with no transformers Trainer. A "
                 "loop of one's own needs one line: odc.trainers.minibatches"
             )
 

@@ -16,6 +16,7 @@ from odc.trainers.lengths import sample_lengths
 from odc.trainers.options import BalanceOptions
 from odc.trainers.order import same_on_all_ranks
 from odc.trainers.packing import PackedDataset, check_batches, collate_sample, random_states_kept
+from odc.trainers.prepared import check_loader
 
 _SAME = (
     "num_workers",
@@ -56,20 +57,10 @@ def balanced_loader(
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 
-    _check(loader)
+    _check(loader, world_size)
     given = loader.batch_sampler
     if isinstance(given, BatchSamplerShard):
-        if given.num_processes != world_size:
-            raise UnsupportedError(
-                f"the loader deals out batches to {given.num_processes} of {world_size} ranks (tensor, context or "
-                "sequence parallelism): ranks that share their batches cannot be balanced"
-            )
         inner, even, split = given.batch_sampler, given.even_batches, given.split_batches
-    elif world_size > 1:
-        raise UnsupportedError(
-            f"the batch sampler ({type(given).__name__}) is not dealt out to ranks by accelerate: give the trainer a "
-            "dataset and a sampler of the whole dataset"
-        )
     else:
         inner, even, split = given, False, False  # one rank gets the batches as they are
 
@@ -131,8 +122,8 @@ def _tried_out(loader: Any, length_column: str, batch_size: int | None) -> tuple
     return lengths, example
 
 
-def _check(loader: Any) -> None:
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+def _check(loader: Any, world_size: int) -> None:
+    from accelerate.data_loader import DataLoaderDispatcher
     from torch.utils.data import IterableDataset
 
     if isinstance(loader.dataset, IterableDataset):
@@ -146,9 +137,4 @@ def _check(loader: Any) -> None:
             "dispatch_batches: rank 0 reads all batches and sends them out one by one, in step; set "
             "dispatch_batches=False"
         )
-    if not isinstance(loader, DataLoaderShard) or getattr(loader, "use_stateful_dataloader", False):
-        raise UnsupportedError(
-            f"the training loader is a {type(loader).__name__}"
-            f"{' with use_stateful_dataloader' if isinstance(loader, DataLoaderShard) else ''}: expected what "
-            "Accelerator.prepare makes of a torch DataLoader"
-        )
+    check_loader(loader, world_size)

@@ -21,12 +21,12 @@ from odc.trainers.packing import random_states_kept
 
 
 def check_loader(loader: Any, world_size: int) -> None:
-    """Refuse what is no loader that accelerate has made for this many ranks.
+    """Refuse what is no loader that accelerate has made, and deals out to this many ranks.
 
     Raises:
         UnsupportedError: names what it is.
     """
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 
     is_iterable = isinstance(loader.dataset, IterableDataset)
     known = isinstance(loader, DataLoaderShard) or (is_iterable and isinstance(loader, DataLoaderDispatcher))
@@ -41,6 +41,11 @@ def check_loader(loader: Any, world_size: int) -> None:
         raise UnsupportedError(
             f"the loader deals out batches to {shares} of {world_size} ranks (tensor, context or sequence parallelism):"
             " ranks that share their batches cannot be balanced"
+        )
+    if world_size > 1 and not is_iterable and not isinstance(loader.batch_sampler, BatchSamplerShard):
+        raise UnsupportedError(
+            f"the batch sampler ({type(loader.batch_sampler).__name__}) is not dealt out to ranks by accelerate: give "
+            "the trainer a dataset and a sampler of the whole dataset"
         )
 
 

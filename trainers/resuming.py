@@ -67,8 +67,9 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(path.read_text())
-        if not isinstance(state["stream"]["world_size"] + state["stream"]["epoch"] + state["step"], int):
-            raise TypeError
+        numbers = (state["stream"]["world_size"], state["stream"]["epoch"], state["step"])
+        if not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"expected three integers, not {numbers}")
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path} does not say where a stream was ({type(error).__name__}: {error}): restore it, or remove the "

@@ -51,7 +51,6 @@ class StreamedBatches:
         self.stream = stream
         self.batch_size = batch_size
         self.num_processes = stream.world_size
-        self.batch_sampler = self.sampler = self  # wherever libraries look for something with an epoch
         self._packer = packer
         self._accumulation_steps = accumulation_steps
         self._num_steps = num_steps
@@ -65,6 +64,13 @@ class StreamedBatches:
             TypeError: the dataset is an iterable.
         """
         return len(self.stream) * self._accumulation_steps
+
+    @property
+    def sampler(self) -> StreamedBatches:
+        """Libraries look here, or one level deeper, for something that has an epoch."""
+        return self
+
+    batch_sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch."""
@@ -130,8 +136,8 @@ def streamed_loader(
     :class:`~odc.trainers.bundles.Bundle` in place of each batch. Its ``batch_sampler`` is a :class:`StreamedBatches`.
 
     A dataset with indices comes in the order of its sampler, every sample of an epoch once, whatever ``drop_last`` and
-    ``even_batches`` say, and an epoch has as many optimizer steps as before. An iterable is shared out by samples, or
-    by the shards of ``datasets``.
+    ``even_batches`` say, and an epoch has as many optimizer steps as it has without ``drop_last``. An iterable is
+    shared out by samples, or by the shards of ``datasets``.
 
     Args:
         options: with ``online``.

@@ -391,7 +391,8 @@ class QuotaRounds(Rounds):
         grant = self._quotas.grant(offered)
         costs = [entry.cost for entry in self.pool]
         taken = fill_quota(costs, grant.quota, grant.usual, grant.most[self.rank])
-        others = (i for i in range(len(costs)) if i not in set(taken))
+        chosen = set(taken)
+        others = (i for i in range(len(costs)) if i not in chosen)
         return sorted([*taken, *itertools.islice(others, max(grant.least[self.rank] - len(taken), 0))])
 
     def dealt_anew(self, vectors: FloatArray) -> list[int]:
