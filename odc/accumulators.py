@@ -16,13 +16,14 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from odc.config import RuntimeConfig
-from odc.engine import Engine
+from odc.engine import Addition, Engine
 from odc.errors import ConfigError, ProtocolError
-from odc.transports.base import SymmetricBuffer, aligned
+from odc.transports.base import SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec, segments
 from odc.waiting import Endpoint
 
@@ -39,25 +40,27 @@ class StorePlan:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: RuntimeConfig, engine: Engine, num_hosts: int) -> StorePlan:
-        """On host memory "auto" is direct: one pass less over the gradient. On a device it is the daemon: an owner's
-        addition stays in its own memory, where it is fastest, and a push is one plain copy. So it is between hosts,
-        where nobody else can add.
+    def of(cls, config: RuntimeConfig, transport: Transport) -> StorePlan:
+        """Between hosts the owner's daemon adds, since nobody else can. On one host "auto" is direct: one pass less
+        over the gradient, and a client depends on nobody else. On devices that takes atomic additions over every link.
+
+        Collective.
 
         Raises:
-            ConfigError: "direct" was asked for where it cannot be: between hosts, or on a device in float64.
+            ConfigError: "direct" was asked for where it cannot be: between hosts, on a device in float64, or where
+                additions to another device's memory could be lost.
         """
-        if config.accumulate == "direct" and num_hosts > 1:
-            raise ConfigError(
-                f"accumulate='direct' adds in the owner's memory, which the ranks of {num_hosts} hosts do not share: "
-                "use 'daemon' or 'auto'"
-            )
-        if config.accumulate == "direct" and engine.has_streams and config.accumulate_dtype != torch.float32:
-            raise ConfigError(
-                f"accumulate='direct' on a device adds float32 atomically, not {config.accumulate_dtype}: use 'daemon'"
-            )
-        suits = not engine.has_streams and num_hosts == 1
-        is_direct = config.accumulate == "direct" or (config.accumulate == "auto" and suits)
+        num_hosts, engine = transport.topology.num_hosts, transport.engine
+        obstacle = None
+        if num_hosts > 1:
+            obstacle = f"adds in the owner's memory, which the ranks of {num_hosts} hosts do not share"
+        elif engine.has_streams and config.accumulate_dtype != torch.float32:
+            obstacle = f"on a device adds float32 atomically, not {config.accumulate_dtype}"
+        elif engine.has_streams and (reason := transport.no_atomics()) is not None:
+            obstacle = f"would lose additions: {reason}"
+        if config.accumulate == "direct" and obstacle is not None:
+            raise ConfigError(f"accumulate='direct' {obstacle}: use 'daemon' or 'auto'")
+        is_direct = config.accumulate != "daemon" and obstacle is None
         return cls(PerClientStore if config.deterministic else SharedStore, is_direct, config.accumulate_dtype)
 
     def num_locks(self, units: Sequence[UnitSpec], engine: Engine) -> int:
@@ -75,6 +78,16 @@ class StorePlan:
         return copies * sum(aligned(unit.grad_numel * self.dtype.itemsize) for unit in units)
 
 
+class Arrived(NamedTuple):
+    """A push that lies in a slot here."""
+
+    client: int
+    slot: int
+    unit: int
+    present: Sequence[bool] | None
+    minibatch: int
+
+
 class AccumulatorStore(ABC):
     """Sums of the pushes to each owner, minibatch by minibatch.
 
@@ -82,8 +95,10 @@ class AccumulatorStore(ABC):
     negative, while its sum is final and may still be read; 0 before the first), and in which minibatch each unit, as a
     whole, and each parameter was pushed last, for each :meth:`_clients` that have a sum of their own.
 
-    Args:
-        is_direct: clients add themselves; else the owner's daemon does, and nobody else sees the sums.
+    Who adds, and how: on one host the clients do (``is_direct``). Processors call :meth:`add` for each owner. Devices,
+    which work later than a lock of the host could keep them apart, call :meth:`add_to_all`: element by element with
+    atomic additions, to sums that their owner has zeroed when it opened them. Else the owner's daemon does, with
+    :meth:`add_arrived`, and nobody else sees the sums.
     """
 
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
@@ -92,6 +107,7 @@ class AccumulatorStore(ABC):
         self._dtype = dtype
         self._rank = end.rank
         self._engine = end.engine
+        self._by_atomics = is_direct and end.engine.has_streams
         self._after_chunk = end.waiter.after_scatter_chunk
         transport, sizes = end.transport, [unit.grad_numel for unit in units]
         self._offsets = list(itertools.accumulate((self._aligned(numel) for numel in sizes), initial=0))
@@ -107,10 +123,15 @@ class AccumulatorStore(ABC):
             else None
             for rank in range(end.world_size)
         ]
+        self._of_all = [self._buffer.peer(rank) for rank in range(end.world_size)] if self._by_atomics else []
 
     @abstractmethod
     def _clients(self) -> int:
         """How many sums there are of each unit."""
+
+    @abstractmethod
+    def _sum_of(self, client: int) -> int:
+        """To which of them this client's pushes are added."""
 
     def _aligned(self, numel: int) -> int:
         return aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
@@ -134,24 +155,76 @@ class AccumulatorStore(ABC):
         return self._buffer.num_bytes + self._state.num_bytes
 
     @abstractmethod
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        grads: torch.Tensor,
-        present: Sequence[bool] | None,
-        minibatch: int,
-        client: int | None = None,
-    ) -> None:
-        """Add one push to ``owner``'s sum of ``unit``.
+    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+        """Add a push of this rank to ``owner``'s sum of ``unit``, on host memory.
 
         Args:
             grads: flat: the gradients of the ``present`` parameters (None: of all), back to back.
-            client: whose push it is; None: this rank's own.
 
         Raises:
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
+
+    def add_to_all(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+        """Add row r of ``grads`` to rank r's sum of ``unit``, for every r, by atomic additions.
+
+        Raises:
+            ProtocolError: an owner is not accepting pushes of ``minibatch``.
+        """
+        owners = [self._of(owner) for owner in range(self._end.world_size)]
+        if any(sums.accepts[unit] != minibatch for sums in owners):
+            for owner in range(len(owners)):
+                self._check_open(owner, minibatch, unit, self._rank)
+        number, rows = self._sum_of(self._rank), grads.view(len(owners), -1)
+        start = number * self._offsets[-1] + self._offsets[unit]
+        flags = present or [True] * len(self._units[unit].params)
+        for offset, numel, source in segments(self._units[unit], flags):
+            if source is not None:
+                part = rows if numel == rows.shape[1] else rows[:, source : source + numel]
+                at = (start + offset) * self._dtype.itemsize
+                self._engine.add_to_peers(self._of_all, at, part, self._rank, self._after_chunk)
+        for sums in owners:  # each sum has several writers, who all write the same number
+            self._note(sums.pushed[number], unit, present, minibatch)
+
+    def add_arrived(self, pushes: Sequence[Arrived], slots: torch.Tensor, slot_bytes: int) -> None:
+        """Add pushes, at most one of each client, that lie in slots of this rank, to its sums.
+
+        Raises:
+            ProtocolError: this rank is not accepting one of them (late, early or duplicate).
+        """
+        own = self._of(self._rank)
+        whole: dict[tuple[int, int], list[Arrived]] = {}
+        for push in pushes:
+            self._check_open(self._rank, push.minibatch, push.unit, push.client)
+            if push.present is None:
+                whole.setdefault((self._sum_of(push.client), push.unit), []).append(push)
+        additions: dict[torch.dtype, list[Addition]] = {}
+        for (number, unit), group in whole.items():
+            is_first = own.pushed[number].units[unit] != group[0].minibatch
+            addition = Addition(own.sums[number][unit], [push.slot for push in group], 0, is_first)
+            additions.setdefault(self._units[unit].grad_dtype, []).append(addition)
+            self._note(own.pushed[number], unit, None, group[0].minibatch)
+        for dtype, rows in additions.items():
+            self._engine.add_slots(slots, slot_bytes, dtype, rows, self._after_chunk)
+        for push in pushes:
+            if push.present is not None:
+                self._add_parts(push, push.present, slots, slot_bytes)
+
+    def _add_parts(self, push: Arrived, present: Sequence[bool], slots: torch.Tensor, slot_bytes: int) -> None:
+        """A push that holds the gradients of some parameters."""
+        number, dtype = self._sum_of(push.client), self._units[push.unit].grad_dtype
+        own = self._of(self._rank)
+        total, pushed = own.sums[number][push.unit], own.pushed[number]
+        is_first = pushed.units[push.unit] != push.minibatch
+        rows = []
+        for offset, numel, source in segments(self._units[push.unit], present):
+            part = total[offset : offset + numel]
+            if source is not None:
+                rows.append(Addition(part, [push.slot], source * dtype.itemsize, is_first))
+            elif is_first:
+                rows.append(Addition(part, [], 0, True))
+        self._engine.add_slots(slots, slot_bytes, dtype, rows, self._after_chunk)
+        self._note(pushed, push.unit, present, push.minibatch)
 
     @abstractmethod
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
@@ -163,7 +236,10 @@ class AccumulatorStore(ABC):
 
     def open(self, unit: int, minibatch: int) -> None:
         """From now on pushes of ``minibatch`` to ``unit`` are welcome. Called before the other ranks are told so."""
-        self._of(self._rank).accepts[unit] = minibatch
+        own = self._of(self._rank)
+        for sums in own.sums if self._by_atomics else ():
+            self._engine.zero(sums[unit])
+        own.accepts[unit] = minibatch
 
     def close(self, minibatch: int) -> None:
         """From now on pushes of ``minibatch`` are late, to any unit; those of the next one are early."""
@@ -250,41 +326,23 @@ class _OwnerSums:
 
 
 class SharedStore(AccumulatorStore):
-    """One sum per unit: the first push of a minibatch is written there, each later one is added.
-
-    Processors add under the lock of that owner and unit. Devices, which work later than a lock of the host could keep
-    them apart, add element by element with remote atomics, to a sum that its owner has zeroed when it opened it.
-    """
-
-    def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
-        super().__init__(end, units, dtype, is_direct)
-        self._by_atomics = is_direct and end.engine.has_streams
-        self._by_locks = is_direct and not end.engine.has_streams
+    """One sum per unit: the first push of a minibatch is written there, each later one is added. Processors add under
+    the lock of that owner and unit."""
 
     def _clients(self) -> int:
         return 1
 
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        grads: torch.Tensor,
-        present: Sequence[bool] | None,
-        minibatch: int,
-        client: int | None = None,
-    ) -> None:
-        client = self._rank if client is None else client
-        if self._by_atomics:
-            self._check_open(owner, minibatch, unit, client)
-            self._add_atomically(owner, unit, grads, present, minibatch)
-            return
+    def _sum_of(self, client: int) -> int:
+        return 0
+
+    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
         sums = self._of(owner)
         pushed, total = sums.pushed[0], sums.sums[0][unit]
-        if self._by_locks and not self._end.transport.lock(owner, unit):
+        if not self._end.transport.lock(owner, unit):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
-                self._check_open(owner, minibatch, unit, client)
+                self._check_open(owner, minibatch, unit, self._rank)
             first = pushed.units[unit] != minibatch
             if present is None:
                 (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
@@ -292,8 +350,7 @@ class SharedStore(AccumulatorStore):
                 self._fill_parts(total, unit, grads, present, first)
             self._note(pushed, unit, present, minibatch)
         finally:
-            if self._by_locks:
-                self._end.transport.unlock(owner, unit)
+            self._end.transport.unlock(owner, unit)
 
     def _await_lock(self, owner: int, unit: int) -> None:
         transport, is_held = self._end.transport, False
@@ -320,29 +377,12 @@ class SharedStore(AccumulatorStore):
                 transport.unlock(owner, unit)
             raise
 
-    def _add_atomically(
-        self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int
-    ) -> None:
-        sums = self._of(owner)
-        total = sums.sums[0][unit]
-        for segment in segments(self._units[unit], present or [True] * len(self._units[unit].params)):
-            if segment.source is not None:
-                part = total[segment.offset : segment.offset + segment.numel]
-                addend = grads[segment.source : segment.source + segment.numel]
-                self._engine.add_atomically(part, addend, self._after_chunk)
-        self._note(sums.pushed[0], unit, present, minibatch)  # all clients write the same number
-
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         sums = self._of(self._rank)
         pushed = sums.pushed[0]
         if pushed.units[unit] != minibatch:
             return None
         return sums.sums[0][unit], self._touched(pushed, unit, minibatch)
-
-    def open(self, unit: int, minibatch: int) -> None:
-        if self._by_atomics:
-            self._engine.zero(self._of(self._rank).sums[0][unit])
-        super().open(unit, minibatch)
 
 
 class PerClientStore(AccumulatorStore):
@@ -360,20 +400,15 @@ class PerClientStore(AccumulatorStore):
     def _clients(self) -> int:
         return self._end.world_size
 
+    def _sum_of(self, client: int) -> int:
+        return client
+
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + self._sum.nbytes
 
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        grads: torch.Tensor,
-        present: Sequence[bool] | None,
-        minibatch: int,
-        client: int | None = None,
-    ) -> None:
-        client = self._rank if client is None else client
+    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+        client = self._rank
         self._check_open(owner, minibatch, unit, client)
         sums = self._of(owner)
         pushed = sums.pushed[client]

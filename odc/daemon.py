@@ -1,35 +1,68 @@
-"""Pushes through a slot: the client fills its slot at the owner, and a thread of the owner adds it to the sum."""
+"""Pushes through slots: the client fills a slot at every owner, and a thread of each owner adds it to its sum.
+
+[Note: Only what has arrived] A host runs ahead of its device, so a push is announced long before its gradient has been
+computed. An owner's stream that waited for one would hold up the pushes of all other clients behind it, and where it
+shares a hardware queue with the script's streams, the script's own kernels too: a collective of the script, say, that
+the awaited client has still to come to, which is a deadlock. So the owner's host looks which pushes have arrived, and
+gives its stream only those.
+
+[Note: Nobody waits for a slot forever] For the same reason an acknowledgement may be stuck at an owner whose stream
+shares a queue with a kernel that waits for this very client to come to a collective. So a client waits for a slot for a
+moment only. Then it keeps its pushes in memory of its own until slots are free, at the end of its minibatch at the
+latest: by then it has come to every collective that others may wait in.
+"""
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from odc.accumulators import AccumulatorStore
+from odc.accumulators import AccumulatorStore, Arrived
 from odc.errors import ProtocolError
 from odc.threads import HelperThread
 from odc.transports.base import aligned
 from odc.units import UnitSpec
 from odc.waiting import GONE, Endpoint
 
-# Header of a slot. The number counts the client's pushes to this owner, from 1; "whole" says that all parameters are in
-# it, else a byte for each says whether it is.
+logger = logging.getLogger("odc")
+
+NUM_SLOTS = 2
+"""Of each client at each owner: one is filled while the other is added."""
+# Header of a slot. The number counts the client's pushes, from 1, each of which goes to all owners; "whole" says that
+# all parameters are in it, else a byte for each says whether it is.
 _HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
 _IDLE_S = 1.0
+_PATIENCE_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
+
+
+class _Push(NamedTuple):
+    """One that waits for a slot."""
+
+    unit: int
+    grads: torch.Tensor
+    present: Sequence[bool] | None
+    minibatch: int
 
 
 class AccumulationDaemon:
-    """Both sides of it. One slot per client, large enough for the largest unit's slice and shared by all units (paper
-    section 3.2 and appendix B): ``world_size * max(slice)`` elements per rank.
+    """Both sides of it. :data:`NUM_SLOTS` slots per client, each large enough for the largest unit's slice and shared
+    by all units (paper section 3.2 and appendix B): ``NUM_SLOTS * world_size * max(slice)`` elements per rank.
 
     A thread, not a process: it lives and dies with its rank. Torch releases the GIL while it adds.
 
     Args:
-        signals_at: of ``2 * world_size`` signals of each rank: posted to each owner, acknowledged to each client.
+        signals_at: of ``1 + world_size`` signals of each rank: posted to all owners, acknowledged to each client.
         on_failure: told of what ends the thread.
+        patience_s: for which a client waits for a slot before it keeps a push; None: as long as it takes on host
+            memory, where nothing can hold up an owner's thread.
     """
 
     def __init__(
@@ -39,37 +72,66 @@ class AccumulationDaemon:
         units: Sequence[UnitSpec],
         signals_at: int,
         on_failure: Callable[[BaseException], None],
+        patience_s: float | None = None,
     ) -> None:
         self._end = end
         self._transport = end.transport
         self._store = store
         self._units = units
         self._rank = end.rank
+        self._world = range(end.world_size)
         self._on_failure = on_failure
-        self._posted_at, self._acked_at = signals_at, signals_at + end.world_size
+        has_streams = end.engine.has_streams
+        self._patience_s = (_PATIENCE_S if has_streams else float("inf")) if patience_s is None else patience_s
+        self._look = time.sleep if has_streams else None
+        self._posted, self._acked_at = signals_at, signals_at + 1
         self._slot_bytes = self.slot_bytes(units)
         self._header_bytes = aligned(_HEADER.size + max((len(u.params) for u in units), default=0))
-        self._slots = end.transport.allocate(end.world_size * self._slot_bytes, "slots")
-        self._headers = end.transport.allocate_host(end.world_size * self._header_bytes, "slot headers")
-        self._sent = [0] * end.world_size
+        num_slots = end.world_size * NUM_SLOTS
+        self._slots = end.transport.allocate(self.slots_bytes(units, end.world_size), "slots")
+        self._headers = end.transport.allocate_host(num_slots * self._header_bytes, "slot headers")
+        self._near = [rank for rank in self._world if self._slots.reaches(rank)]
+        self._far = [rank for rank in self._world if not self._slots.reaches(rank)]
+        self._of_all = [self._slots.peer(rank) for rank in self._world] if not self._far else []
+        self._header_views = [self._header_view(client) for client in self._world]
+        self._sent = 0  # pushes of this rank; each goes to all owners
+        self._has_room_for = NUM_SLOTS  # the last push for which all owners are known to have a slot
+        self._kept: deque[_Push] = deque()
         self._handled = [0] * end.world_size
         self._stopping = threading.Event()
+        self._progress = threading.Event()  # of the thread
         self._thread = HelperThread(self._run, "odc-accumulation")
 
     @staticmethod
     def num_signals(world_size: int) -> int:
         """How many signals of each rank are set aside."""
-        return 2 * world_size
+        return 1 + world_size
+
+    @classmethod
+    def slots_bytes(cls, units: Sequence[UnitSpec], world_size: int) -> int:
+        """Size of all slots of one rank."""
+        return world_size * NUM_SLOTS * cls.slot_bytes(units)
 
     @staticmethod
     def slot_bytes(units: Sequence[UnitSpec]) -> int:
-        """Size of one client's slot."""
+        """Size of one slot."""
         return aligned(max((u.grad_numel * u.grad_dtype.itemsize for u in units), default=1))
+
+    def _header_view(self, client: int) -> memoryview:
+        """The headers of a client's slots: at the client where its memory is mapped, else in the copy here."""
+        headers = self._headers.peer(client) if self._headers.reaches(client) else self._headers.local
+        start = client * NUM_SLOTS * self._header_bytes
+        return headers[start : start + NUM_SLOTS * self._header_bytes].numpy().data
 
     @property
     def num_bytes(self) -> int:
         """Memory of this rank that holds slots."""
         return self._slots.num_bytes + self._headers.num_bytes
+
+    @property
+    def sent(self) -> int:
+        """How many pushes this rank has sent to every owner."""
+        return self._sent
 
     def start(self) -> None:
         """Begin to serve, once set-up is over."""
@@ -77,69 +139,171 @@ class AccumulationDaemon:
 
     # The client
 
-    def push(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
-        """Send ``grads`` to ``owner``, who adds them as :meth:`~odc.accumulators.AccumulatorStore.add` does. They may
-        be reused on return."""
-        sent = self._sent[owner]
-        if self._transport.count(owner, self._acked_at + self._rank) < sent:
-            self._await_ack(owner, lambda: f"slot at rank {self._end.name(owner)} for {self._units[unit].name!r}")
-        self._transport.order_after(owner, self._acked_at + self._rank, sent)
-        header = _HEADER.pack(sent + 1, unit, minibatch, grads.numel(), present is None) + bytes(present or ())
+    def push(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+        """Send row r of ``grads`` to rank r for every r, who adds it to its sum of ``unit``. They may be reused on
+        return."""
+        push = _Push(unit, grads, present, minibatch)
+        while self._kept and self._has_room():
+            self._send_kept()
+        if not self._kept and (self._has_room() or self._await_room(self._patience_s)):
+            self._send(push)
+        else:
+            self._keep(push)
+
+    def _keep(self, push: _Push) -> None:
         try:
-            self._transport.write(
-                self._slots, owner, self._rank * self._slot_bytes, grads, self._end.waiter.after_scatter_chunk
-            )
-            self._transport.write_host(self._headers, owner, self._rank * self._header_bytes, header)
-        except GONE as error:
-            raise self._end.waiter.explain(error, f"push to unit {self._units[unit].name!r}") from None
-        self._end.faults.hit("scatter.before_post")
-        self._sent[owner] = sent + 1
-        self._transport.post(self._posted_at + owner, to=owner, daemon=True)
+            with self._end.engine.take("kept pushes"):
+                kept = torch.empty_like(push.grads)
+                self._end.engine.copy(kept, push.grads)
+        except torch.OutOfMemoryError:
+            logger.warning("odc: no memory to keep a push in, so it waits until the owners have taken those before it")
+            self.drain()
+            self._send(push)
+            return
+        self._kept.append(push._replace(grads=kept))
 
     def drain(self) -> None:
-        """Return when every push of this rank has been accumulated."""
-        for owner, sent in enumerate(self._sent):
-            if self._transport.count(owner, self._acked_at + self._rank) < sent:
-                self._await_ack(owner, lambda: "acknowledgement of this rank's pushes")
-            self._transport.order_after(owner, self._acked_at + self._rank, sent)
+        """Return when this rank has sent all its pushes."""
+        while self._kept:
+            self._await_room(float("inf"))
+            self._send_kept()
 
-    def _await_ack(self, owner: int, what: Callable[[], str]) -> None:
-        signal, sent = self._acked_at + self._rank, self._sent[owner]
-        self._end.waiter.wait(lambda: [owner] if self._transport.count(owner, signal) < sent else [], what)
+    def _send_kept(self) -> None:
+        push = self._kept.popleft()
+        with self._end.engine.take("kept pushes"):
+            self._send(push)
+            self._end.engine.hold(push.grads)
+
+    def _has_room(self) -> bool:
+        """Whether all owners have acknowledged the push whose slot comes next."""
+        return self._sent < self._has_room_for or not self._owners_without_room()
+
+    def _owners_without_room(self) -> list[int]:
+        needed, has_arrived = self._sent + 1 - NUM_SLOTS, self._transport.has_arrived
+        signal = self._acked_at + self._rank
+        late = [owner for owner in self._world if not has_arrived(owner, signal, needed)]
+        if not late:
+            self._has_room_for = self._sent + 1
+        return late
+
+    def _await_room(self, patience_s: float) -> bool:
+        """Whether there is room, within ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+        self._end.waiter.wait(
+            lambda: [] if time.monotonic() > deadline else self._owners_without_room(),
+            lambda: f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet",
+            block=self._block(),
+        )
+        return self._has_room()
+
+    def _block(self) -> Callable[[float], None] | None:
+        """How to sleep for what a stream of another rank will do; None: until that rank wakes this one."""
+        if self._look is None:
+            return None
+        look, pause_s = self._look, _FIRST_PAUSE_S
+
+        def block(limit_s: float) -> None:
+            nonlocal pause_s
+            look(min(pause_s, limit_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+        return block
+
+    def _send(self, push: _Push) -> None:
+        number, transport = self._sent + 1, self._transport
+        slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
+        numel = push.grads.numel() // len(self._world)
+        header = _HEADER.pack(number, push.unit, push.minibatch, numel, push.present is None)
+        header += bytes(push.present or ())
+        after_chunk = self._end.waiter.after_scatter_chunk
+        try:
+            if self._of_all:
+                at = slot * self._slot_bytes
+                self._end.engine.copy_to_peers(self._of_all, at, push.grads, self._rank, after_chunk)
+            else:
+                rows = push.grads.view(len(self._world), -1).unbind()
+                for owner in transport.topology.rotation():
+                    transport.write(self._slots, owner, slot * self._slot_bytes, rows[owner], after_chunk)
+            for owner in (self._rank, *transport.topology.ranks_elsewhere()):
+                transport.write_host(self._headers, owner, slot * self._header_bytes, header)
+        except GONE as error:
+            raise self._end.waiter.explain(error, f"push to unit {self._units[push.unit].name!r}") from None
+        self._end.faults.hit("scatter.before_post")
+        self._sent = number
+        transport.post(self._posted, daemon=True)
 
     # The owner
 
+    def finish(self, sent: Sequence[int]) -> None:
+        """Return when the pushes that each client has ``sent`` so far are in the sums, for the current stream."""
+        transport, posted, handled = self._transport, self._posted, self._handled
+        self._end.waiter.wait(
+            lambda: [client for client in self._world if not transport.has_arrived(client, posted, sent[client])],
+            lambda: "pushes of its last microbatch",
+            block=self._block(),
+        )
+
+        def is_behind() -> list[int]:
+            self._progress.clear()
+            is_done = all(handled[client] >= sent[client] for client in self._world) and not transport.is_forwarding
+            return [] if is_done else [self._rank]
+
+        # What is left is the work of this rank's own thread.
+        self._end.waiter.wait(is_behind, lambda: "pushes that have arrived", block=self._await_progress)
+        self._end.engine.join_background()
+
+    def _await_progress(self, limit_s: float) -> None:
+        self._progress.wait(limit_s)
+
     def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
         try:
             with self._end.engine.background():
                 while True:
                     ticket = self._transport.ticket(None)  # before all that it may sleep for
                     if self._stopping.is_set():
                         break
-                    if not self._serve_round():
+                    has_served, is_forwarding = self._serve_round(), self._transport.forward_arrivals()
+                    self._progress.set()
+                    if has_served:
+                        pause_s = _FIRST_PAUSE_S
+                    elif is_forwarding or self._expects_arrivals():
+                        time.sleep(pause_s)
+                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    else:
                         self._transport.sleep(None, ticket, _IDLE_S)
         except BaseException as error:  # whatever it is must reach the training loop
             if not self._stopping.is_set():  # which has closed: an acknowledgement under way was given up
                 self._on_failure(error)
 
-    def _serve_round(self) -> bool:
-        """Handle at most one push per client; whether there was any."""
-        count, posted = self._transport.count, self._posted_at + self._rank
-        clients = [client for client, handled in enumerate(self._handled) if count(client, posted) > handled]
-        for client in clients:
-            self._end.faults.hit("daemon.before_add")
-            self._add(client)
-            self._end.faults.hit("daemon.after_add")
-            self._handled[client] += 1
-            self._transport.post(self._acked_at + client, to=client)
-        return bool(clients)
+    def _expects_arrivals(self) -> bool:
+        """Whether pushes have been announced that have not arrived."""
+        count, posted = self._transport.count, self._posted
+        return any(count(client, posted) > handled for client, handled in enumerate(self._handled))
 
-    def _add(self, client: int) -> None:
+    def _serve_round(self) -> bool:
+        """Add what has arrived, at most one push of each client; whether there was any."""
+        has_arrived, posted = self._transport.has_arrived, self._posted
+        clients = [client for client, handled in enumerate(self._handled) if has_arrived(client, posted, handled + 1)]
+        if not clients:
+            return False
+        for _ in clients:
+            self._end.faults.hit("daemon.before_add")
+        arrived = [self._read_header(client) for client in clients]
+        self._store.add_arrived(arrived, self._slots.local, self._slot_bytes)
+        for _ in clients:
+            self._end.faults.hit("daemon.after_add")
+        for client in clients:
+            self._handled[client] += 1
+        self._transport.acknowledge([(self._acked_at + client, client) for client in clients])
+        return True
+
+    def _read_header(self, client: int) -> Arrived:
         who, units = self._end.name(client), self._units
-        start = client * self._header_bytes
-        header = bytes(self._headers.local[start : start + self._header_bytes].numpy())
-        number, unit_index, minibatch, numel, whole = _HEADER.unpack_from(header)
         expected_number = self._handled[client] + 1
+        start = expected_number % NUM_SLOTS * self._header_bytes
+        header = bytes(self._header_views[client][start : start + self._header_bytes])
+        number, unit_index, minibatch, numel, whole = _HEADER.unpack_from(header)
         if number != expected_number:
             raise ProtocolError(
                 f"rank {who} announced its push {number} where {expected_number} comes next: twice the same, or out "
@@ -152,14 +316,11 @@ class AccumulationDaemon:
         expected = sum(p.numel for i, p in enumerate(unit.params) if present is None or present[i])
         if numel != expected:
             raise ProtocolError(f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
-        start = client * self._slot_bytes
-        grads = self._slots.local[start : start + numel * unit.grad_dtype.itemsize].view(unit.grad_dtype)
-        # The client's stream had waited for this rank's sums to be open before it posted: that order holds here too.
-        self._transport.order_after(client, self._posted_at + self._rank, number)
-        self._store.add(self._rank, unit_index, grads, present, minibatch, client)
+        slot = client * NUM_SLOTS + number % NUM_SLOTS
+        return Arrived(client, slot, unit_index, present, minibatch)
 
     def close(self) -> None:
-        """Let the thread finish its current push and join it. Local and idempotent."""
+        """Let the thread finish its current round and join it. Local and idempotent."""
         self._stopping.set()
         if self._thread.is_alive():
             self._transport.wake_self()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -86,6 +86,17 @@ class TransferTable:
 AfterChunk = Callable[[], None]
 
 
+class Addition(NamedTuple):
+    """``total += `` what lies at ``offset_bytes`` of each of ``slots``, in this order; see :meth:`Engine.add_slots`."""
+
+    total: torch.Tensor
+    """Flat; a part of one sum."""
+    slots: Sequence[int]
+    offset_bytes: int = 0
+    first: bool = False
+    """The sum is overwritten; without any slot it becomes zero."""
+
+
 def no_op() -> None:
     """The default of ``after_chunk``."""
 
@@ -104,13 +115,61 @@ class Engine(ABC):
     def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         """``total += addend`` in the total's dtype."""
 
-    @abstractmethod
-    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        """``accumulator += addend``, element by element, whoever else adds to it at the same time.
+    # Operations on the memory of all ranks at once. ``buffers[r]`` is rank r's copy of one allocation, flat uint8; row
+    # r of a tensor of ``len(buffers)`` equal rows is rank r's.
+
+    def copy_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        source: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Row r of ``source`` into ``buffers[r]`` at ``offset_bytes``, for every r, beginning after ``rank``."""
+        rows = source.view(len(buffers), -1)
+        num_bytes = rows.shape[1] * source.itemsize
+        for step in range(len(buffers)):
+            row = (rank + 1 + step) % len(buffers)
+            target = buffers[row][offset_bytes : offset_bytes + num_bytes].view(source.dtype)
+            self.copy(target, rows[row], after_chunk)
+
+    def add_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        rows: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Row r of ``rows`` to the float32 sums that lie in ``buffers[r]`` from ``offset_bytes`` on, for every r,
+        element by element, whoever else adds there at the same time.
+
+        Args:
+            rows: [len(buffers), numel]; rows may lie apart, elements of a row do not.
 
         Raises:
             UnsupportedError: this engine has no such operation.
         """
+        raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
+
+    def add_slots(
+        self,
+        slots: torch.Tensor,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        additions: Sequence[Addition],
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        """Add what lies in ``slots``, consecutive ones of ``slot_bytes``, as ``dtype``. The totals are all apart."""
+        for total, numbers, offset_bytes, first in additions:
+            starts = [number * slot_bytes + offset_bytes for number in numbers]
+            num_bytes = total.numel() * dtype.itemsize
+            if first and not starts:
+                self.zero(total, after_chunk)
+            for index, start in enumerate(starts):
+                addend = slots[start : start + num_bytes].view(dtype)
+                (self.copy if first and index == 0 else self.add)(total, addend, after_chunk)
 
     @abstractmethod
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
@@ -150,6 +209,10 @@ class Engine(ABC):
     def run(self, work: Callable[[], object]) -> None:
         """Have ``work``, torch operations of the caller, done in order with this thread's calls of the engine."""
 
+    def stream_key(self) -> int:
+        """Names the current stream."""
+        return 0
+
     @abstractmethod
     def background(self) -> AbstractContextManager[object]:
         """Inside, this thread's work does not queue behind that of the training loop."""
@@ -167,6 +230,10 @@ class Engine(ABC):
         """The current stream goes on after everything noted by :meth:`note_use`."""
 
     @abstractmethod
+    def join_background(self) -> None:
+        """The current stream goes on after everything that was done inside :meth:`background`."""
+
+    @abstractmethod
     def at_home(self) -> AbstractContextManager[object]:
         """Inside, the stream that called :meth:`join` last, where gradients became final, is the current one; behind
         it, the current stream goes on after what was done inside. FSDP calls from streams of its own, and a sum is the
@@ -176,6 +243,11 @@ class Engine(ABC):
     def take(self, memory: str) -> AbstractContextManager[object]:
         """Inside, the current stream has the memory of this name to itself: it goes on when the stream that had it
         before has done what it was given inside."""
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Whoever lets go of ``tensor`` now: its memory is used for nothing else before the current stream has done
+        what it was given. (Its own engine's memory; on a host nothing is under way.)"""
+        return
 
     @abstractmethod
     def synchronize(self, timeout_s: float) -> bool:
@@ -196,9 +268,6 @@ class CpuEngine(Engine):
     add = staticmethod(add_chunked)
     zero = staticmethod(zero_chunked)
 
-    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
-
     def run(self, work: Callable[[], object]) -> None:
         work()
 
@@ -213,6 +282,9 @@ class CpuEngine(Engine):
 
     def join(self) -> None:
         """Nothing is ever under way."""
+
+    def join_background(self) -> None:
+        """As :meth:`join`."""
 
     def at_home(self) -> AbstractContextManager[object]:
         return nullcontext()

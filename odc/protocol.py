@@ -75,7 +75,8 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
-_END_WORDS = 6  # minibatch, kind, has_pushed, notes
+_END_WORDS = 7  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
+_SENT = 6
 _END_FORMAT = f"={_END_WORDS}q"
 
 
@@ -105,12 +106,13 @@ class MinibatchProtocol:
         self._offsets = offsets
         self._store = store
         self._daemon = daemon
-        self._push = store.add if daemon is None else daemon.push
+        self._has_streams = end.engine.has_streams
+        # Beside it, who sends a push to all owners at once; None: it is added owner by owner, on host memory.
+        self._push_to_all = daemon.push if daemon is not None else store.add_to_all if self._has_streams else None
         self._rank = end.rank
         self._world_size = end.world_size
         self._rotation = end.transport.topology.rotation()
         self._others = [rank for rank in self._rotation if rank != self._rank]
-        self._has_streams = end.engine.has_streams
         self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
         self._versions = [0] * len(units)  # of this rank's own published shards
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
@@ -227,15 +229,16 @@ class MinibatchProtocol:
         started_ns = time.monotonic_ns()
         self._end.faults.hit("gather.before")
         owners = self._others if own_in_place else self._rotation
-        is_ready = self._ready[unit] == self.minibatch
-        if is_ready and self._has_streams:
+        if self._has_streams:
+            self._await_all(unit, self._gather_of)
             self._gather_at_once(unit, out, owners, own_in_place)
         else:
+            is_ready = self._ready[unit] == self.minibatch
             rows, shards = out.view(self._world_size, -1).unbind(), self._shards[unit]
             copy, after_chunk = self._end.engine.copy, self._end.waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
-                    self._await_published(unit, owner, self._gather_of)
+                    self._await_published(unit, [owner], self._gather_of)
                 shard = shards[owner]
                 if shard is None:
                     self._read_far(unit, [(rows[owner], owner)])
@@ -254,8 +257,6 @@ class MinibatchProtocol:
 
     def _gather_at_once(self, unit: int, out: torch.Tensor, owners: Sequence[int], own_in_place: bool) -> None:
         """All owners have published: one operation of the device may read many of them."""
-        for owner in owners:
-            self._end.transport.order_after(owner, unit, self.minibatch)
         shards = [shard for shard in self._shards[unit] if shard is not None]
         if len(shards) == self._world_size:
             after_chunk = self._end.waiter.after_gather_chunk
@@ -324,18 +325,25 @@ class MinibatchProtocol:
     def _push_to(self, unit: int) -> str:
         return f"push to unit {self._units[unit].name!r}"
 
-    def _await_published(self, unit: int, owner: int, what: Callable[[int], str]) -> None:
-        """Wait until ``owner`` has published the unit for this minibatch. Once that is known of all it costs nothing.
+    def _await_published(self, unit: int, owners: Sequence[int], what: Callable[[int], str]) -> None:
+        """Wait until ``owners`` have published the unit for this minibatch.
 
         Args:
             what: describes what waits, given the unit.
         """
-        transport, minibatch = self._end.transport, self.minibatch
-        if self._ready[unit] != minibatch and transport.count(owner, unit) < minibatch:
+        count, minibatch = self._end.transport.count, self.minibatch
+        late = [owner for owner in owners if count(owner, unit) < minibatch]
+        if late:
             self._end.waiter.wait(
-                lambda: [owner] if transport.count(owner, unit) < minibatch else [], lambda: what(unit)
+                lambda: [owner for owner in late if count(owner, unit) < minibatch], lambda: what(unit)
             )
-        transport.order_after(owner, unit, minibatch)
+
+    def _await_all(self, unit: int, what: Callable[[int], str]) -> None:
+        """Wait until all owners have published the unit; the current stream goes on when theirs have."""
+        if self._ready[unit] != self.minibatch:
+            self._await_published(unit, self._rotation, what)
+            self._ready[unit] = self.minibatch
+        self._end.transport.order_after(self._rotation, unit, self.minibatch)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
@@ -359,15 +367,19 @@ class MinibatchProtocol:
         self._pushes[unit] += 1
         if present is not None and all(present):
             present = None
-        rows = grads.view(self._world_size, -1).unbind()
-        is_ready = self._ready[unit] == self.minibatch and not self._has_streams
-        for owner in self._rotation:
-            # An owner publishes a unit only after it has taken its sum of the minibatch before, so this keeps a push
-            # out of the wrong minibatch.
-            if not is_ready:
-                self._await_published(unit, owner, self._push_to)
-            self._push(owner, unit, rows[owner], present, self.minibatch)
-        self._ready[unit] = self.minibatch
+        # An owner publishes a unit only after it has taken its sum of the minibatch before, so to wait for that keeps a
+        # push out of the wrong minibatch.
+        if self._push_to_all is not None:
+            self._await_all(unit, self._push_to)
+            self._push_to_all(unit, grads, present, self.minibatch)
+        else:
+            rows = grads.view(self._world_size, -1).unbind()
+            is_ready = self._ready[unit] == self.minibatch
+            for owner in self._rotation:
+                if not is_ready:
+                    self._await_published(unit, [owner], self._push_to)
+                self._store.add(owner, unit, rows[owner], present, self.minibatch)
+            self._ready[unit] = self.minibatch
         self._end.engine.note_use()
         self._end.stats.pushes += 1
         self._end.stats.push_bytes += grads.nbytes
@@ -399,6 +411,8 @@ class MinibatchProtocol:
         self._end.engine.join()  # "done" says of every stream here that its gathers have been made
         self._post_done(how or End())
         self._await_done()
+        if self._daemon is not None:
+            self._daemon.finish([words[self._end_at(rank) + _SENT] for rank, words in enumerate(self._ends_of)])
         self._end.faults.hit("finish.after_done")
         self._store.close(self.minibatch)
         self.state = State.FINISHED
@@ -408,20 +422,25 @@ class MinibatchProtocol:
         self._end.stats.finish_s += self._record("finish", None, started_ns)
 
     def _post_done(self, how: End) -> None:
-        row = [self.minibatch, how.kind, any(self._pushes), *how.notes]
-        at = (self.minibatch % 2 * self._world_size + self._rank) * _END_WORDS
+        sent = 0 if self._daemon is None else self._daemon.sent
+        row = [self.minibatch, how.kind, any(self._pushes), *how.notes, sent]
+        at = self._end_at(self._rank)
         self._ends_of[self._rank][at : at + _END_WORDS] = words = memoryview(struct.pack(_END_FORMAT, *row)).cast("q")
         for rank in self._end.transport.topology.ranks_elsewhere():
             with contextlib.suppress(PeerClosedError, PeerDiedError):  # whoever waits for its answer reports it
                 self._end.transport.write_host(self._end_words, rank, 8 * at, words.tobytes())
         self._end.transport.post(self._done)
 
+    def _end_at(self, rank: int) -> int:
+        """Where the words of ``rank``'s end of this minibatch begin."""
+        return (self.minibatch % 2 * self._world_size + rank) * _END_WORDS
+
     def _read_ends(self) -> None:
         """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
         place of their script: no step must use its sums."""
-        start, kinds = self.minibatch % 2 * self._world_size * _END_WORDS, set()
+        kinds = set()
         for rank, words in enumerate(self._ends_of):
-            at = start + rank * _END_WORDS
+            at = self._end_at(rank)
             if words[at] != self.minibatch:
                 raise ProtocolError(f"rank {rank} is done with minibatch {self.minibatch} and speaks of {words[at]}")
             kinds.add(words[at + 1])
@@ -437,7 +456,7 @@ class MinibatchProtocol:
             start = self._ended % 2 * self._world_size * _END_WORDS
             places = [start + rank * _END_WORDS for rank in range(self._world_size)]
             rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
-            self._ends = [End(EndKind(kind), (a, b, c), bool(pushed)) for _, kind, pushed, a, b, c in rows]
+            self._ends = [End(EndKind(kind), (a, b, c), bool(pushed)) for _, kind, pushed, a, b, c, _ in rows]
         return self._ends
 
     def _await_done(self) -> None:
@@ -450,8 +469,7 @@ class MinibatchProtocol:
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""
-        for rank in range(self._world_size):
-            self._end.transport.order_after(rank, self._done, self.minibatch)
+        self._end.transport.order_after(self._rotation, self._done, self.minibatch)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.

@@ -62,10 +62,10 @@ class Runtime:
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
         transport.use_check(self._waiter.check)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
-        plan = StorePlan.of(config, transport.engine, topology.num_hosts)
+        plan = StorePlan.of(config, transport)
         world_size, signals = topology.world_size, MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
-        slots = 0 if plan.is_direct else world_size * AccumulationDaemon.slot_bytes(units)
+        slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
         transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
         transport.open(
             num_signals=signals + (0 if plan.is_direct else AccumulationDaemon.num_signals(world_size)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -53,8 +54,7 @@ class UnitSpec:
         return f"{self.shard_numel} x {self.dtype} per rank; gradients {self.grad_dtype}: {params or 'none'}"
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """``numel`` elements at ``offset`` of an accumulator, fed from ``source`` of a push (None: not in this push)."""
 
     offset: int

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_cuda import FAKES, AsynchronousFakeCudaTransport
 
 from odc.accumulators import SharedStore
+from odc.bench.fake.cuda import FAKES, AsynchronousFakeCudaTransport
 from odc.bench.gpu.setting import Setting
 
 HERE = __name__
@@ -28,7 +28,7 @@ def register_fakes() -> None:
 
 def lose_every_order() -> None:
     register_fakes()
-    AsynchronousFakeCudaTransport.order_after = lambda self, rank, index, count: None  # type: ignore[method-assign]
+    AsynchronousFakeCudaTransport.order_after = lambda self, ranks, index, count: None  # type: ignore[method-assign]
 
 
 def lose_a_push() -> None:

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_cuda
 import pytest
 import torch
-from fake_cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
 from process_ranks import start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, ConfigError, OdcError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc.bench.fake import cuda as fake_cuda
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
 from odc.cuda import runtime as cuda_runtime
 from odc.engine import TransferTable
 from odc.exchange import ProcessGroupExchange

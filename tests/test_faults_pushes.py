@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import registered_fakes
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc.bench.fake.cuda import registered_fakes
 from odc.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link

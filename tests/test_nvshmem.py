@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import registered_fakes
-from fake_nvshmem import FakeNvshmemTransport
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc.bench.fake.cuda import registered_fakes
+from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.config import nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import Nvshmem4pyHeap, heap_problem

@@ -22,12 +22,12 @@ import pytest
 import test_protocol
 import test_stream_order
 import torch
-from fake_cuda import registered_fakes
 from process_ranks import run_ranks
 from test_links import across
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.bench.fake.cuda import registered_fakes
 from odc.exchange import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import pytest
 import torch
-from fake_cuda import registered_fakes
-from fake_nvshmem import FakeNvshmemTransport
 from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 
+from odc.bench.fake.cuda import registered_fakes
+from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.errors import ConfigError, UnsupportedError
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology

@@ -18,10 +18,11 @@ import torch
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.bench.gpu.streams import streams_of
+from odc.engine import Addition
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import Transport
+from odc.transports.base import Transport, aligned
 
 ROUNDS = 200
 ADDITIONS = 50
@@ -107,7 +108,7 @@ def order_of_streams(rank: Rank, transport: Transport) -> None:
         if turn:
             turns += 1
             _await(transport, before, turns)
-            transport.order_after(before, 2, turns)
+            transport.order_after([before], 2, turns)
         streams.delay(2e-4)
         source, target = local[turn : turn + 1], there[turn + 1 : turn + 2]
         transport.engine.run(lambda source=source, target=target: torch.add(source, 1, out=target))  # type: ignore[misc]
@@ -153,23 +154,53 @@ def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
 
 
 def atomic_additions(rank: Rank, transport: Transport) -> None:
-    """All ranks add to rank 0's sum at once, and none of it is lost. Whole numbers: any order is exact."""
-    numel = 10_007
-    total = transport.allocate(4 * numel, "atomics").peer(0).view(torch.float32)
+    """All ranks add to all sums at once, and none of it is lost, where "auto" would rely on that. Whole numbers: any
+    order is exact."""
+    if transport.no_atomics() is not None:
+        return
+    numel, world_size = 10_007, rank.world_size
+    buffer = transport.allocate(4 * numel, "atomics")
+    everywhere = [buffer.peer(owner) for owner in range(world_size)]
     places = torch.arange(numel, device=rank.device).remainder_(7)
-    addend = (places + rank.rank).to(torch.float32)
+    rows = torch.stack([places + rank.rank + 3 * owner for owner in range(world_size)]).to(torch.float32)
     _idle(rank, transport)
     for _ in range(ADDITIONS):
-        transport.engine.add_atomically(total, addend)
+        transport.engine.add_to_peers(everywhere, 0, rows, rank.rank)
     _idle(rank, transport)
-    wanted = (places * rank.world_size + sum(range(rank.world_size))) * ADDITIONS
-    require(torch.equal(total, wanted.to(torch.float32)), "concurrent atomic additions lose some")
+    wanted = ((places + 3 * rank.rank) * world_size + sum(range(world_size))) * ADDITIONS
+    found = buffer.local.view(torch.float32)
+    require(torch.equal(found, wanted.to(torch.float32)), "concurrent atomic additions lose some")
+
+
+def slots_filled_and_added(rank: Rank, transport: Transport) -> None:
+    """Each rank fills its slot at every rank, of any dtype and at any alignment; each owner adds all in one call."""
+    engine, world_size, numel = transport.engine, rank.world_size, 1003
+    for dtype in (torch.bfloat16, torch.float32):
+        slot_bytes = aligned(numel * dtype.itemsize)
+        slots = transport.allocate(world_size * slot_bytes, f"slots of {dtype}")
+        everywhere = [slots.peer(owner) for owner in range(world_size)]
+        _idle(rank, transport)
+        places = torch.arange(numel, device=rank.device).remainder_(5)
+        rows = torch.stack([places + rank.rank + owner for owner in range(world_size)]).to(dtype).view(-1)
+        engine.copy_to_peers(everywhere, rank.rank * slot_bytes, rows, rank.rank)
+        _idle(rank, transport)
+        sums = torch.full((2, numel), 1.0, device=rank.device)
+        own = [rank.rank]
+        whole = Addition(sums[0], range(world_size), 0, True)
+        tail = Addition(sums[1][3:], own, 3 * dtype.itemsize, False)
+        engine.add_slots(slots.local, slot_bytes, dtype, [whole, tail, Addition(sums[1][:3], [], 0, True)])
+        _idle(rank, transport)
+        all_of_them = (places + rank.rank) * world_size + sum(range(world_size))
+        require(torch.equal(sums[0], all_of_them.to(torch.float32)), f"the slots of {dtype} are not in the sum")
+        one = torch.cat([torch.zeros_like(places[:3]), places[3:] + 2 * rank.rank + 1]).to(torch.float32)
+        require(torch.equal(sums[1], one), f"a part of a slot of {dtype} is not in its part of a sum")
 
 
 PARTS: tuple[Callable[[Rank, Transport], None], ...] = (
     memory_by_rank,
     order_of_streams,
     engine_copies_and_adds,
+    slots_filled_and_added,
     atomic_additions,
 )
 

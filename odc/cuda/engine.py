@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from odc.engine import AfterChunk, Engine, TransferTable, no_op
-from odc.errors import SetupError, UnsupportedError
+from odc.errors import SetupError
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
@@ -54,7 +54,7 @@ class CudaEngine(Engine):
                 addend = torch.zeros(32, dtype=dtype, device=self._device)
                 accumulate(sums[:32], addend)
                 copy_cast(sums[:32], addend)
-                self.add_atomically(sums[32:], addend)
+                self.add_to_peers([sums[32:].view(torch.uint8)], 0, addend.view(1, -1), 0)
                 gather_from_peers(sums[:32], PeerTable.of([addend]), 32, rank=0, source_dtype=dtype)
             fill(sums)
         except Exception as problem:  # whatever a compiler has to say
@@ -100,14 +100,19 @@ class CudaEngine(Engine):
             total.add_(addend)
         after_chunk()
 
-    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        if accumulator.dtype != torch.float32:
-            raise UnsupportedError(f"atomic addition is for float32 sums, not {accumulator.dtype}")
-        if addend.itemsize > accumulator.itemsize or not addend.is_floating_point():
-            addend = addend.to(accumulator.dtype)  # float64, integers: the kernel reads what a wire carries
-        if addend.numel():
-            table, offset = self._table_of([accumulator])
-            scatter_accumulate_direct(table, addend, rank=0, offset=offset)
+    def add_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        rows: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        if rows.itemsize > torch.float32.itemsize or not rows.is_floating_point():
+            rows = rows.to(torch.float32)  # float64, integers: the kernel reads what a wire carries
+        table, offset = self._table_of(buffers)
+        offset += offset_bytes // torch.float32.itemsize
+        scatter_accumulate_direct(table, rows.contiguous().view(-1), rank=rank, offset=offset)
         after_chunk()
 
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
@@ -145,6 +150,15 @@ class CudaEngine(Engine):
         for handle, stream in streams.items():
             if handle != current.cuda_stream:
                 current.wait_stream(stream)
+
+    def join_background(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._background)
+
+    def stream_key(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def at_home(self) -> Iterator[None]:

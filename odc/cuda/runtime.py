@@ -14,7 +14,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +26,27 @@ from odc.errors import OdcError, SetupError
 
 # From cuda.h.
 _SUCCESS = 0
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _WAIT_GEQ = 0x0  # until (int32)(*address - value) >= 0
 _WAIT_FLUSH = 1 << 30  # and writes of other devices that came before the word have arrived
 _WRITE_DEFAULT = 0x0  # what the stream did before is visible to whoever sees the value
+_MOST_OPERATIONS = 256  # that one call takes
+_NATIVE_ATOMICS = 0x03  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_ulonglong
+
+
+class MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, a union of 48 bytes, as its members for 32-bit words have it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", _ADDRESS),
+        ("value", ctypes.c_uint32),
+        ("_upper", ctypes.c_uint32),
+        ("flags", ctypes.c_uint),
+        ("alias", _ADDRESS),
+        ("_padding", ctypes.c_uint64),
+    )
 
 
 @functools.cache
@@ -41,8 +58,12 @@ def _library() -> ctypes.CDLL:
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        library.cuStreamWaitValue32_v2.argtypes = [_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint]
-        library.cuStreamWriteValue32_v2.argtypes = [_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint]
+        library.cuStreamBatchMemOp_v2.argtypes = [
+            _HANDLE, ctypes.c_uint, ctypes.POINTER(MemoryOperation), ctypes.c_uint,
+        ]  # fmt: skip
+        library.cuDeviceGetP2PAttribute.argtypes = [
+            ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        ]  # fmt: skip
         library.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint]
         library.cuMemGetAddressRange_v2.argtypes = [
             ctypes.POINTER(_ADDRESS), ctypes.POINTER(ctypes.c_size_t), _ADDRESS,
@@ -76,18 +97,33 @@ def _call_driver(name: str, *arguments: Any) -> None:
         raise OdcError(f"{name} failed with code {code}: {reason}")
 
 
-def wait_value(stream: int, address: int, value: int, flush: bool) -> None:
-    """Let ``stream`` go on when the 32-bit word at ``address`` has reached ``value`` (modulo 2**32).
+def wait_values(stream: int, words: Sequence[tuple[int, int]], flush: bool) -> None:
+    """Let ``stream`` go on when the 32-bit word at each address has reached its value (modulo 2**32).
 
     Args:
+        words: (address, value).
         flush: for devices that can and may need it (``CAN_FLUSH_REMOTE_WRITES``).
     """
-    _call_driver("cuStreamWaitValue32_v2", stream, address, value, _WAIT_GEQ | (_WAIT_FLUSH if flush else 0))
+    _operate(stream, _WAIT_VALUE_32, words, _WAIT_GEQ | (_WAIT_FLUSH if flush else 0))
 
 
-def write_value(stream: int, address: int, value: int) -> None:
-    """Let ``stream`` set the word when all it was given before is done, and visible to who reads the word."""
-    _call_driver("cuStreamWriteValue32_v2", stream, address, value, _WRITE_DEFAULT)
+def write_values(stream: int, words: Sequence[tuple[int, int]]) -> None:
+    """Let ``stream`` set words when all it was given before is done, and visible to who reads a word."""
+    _operate(stream, _WRITE_VALUE_32, words, _WRITE_DEFAULT)
+
+
+def _operate(stream: int, operation: int, words: Sequence[tuple[int, int]], flags: int) -> None:
+    for low in range(0, len(words), _MOST_OPERATIONS):
+        part = words[low : low + _MOST_OPERATIONS]
+        rows = [MemoryOperation(operation, address, value, 0, flags, 0, 0) for address, value in part]
+        _call_driver("cuStreamBatchMemOp_v2", stream, len(rows), (MemoryOperation * len(rows))(*rows), 0)
+
+
+def has_native_atomics(device: int, peer: int) -> bool:
+    """Whether atomic operations of ``device`` on memory of ``peer`` are atomic; both by their numbers here."""
+    found = ctypes.c_int()
+    _call_driver("cuDeviceGetP2PAttribute", ctypes.byref(found), _NATIVE_ATOMICS, device, peer)
+    return bool(found.value)
 
 
 def device_address(host_address: int) -> int:
@@ -173,6 +209,10 @@ class CudaRuntime(Protocol):
         """Why this device cannot read and write the memory of another one, or None (also: not known)."""
         ...
 
+    def no_atomics(self, identity: str) -> str | None:
+        """Why atomic additions of this device to memory of another one may be lost, or None."""
+        ...
+
     def malloc(self, num_bytes: int) -> int:
         """Zeroed device memory that can be exported.
 
@@ -203,12 +243,12 @@ class CudaRuntime(Protocol):
 
     def unregister(self, address: int) -> None: ...
 
-    def wait_value(self, address: int, value: int) -> None:
-        """The current stream goes on when the 32-bit word at ``address`` has reached ``value`` (modulo 2**32)."""
+    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
+        """The current stream goes on when the 32-bit word at each address has reached its value (modulo 2**32)."""
         ...
 
-    def write_value(self, address: int, value: int) -> None:
-        """The current stream sets the word after all it was given before."""
+    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
+        """The current stream sets the word at each address to a value, after all it was given before."""
         ...
 
 
@@ -289,6 +329,17 @@ class CupyRuntime:
             return None
         return f"device {self.identity()} has no peer access to {identity}"
 
+    def no_atomics(self, identity: str) -> str | None:
+        if identity == self.identity():
+            return None
+        try:
+            other = self._cupy.cuda.runtime.deviceGetByPCIBusId(identity)
+        except RuntimeError:
+            return f"device {identity} is hidden from this process (CUDA_VISIBLE_DEVICES)"
+        if self._call(has_native_atomics, self._device.index, other):
+            return None
+        return f"device {self.identity()} has no native atomics in the memory of {identity} (no NVLink between them)"
+
     def malloc(self, num_bytes: int) -> int:
         runtime = self._cupy.cuda.runtime
         size = -(-num_bytes // GRANULARITY) * GRANULARITY
@@ -338,8 +389,8 @@ class CupyRuntime:
 
     # Handle 0, the default stream, is that of the current device.
 
-    def wait_value(self, address: int, value: int) -> None:
-        self._call(wait_value, self._stream, address, value, self._can_flush)
+    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
+        self._call(wait_values, self._stream, words, self._can_flush)
 
-    def write_value(self, address: int, value: int) -> None:
-        self._call(write_value, self._stream, address, value)
+    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
+        self._call(write_values, self._stream, words)

@@ -159,7 +159,7 @@ class ControlBlock:
         self.events = SleepWord(memory[sleep_at:])
         """For who waits for this rank: advanced with each of its signals, and when anything has failed."""
         self.calls = SleepWord(memory[sleep_at + _SLEEP_BYTES :])
-        """For this rank's daemon: advanced by its clients."""
+        """For daemons: advanced by their clients. (All of a host sleep on that of its first rank.)"""
         self._text = raw[text_at:locks_at]
         self._locks_at = memory.data_ptr() + locks_at
         self._holders = raw[holders_at:signals_at].cast("q")
@@ -270,9 +270,8 @@ class ControlBlock:
         return bytes(self._text[:length]).decode(errors="replace")
 
     def wake(self) -> None:
-        """Whoever sleeps for this rank, and its daemon."""
+        """Whoever sleeps for this rank."""
         self.events.advance()
-        self.calls.advance()
 
 
 _POLL_S = 1e-4

@@ -266,13 +266,19 @@ class HostsTransport(Transport):
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
         if to is not None and to not in self._here:
             self._link(to).post(index, daemon)
-        elif to is not None and daemon:
-            self._own.post_to(index, self._blocks[to].calls)
+            return
+        if daemon:
+            self._own.post_to(index, self._bell)
         else:
             self._own.post(index)
-            if to is None and self._links is not None:
-                for link in self._links.by_rank.values():
-                    link.post(index, False)
+        if to is None and self._links is not None:
+            for link in self._links.by_rank.values():
+                link.post(index, daemon)
+
+    @property
+    def _bell(self) -> SleepWord:
+        """On which all daemons of this host sleep: a push is for all of them, and one call wakes them."""
+        return self._blocks[self._here[0]].calls
 
     def count(self, rank: int, index: int) -> int:
         return self._blocks[rank].count(index)
@@ -280,7 +286,7 @@ class HostsTransport(Transport):
     def _sleep_word(self, rank: int | None) -> SleepWord:
         """Links wake this rank on its own word, as do those of its host when anything has failed."""
         if rank is None:
-            return self._own.calls
+            return self._bell
         return (self._blocks[rank] if rank in self._here else self._own).events
 
     def ticket(self, rank: int | None) -> int:
@@ -291,6 +297,7 @@ class HostsTransport(Transport):
 
     def wake_self(self) -> None:
         self._own.wake()
+        self._bell.advance()
 
     # Locks
 
@@ -389,8 +396,7 @@ class HostsTransport(Transport):
 
     def deliver(self, rank: int, index: int, daemon: bool) -> None:
         """``rank`` of another host has posted its signal ``index``."""
-        own = self._own
-        self._blocks[rank].post_to(index, own.calls if daemon else own.events)
+        self._blocks[rank].post_to(index, self._bell if daemon else self._own.events)
 
     def memory(self, buffer: int) -> memoryview | None:
         """This rank's copy of a buffer, if other hosts may use it."""

@@ -123,6 +123,10 @@ class Transport(ABC):
         """What moves and adds bytes in the memory of :meth:`allocate`."""
         return self._engine
 
+    def no_atomics(self) -> str | None:
+        """Why :meth:`odc.engine.Engine.add_to_peers` would not add correctly in the memory of all ranks, or None."""
+        return "processors add under locks"
+
     @property
     def extra_bytes(self) -> int:
         """Memory where the model computes that this rank spends beyond what was asked of :meth:`allocate`."""
@@ -237,22 +241,49 @@ class Transport(ABC):
 
         Args:
             to: the only rank that counts it; None: all do.
-            daemon: wake the daemon of ``to`` instead.
+            daemon: wake the daemons instead.
         """
+
+    def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:
+        """Post each (signal, to), for :meth:`has_arrived` alone: where streams are, :meth:`count` may not tell."""
+        for index, to in posts:
+            self.post(index, to=to)
 
     @abstractmethod
     def count(self, rank: int, index: int) -> int:
         """How often ``rank`` has posted its signal ``index``."""
 
-    def order_after(self, rank: int, index: int, count: int) -> None:
-        """What this thread's current stream is given from now on runs after all that the poster's stream had been
-        given before the ``count``-th post of signal ``index`` of ``rank``.
+    def order_after(self, ranks: Sequence[int], index: int, count: int) -> None:
+        """What this thread's current stream is given from now on runs after all that the streams of the posters had
+        been given before the ``count``-th post of signal ``index`` of each of ``ranks``.
 
-        Only after :meth:`count` has returned at least ``count``. A stream thus waits only for work that has been
-        submitted already, so streams cannot wait for each other in a circle, and a host that waits for its device
+        Only after :meth:`count` has returned at least ``count`` for each. A stream thus waits only for work that has
+        been submitted already, so streams cannot wait for each other in a circle, and a host that waits for its device
         (``torch.cuda.synchronize()``) waits for no other host. Host memory needs nothing: :meth:`count` orders it.
         """
         return
+
+    # A host runs ahead of its device, so a signal has been posted long before it arrives: before the poster's stream
+    # has done what it had been given. Who must not let a stream wait for another rank's work looks at arrivals.
+
+    def has_arrived(self, rank: int, index: int, count: int) -> bool:
+        """Whether the poster's stream has done all that it had been given before the ``count``-th post of signal
+        ``index`` of ``rank``; then it is done for the streams of this rank, too."""
+        return self.count(rank, index) >= count
+
+    def forward_arrivals(self) -> bool:
+        """Tell other hosts which posts to their daemons, and which acknowledgements, have arrived. For the daemon's
+        thread.
+
+        Returns:
+            :attr:`is_forwarding`.
+        """
+        return self.is_forwarding
+
+    @property
+    def is_forwarding(self) -> bool:
+        """Whether other hosts have yet to be told of some."""
+        return False
 
     # Sleeping: take a ticket, look whether what is awaited has come, sleep with that ticket.
 

@@ -1,10 +1,10 @@
 """The ``cuda_ipc`` transport: GPUs of one host, each rank reading and writing the others' memory by CUDA IPC.
 
-Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`): the owner's daemon sleeps on a futex,
-and no multiprocessor polls. What a stream has done is shown beside each signal by a *word* in host memory that all
-ranks have mapped and registered with their device. Posting lets the poster's stream set its word;
-:meth:`CudaIpcTransport.order_after` lets the reader's stream wait for that. The reader's host has seen the signal by
-then, so the stream waits for work that has been submitted, and for nobody's host.
+Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`), and no multiprocessor polls. What a
+stream has done is shown beside each signal by a *word* in host memory that all ranks have mapped and registered with
+their device. Posting lets the poster's stream set its word; :meth:`CudaIpcTransport.order_after` lets the reader's
+stream wait for that, and :meth:`CudaIpcTransport.has_arrived` looks whether it has been set. The reader's host has seen
+the signal before its stream waits, so that waits for work that has been submitted, and for nobody's host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime
 from odc.errors import OdcError, SetupError
 from odc.exchange import Exchange, gather_json
 from odc.topology import Topology
-from odc.transports._control import Closing
+from odc.transports._control import Closing, order_memory
 from odc.transports._hosts import HostsTransport
 from odc.transports._peers import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
@@ -50,6 +50,7 @@ class CudaIpcTransport(HostsTransport):
         self._mapped: list[int] = []
         self._registered: list[int] = []
         self._words: dict[int, npt.NDArray[np.uint32]] = {}  # of the ranks of this host
+        self._seen: dict[int, memoryview] = {}  # the same, read one at a time
         self._word_addresses: dict[int, int] = {}
         self._extra_bytes = 0
         self._released: dict[int, npt.NDArray[np.uint32]] = {}  # words that hold nobody back
@@ -79,6 +80,12 @@ class CudaIpcTransport(HostsTransport):
         identities = gather_json(self.exchange, self._together(self._shareable_identity))
         self._together(lambda: self._require_reach(identities))
 
+    def no_atomics(self) -> str | None:
+        identities = gather_json(self.exchange, self._together(self._cuda.identity))
+        reasons = [self._cuda.no_atomics(identity) for identity in identities]
+        found = [reason for rank in gather_json(self.exchange, reasons) for reason in rank if reason is not None]
+        return found[0] if found else None
+
     def _shareable_identity(self) -> str:
         refusal = self._cuda.cannot_share()
         if refusal is not None:
@@ -101,6 +108,7 @@ class CudaIpcTransport(HostsTransport):
         super().open(num_signals=num_signals, num_locks=num_locks)
         words = self.allocate_host(4 * max(num_signals, 1), "stream words")
         self._words = {rank: words.peer(rank).view(torch.int32).numpy().view(np.uint32) for rank in self._here}
+        self._seen = {rank: row.data for rank, row in self._words.items()}
         self._together(lambda: self._register(words))
 
     def _register(self, words: SymmetricBuffer) -> None:
@@ -148,14 +156,34 @@ class CudaIpcTransport(HostsTransport):
     # and a push acknowledged by one stream, and the next push to an owner waits for its acknowledgement.
 
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
-        count = self._posted[index] = self._posted.get(index, 0) + 1
-        self._cuda.write_value(self._word_addresses[self._rank] + 4 * index, count % (2 * _HALF))
+        self._cuda.write_values([(self._word_addresses[self._rank] + 4 * index, self._next_value(index))])
         super().post(index, to=to, daemon=daemon)
 
-    def order_after(self, rank: int, index: int, count: int) -> None:
+    def _next_value(self, index: int) -> int:
+        count = self._posted[index] = self._posted.get(index, 0) + 1
+        return count % (2 * _HALF)
+
+    def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:
+        # The words alone: who waits for one looks at it, since a device wakes nobody.
+        base = self._word_addresses[self._rank]
+        self._cuda.write_values([(base + 4 * index, self._next_value(index)) for index, _ in posts])
+
+    def order_after(self, ranks: Sequence[int], index: int, count: int) -> None:
         # Reached already? Then whatever this thread submits next comes later, without the device being asked.
-        if (int(self._words[rank][index]) - count) % (2 * _HALF) >= _HALF:
-            self._cuda.wait_value(self._word_addresses[rank] + 4 * index, count % (2 * _HALF))
+        late = [rank for rank in ranks if not self._has_reached(rank, index, count)]
+        if late:
+            value = count % (2 * _HALF)
+            self._cuda.wait_values([(self._word_addresses[rank] + 4 * index, value) for rank in late])
+
+    def _has_reached(self, rank: int, index: int, count: int) -> bool:
+        reached: bool = (self._seen[rank][index] - count) % (2 * _HALF) < _HALF
+        return reached
+
+    def has_arrived(self, rank: int, index: int, count: int) -> bool:
+        if not self._has_reached(rank, index, count):
+            return False
+        order_memory()
+        return True
 
     # [Note: Words of a job that has failed] The words that a stream waits for are those of the rank that posts, and all
     # ranks of the host wait for the same ones. So whoever lets its own streams go on lets those of the others go on: it

@@ -2,15 +2,18 @@
 
 Between ranks of one host it is ``cuda_ipc`` with the heap for memory: NVSHMEM maps it, copies are plain copies. Between
 hosts the network card reads and writes the heap: a gather gets each remote shard, in limited pieces (paper, appendix
-B), a push puts a slice into the owner's slot. Signals travel twice, as everywhere: from host to host over a link, which
-wakes who waits; and from stream to stream as a word in the heap, behind the data.
+B), a push puts a slice into the owner's slot. Signals travel twice: from host to host over a link, which wakes who
+waits; and from stream to stream as a word in the heap, behind the data. But those that a host looks for, pushes that
+arrive and their acknowledgements, travel over the link alone, when the poster's thread has seen them arrive.
 
 What does not lie in the heap cannot be sent: it goes by way of staging memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -39,8 +42,11 @@ class NvshmemTransport(CudaIpcTransport):
 
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
         self._heap_words = self._num_words = 0
+        self._waited: dict[tuple[int, int, int], int] = {}  # (stream, rank, signal): what that stream waits for already
+        self._to_forward: deque[tuple[int, int, Sequence[int], bool]] = deque()  # (signal, count, to, daemon)
         self._word_view: torch.Tensor | None = None
-        self._staging: dict[str, torch.Tensor] = {}
+        self._staging: dict[str, list[torch.Tensor]] = {}
+        self._turns = {"read": 0, "write": 0}
         super().__init__(exchange, topology, timeout_s, device)
 
     @classmethod
@@ -49,6 +55,9 @@ class NvshmemTransport(CudaIpcTransport):
 
     def _make_heap(self) -> NvshmemHeap:
         return Nvshmem4pyHeap(self.device, self._cuda.tensor, self._timeout_s)
+
+    def no_atomics(self) -> str | None:
+        return "NVSHMEM maps its heap in its own way, and does not say what additions to it are"
 
     def _require_reachable(self) -> None:
         """NVSHMEM finds a way to every rank, or says that it has none."""
@@ -68,7 +77,9 @@ class NvshmemTransport(CudaIpcTransport):
         self._word_view = self._cuda.tensor(self._heap_words, num_bytes).view(torch.int64)
         for purpose in ("read", "write"):
             self._extra_bytes += self.staging_bytes
-            self._staging[purpose] = self._cuda.tensor(self._malloc(self.staging_bytes), self.staging_bytes)
+            memory = self._cuda.tensor(self._malloc(self.staging_bytes), self.staging_bytes)
+            half = self.staging_bytes // 2 // _VECTOR_BYTES * _VECTOR_BYTES
+            self._staging[purpose] = [memory[:half], memory[half : 2 * half]]
         self.exchange.all_gather(b"")  # nobody signals before everybody's words are there
 
     def _malloc(self, num_bytes: int) -> int:
@@ -118,24 +129,31 @@ class NvshmemTransport(CudaIpcTransport):
         after_chunk: AfterChunk,
     ) -> None:
         """From ranks of other hosts, from all of them at the same time."""
-        staging, own = self._staging["read"], buffer.local[offset_bytes:]
+        own = buffer.local[offset_bytes:]
         outs, ranks = [out.view(torch.uint8) for out, _ in parts], [rank for _, rank in parts]
-        num_bytes, most = outs[0].numel(), staging.numel() // len(parts) // _VECTOR_BYTES * _VECTOR_BYTES
+        num_bytes = outs[0].numel()
+        most = self._staging["read"][0].numel() // len(parts) // _VECTOR_BYTES * _VECTOR_BYTES
         for low in range(0, num_bytes, most):
             size = min(most, num_bytes - low)
-            with self.engine.take("read"):
+            with self._take_staging("read") as staging:
                 self._heap.get(staging[: size * len(parts)], own[low : low + size], ranks)
                 for row, out in enumerate(outs):
                     self.engine.copy(out[low : low + size], staging[row * size : (row + 1) * size], after_chunk)
 
+    @contextmanager
+    def _take_staging(self, purpose: str) -> Iterator[torch.Tensor]:
+        """The two halves in turn: while one stream empties its half, another one may fill the other."""
+        turn = self._turns[purpose] = 1 - self._turns[purpose]
+        with self.engine.take(f"{purpose} staging {turn}"):
+            yield self._staging[purpose][turn]
+
     def _write_far(
         self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
     ) -> None:
-        staging = self._staging["write"]
-        own, flat = buffer.local[offset_bytes:], source.view(torch.uint8)
-        for low in range(0, flat.numel(), staging.numel()):
-            part = flat[low : low + staging.numel()]
-            with self.engine.take("write"):
+        own, flat, most = buffer.local[offset_bytes:], source.view(torch.uint8), self._staging["write"][0].numel()
+        for low in range(0, flat.numel(), most):
+            part = flat[low : low + most]
+            with self._take_staging("write") as staging:
                 self.engine.copy(staging[: part.numel()], part, after_chunk)
                 self._heap.put(staging[: part.numel()], own[low : low + part.numel()], rank)
 
@@ -146,16 +164,46 @@ class NvshmemTransport(CudaIpcTransport):
         return self._heap_words + _WORD_BYTES * (rank * self._num_words + index)
 
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
-        for rank in self._elsewhere if to is None else [to]:
-            if rank not in self._here:
+        far = self._elsewhere if to is None else [to] if to not in self._here else []
+        if not daemon:
+            for rank in far:
                 self._heap.signal(self._word(self._rank, index), rank)
-        super().post(index, to=to, daemon=daemon)
+            super().post(index, to=to)
+            return
+        self._cuda.write_values([(self._word_addresses[self._rank] + 4 * index, self._next_value(index))])
+        if far:
+            self._to_forward.append((index, self._posted[index], far, True))
+        self._own.post_to(index, self._bell)  # this rank's own daemon, which forwards it, too
 
-    def order_after(self, rank: int, index: int, count: int) -> None:
-        if rank in self._here:
-            super().order_after(rank, index, count)
-        elif count:
-            self._heap.wait(self._word(rank, index), count)
+    def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:
+        super().acknowledge(posts)
+        for index, to in posts:
+            if to not in self._here:
+                self._to_forward.append((index, self._posted[index], [to], False))
+
+    def has_arrived(self, rank: int, index: int, count: int) -> bool:
+        return super().has_arrived(rank, index, count) if rank in self._here else self.count(rank, index) >= count
+
+    def forward_arrivals(self) -> bool:
+        for entry in list(self._to_forward):  # in their order, though pushes and acknowledgements overtake each other
+            index, count, ranks, daemon = entry
+            if super().has_arrived(self._rank, index, count):
+                for rank in ranks:
+                    self._link(rank).post(index, daemon)
+                self._to_forward.remove(entry)
+        return self.is_forwarding
+
+    @property
+    def is_forwarding(self) -> bool:
+        return bool(self._to_forward)
+
+    def order_after(self, ranks: Sequence[int], index: int, count: int) -> None:
+        super().order_after([rank for rank in ranks if rank in self._here], index, count)
+        stream = self.engine.stream_key()
+        for rank in self._elsewhere if count else ():
+            if rank in ranks and self._waited.get((stream, rank, index), 0) < count:
+                self._heap.wait(self._word(rank, index), count)
+                self._waited[stream, rank, index] = count
 
     def release_streams(self) -> None:
         super().release_streams()

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from fake_cuda import _WAIT_LIMIT_S, FakeCuda, end_of_fake
 
+from odc.bench.fake.cuda import WAIT_LIMIT_S, FakeCuda, FakeEngine, end_of_fake
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json, raise_together
@@ -104,10 +104,10 @@ class FakeHeap:
 
     @staticmethod
     def _wait(address: int, value: int) -> None:
-        deadline = time.monotonic() + _WAIT_LIMIT_S
+        deadline = time.monotonic() + WAIT_LIMIT_S
         while ctypes.c_int64.from_address(address).value < value:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a stream waited {_WAIT_LIMIT_S} s for {value}")
+                raise TimeoutError(f"a stream waited {WAIT_LIMIT_S} s for {value}")
             time.sleep(20e-6)
 
 
@@ -117,7 +117,8 @@ class FakeNvshmemTransport(NvshmemTransport):
     name: ClassVar[str] = "fake_nvshmem"
     delay_s: ClassVar[float | None] = None
     heap_bytes: ClassVar[int | None] = None
-    staging_bytes: ClassVar[int] = 100  # small, so that transfers take several turns
+    num_queues: ClassVar[int | None] = None
+    staging_bytes: ClassVar[int] = 200  # small, so that transfers take several turns
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
@@ -126,7 +127,7 @@ class FakeNvshmemTransport(NvshmemTransport):
         return cls.not_on_this_kernel()
 
     def _make_runtime(self) -> FakeCuda:
-        self.fake = FakeCuda(type(self).delay_s, self._rank + 1, 1 << 34, None, False)
+        self.fake = FakeCuda(FakeEngine(type(self).delay_s, self._rank + 1, type(self).num_queues))
         return self.fake
 
     def _make_heap(self) -> NvshmemHeap:

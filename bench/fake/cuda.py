@@ -1,7 +1,9 @@
 """A CUDA runtime without a GPU: what the ``cuda_ipc`` transport asks of a device, on host memory.
 
 Device memory is a memfd, an IPC handle names it by process and descriptor, and a stream is a thread that does what it
-is given in order, later, and after random delays. Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real
+is given in order, later, and after random delays. With a number of hardware queues, streams share them in turn, and a
+queue does one thing after the other, whichever of its streams it is of: that is stricter than a device, which goes on
+with another stream while a kernel runs. Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real
 code: the transport, its set-up and its end, the order of streams, the protocol, the daemon. What this cannot show: that
 CUDA, cupy and the kernels do what their documentation says; ``python -m odc.bench.gpu_check`` shows that.
 """
@@ -16,14 +18,16 @@ import random
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
-from odc.engine import AfterChunk, Engine, no_op
+from odc.engine import Addition, AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.topology import Topology
@@ -32,7 +36,8 @@ from odc.transports.cuda_ipc import CudaIpcTransport
 
 _HANDLE = struct.Struct("=8sQQQ")
 _MAGIC = b"fakecuda"
-_WAIT_LIMIT_S = 20.0
+WAIT_LIMIT_S = 20.0
+_BACKGROUND = "daemon"
 _ATOMIC = threading.Lock()  # of the ranks that are threads of one process
 
 
@@ -70,14 +75,30 @@ class FakeStream:
         self._thread.join()
 
 
+_AT_ONCE = CpuEngine()
+_MAPPINGS: weakref.WeakValueDictionary[int, torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)  # of all ranks of this process
+
+
 class FakeEngine(Engine):
-    """Streams by name; a thread's current one is "main" unless it says otherwise."""
+    """Streams by name; a thread's current one is "main" unless it says otherwise.
+
+    Args:
+        delay_s: None: work is done within the call; else the longest pause before each piece of work.
+        num_queues: hardware queues that the streams share; None: each has its own.
+    """
 
     has_streams = True
 
-    def __init__(self, delay_s: float | None, seed: int) -> None:
+    def __init__(self, delay_s: float | None, seed: int, num_queues: int | None = None) -> None:
         self._delay_s, self._seed = delay_s, seed
+        self._num_queues = num_queues
+        self._queues: list[FakeStream] = []
         self._streams: dict[str, FakeStream] = {}
+        self.num_launches = 0
+        """Calls of a driver that a device would have taken."""
+        self._making = threading.Lock()
         self._here = threading.local()
         self._used: set[str] = set()
         self._taken: dict[str, threading.Event] = {}
@@ -87,9 +108,16 @@ class FakeEngine(Engine):
         return self._delay_s is not None
 
     def _stream(self, name: str) -> FakeStream:
-        if name not in self._streams:
-            self._streams[name] = FakeStream(self._delay_s or 0.0, self._seed * 97 + len(self._streams))
-        return self._streams[name]
+        found = self._streams.get(name)
+        if found is not None:
+            return found
+        with self._making:
+            if name not in self._streams:
+                number = len(self._streams)
+                if self._num_queues is None or len(self._queues) < self._num_queues:
+                    self._queues.append(FakeStream(self._delay_s or 0.0, self._seed * 97 + number))
+                self._streams[name] = self._queues[number % len(self._queues)]
+            return self._streams[name]
 
     @property
     def current(self) -> str:
@@ -105,10 +133,14 @@ class FakeEngine(Engine):
             self._here.name = before
 
     def run(self, work: Callable[[], object]) -> None:
+        self.num_launches += 1
         if self.is_asynchronous:
             self._stream(self.current).submit(work)
         else:
             work()
+
+    def stream_key(self) -> int:
+        return hash(self.current)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         self.run(lambda: copy_chunked(out, source))
@@ -118,8 +150,55 @@ class FakeEngine(Engine):
         self.run(lambda: add_chunked(total, addend))
         after_chunk()
 
-    def add_atomically(self, accumulator: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: self._add_alone(accumulator, addend))
+    # One launch each, whatever they reach.
+
+    def copy_rows(
+        self,
+        out: torch.Tensor,
+        shards: Sequence[torch.Tensor],
+        rank: int,
+        own_in_place: bool,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        self.run(lambda: _AT_ONCE.copy_rows(out, shards, rank, own_in_place))
+        after_chunk()
+
+    def copy_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        source: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        self.run(lambda: _AT_ONCE.copy_to_peers(buffers, offset_bytes, source, rank))
+        after_chunk()
+
+    def add_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        rows: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        self.run(lambda: self._add_to_peers(buffers, offset_bytes, rows))
+        after_chunk()
+
+    def _add_to_peers(self, buffers: Sequence[torch.Tensor], offset_bytes: int, rows: torch.Tensor) -> None:
+        for buffer, row in zip(buffers, rows, strict=True):
+            total = buffer[offset_bytes : offset_bytes + 4 * row.numel()].view(torch.float32)
+            self._add_alone(total, row)
+
+    def add_slots(
+        self,
+        slots: torch.Tensor,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        additions: Sequence[Addition],
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        self.run(lambda: _AT_ONCE.add_slots(slots, slot_bytes, dtype, additions))
         after_chunk()
 
     @staticmethod
@@ -134,7 +213,7 @@ class FakeEngine(Engine):
 
     @contextmanager
     def background(self) -> Iterator[None]:
-        with self.on("daemon"):
+        with self.on(_BACKGROUND):
             yield
 
     @contextmanager
@@ -148,8 +227,13 @@ class FakeEngine(Engine):
     def join(self) -> None:
         for name in self._used - {self.current} if self.is_asynchronous else ():
             event = self._stream(name).event()
-            self.run(lambda event=event: event.wait(_WAIT_LIMIT_S))
+            self.run(partial(event.wait, WAIT_LIMIT_S))
         self._used.clear()
+
+    def join_background(self) -> None:
+        if self.is_asynchronous:
+            event = self._stream(_BACKGROUND).event()
+            self.run(lambda: event.wait(WAIT_LIMIT_S))
 
     def at_home(self) -> AbstractContextManager[object]:
         assert not self.is_asynchronous, "torch's own operations have no stream here"
@@ -159,30 +243,38 @@ class FakeEngine(Engine):
     def take(self, memory: str) -> Iterator[None]:
         before = self._taken.get(memory)
         if before is not None:
-            self.run(lambda: before.wait(_WAIT_LIMIT_S))
+            self.run(lambda: before.wait(WAIT_LIMIT_S))
         yield
         if self.is_asynchronous:
             self._taken[memory] = self._stream(self.current).event()
 
     def synchronize(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        events = [stream.event() for stream in list(self._streams.values())]
+        events = [one.event() for one in list(self._queues)]
         return all(event.wait(max(deadline - time.monotonic(), 0)) for event in events)
 
     @property
     def errors(self) -> Sequence[BaseException]:
-        return [error for stream in self._streams.values() for error in stream.errors]
+        return [error for one in self._queues for error in one.errors]
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        for one in self._queues:
+            one.close()
 
 
 class FakeCuda:
     """A :class:`odc.cuda.runtime.CudaRuntime`."""
 
-    def __init__(self, delay_s: float | None, seed: int, limit_bytes: int, refuses: str | None, isolated: bool) -> None:
-        self._engine = FakeEngine(delay_s, seed)
+    def __init__(
+        self,
+        engine: FakeEngine,
+        limit_bytes: int = 1 << 34,
+        refuses: str | None = None,
+        isolated: bool = False,
+        atomics_missing: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self._atomics_missing = atomics_missing
         self._limit_bytes = limit_bytes
         self._refuses = refuses
         self._isolated = isolated
@@ -207,12 +299,16 @@ class FakeCuda:
             return f"device {self.identity()} has no peer access to {identity}"
         return None
 
+    def no_atomics(self, identity: str) -> str | None:
+        return self._atomics_missing
+
     def malloc(self, num_bytes: int) -> int:
         if num_bytes > self._limit_bytes:
             raise SetupError(f"cudaMalloc of {num_bytes} bytes failed: {self._limit_bytes} are free")
         fd = _memfd.create(num_bytes, "fake-device")
         memory = _memfd.map_bytes(fd, num_bytes)
         self._memory[memory.data_ptr()] = (fd, memory)
+        _MAPPINGS[memory.data_ptr()] = memory
         return memory.data_ptr()
 
     def free(self, address: int) -> None:
@@ -232,12 +328,18 @@ class FakeCuda:
         finally:
             os.close(opened)
         self._mapped[memory.data_ptr()] = memory
+        _MAPPINGS[memory.data_ptr()] = memory
         return memory.data_ptr()
 
     def unmap(self, base: int) -> None:
         del self._mapped[base]
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        # A view where possible: a stream that goes wrong must find memory, however late it is.
+        for memory in list(_MAPPINGS.values()):
+            start = address - memory.data_ptr()
+            if start >= 0 and start + num_bytes <= memory.numel():
+                return memory[start : start + num_bytes]
         return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
     def register(self, address: int, num_bytes: int) -> int:
@@ -247,20 +349,29 @@ class FakeCuda:
     def unregister(self, address: int) -> None:
         self.registered.remove(address)
 
-    def wait_value(self, address: int, value: int) -> None:
+    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
         self.waits += 1
-        self._engine.run(lambda: self._wait(address, value))
+
+        def wait() -> None:
+            for address, value in words:
+                self._wait(address, value)
+
+        self._engine.run(wait)
 
     @staticmethod
     def _wait(address: int, value: int) -> None:
-        deadline = time.monotonic() + _WAIT_LIMIT_S
+        deadline = time.monotonic() + WAIT_LIMIT_S
         while (ctypes.c_uint32.from_address(address).value - value) % (1 << 32) >= 1 << 31:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a stream waited {_WAIT_LIMIT_S} s for {value}")
+                raise TimeoutError(f"a stream waited {WAIT_LIMIT_S} s for {value}")
             time.sleep(20e-6)
 
-    def write_value(self, address: int, value: int) -> None:
-        self._engine.run(lambda: self._write(address, value))
+    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
+        def write() -> None:
+            for address, value in words:
+                self._write(address, value)
+
+        self._engine.run(write)
 
     @staticmethod
     def _write(address: int, value: int) -> None:
@@ -275,8 +386,8 @@ class FakeCuda:
 
     def leaks(self) -> list[str]:
         """What was not given back."""
-        found = {"memory": self._memory, "mapped": self._mapped, "registered": self.registered}
-        return [f"{len(what)} x {name}" for name, what in found.items() if what]
+        found = {"memory": len(self._memory), "mapped": len(self._mapped), "registered": len(self.registered)}
+        return [f"{number} x {name}" for name, number in found.items() if number]
 
 
 class FakeCudaTransport(CudaIpcTransport):
@@ -288,6 +399,10 @@ class FakeCudaTransport(CudaIpcTransport):
     limit_bytes: ClassVar[int] = 1 << 34
     refuses: ClassVar[str | None] = None
     isolated: ClassVar[bool] = False
+    num_queues: ClassVar[int | None] = None
+    """Hardware queues of each device; None: as many as streams."""
+    atomics_missing: ClassVar[str | None] = None
+    """Why additions to another device's memory may be lost, or None."""
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
@@ -299,7 +414,8 @@ class FakeCudaTransport(CudaIpcTransport):
 
     def _make_runtime(self) -> CudaRuntime:
         cls = type(self)
-        self.fake = FakeCuda(cls.delay_s, self._rank + 1, cls.limit_bytes, cls.refuses, cls.isolated)
+        engine = FakeEngine(cls.delay_s, self._rank + 1, cls.num_queues)
+        self.fake = FakeCuda(engine, cls.limit_bytes, cls.refuses, cls.isolated, cls.atomics_missing)
         return self.fake
 
     def _release_all(self) -> None:
@@ -323,10 +439,10 @@ class AsynchronousFakeCudaTransport(FakeCudaTransport):
 
 
 FAKES = {
-    "fake_cuda": "fake_cuda:FakeCudaTransport",
-    "fake_cuda_streams": "fake_cuda:AsynchronousFakeCudaTransport",
-    "fake_nvshmem": "fake_nvshmem:FakeNvshmemTransport",
-    "fake_nvshmem_streams": "fake_nvshmem:AsynchronousFakeNvshmemTransport",
+    "fake_cuda": "odc.bench.fake.cuda:FakeCudaTransport",
+    "fake_cuda_streams": "odc.bench.fake.cuda:AsynchronousFakeCudaTransport",
+    "fake_nvshmem": "odc.bench.fake.nvshmem:FakeNvshmemTransport",
+    "fake_nvshmem_streams": "odc.bench.fake.nvshmem:AsynchronousFakeNvshmemTransport",
 }
 
 

@@ -1,0 +1,325 @@
+"""Layer 2: ranks as threads. A script's own collectives inside the minibatch, on devices whose streams share queues.
+
+A device has a number of hardware queues; more streams than that share them. A kernel of a collective spins until it has
+been started on every rank, so whatever stands in front of it in its queue, and waits for a rank that has not come to
+that collective yet, waits for ever. The queues are those of ``bench/fake/cuda.py``: strictly one thing after the other,
+which is less than a device can do, so what ends there ends on a device. The searches go through random schedules: how
+many microbatches each rank has, where in them its collectives are, which streams wait for these. A third one shows that
+the search finds what it looks for, in a daemon that lets its stream wait for pushes that have not arrived.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from thread_ranks import ThreadExchange, run_threads, values
+
+from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.accumulators import Arrived
+from odc.bench.fake import cuda as fake_cuda
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeEngine, registered_fakes
+from odc.daemon import NUM_SLOTS, AccumulationDaemon
+from odc.errors import OdcError
+from odc.transports.base import SymmetricBuffer
+from odc.transports.cuda_ipc import CudaIpcTransport
+
+NUMEL, NUM_UNITS = 4, 3
+QUEUES = (1, 2, 8, 32)
+SCHEDULES = 150  # of each number of queues and each mode: 1200 in all
+STUCK_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(AsynchronousFakeCudaTransport, "delay_s", 0.0)
+    monkeypatch.setattr("odc.daemon._PATIENCE_S", 0.005)
+    with registered_fakes():
+        yield
+
+
+class Collectives:
+    """The script's, of all ranks: each call is a kernel that spins until it runs on every rank."""
+
+    def __init__(self, world_size: int, limit_s: float) -> None:
+        self._world_size = world_size
+        self._limit_s = limit_s
+        self._arrived: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def kernel(self, name: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        with self._changed:
+            self._arrived[name] = self._arrived.get(name, 0) + 1
+            self._changed.notify_all()
+            while self._arrived[name] < self._world_size:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise TimeoutError(f"collective {name} ran on {self._arrived[name]} of {self._world_size} ranks")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One minibatch: what each rank does, in its order."""
+
+    microbatches: Sequence[int]
+    """Of each rank."""
+    places: Sequence[Sequence[float]]
+    """Of each rank: where its collectives are, as parts of its minibatch, rising; equally many everywhere."""
+    awaited: Sequence[bool]
+    """Whether the script's stream waits for this collective."""
+    after: bool
+    """Another one between the end of the minibatch and the step, as of clipping."""
+
+    @classmethod
+    def draw(cls, rng: random.Random, world_size: int) -> Schedule:
+        number = rng.randint(0, 3)
+        return cls(
+            microbatches=[rng.choice((0, 1, 1, 2, 4)) for _ in range(world_size)],
+            places=[sorted(rng.choice((0.0, rng.random(), 1.0)) for _ in range(number)) for _ in range(world_size)],
+            awaited=[rng.random() < 0.7 for _ in range(number)],
+            after=rng.random() < 0.5,
+        )
+
+
+class Script:
+    """What one rank runs: FSDP's streams, one for collectives, and one that others are likely to share queues with."""
+
+    def __init__(self, runtime: Runtime, collectives: Collectives, rng: random.Random) -> None:
+        engine = runtime._transport.engine
+        assert isinstance(engine, FakeEngine)
+        self.runtime, self.engine, self.collectives, self.rng = runtime, engine, collectives, rng
+        self.rank, self.world_size = runtime.topology.rank, runtime.topology.world_size
+        self.wrong: list[str] = []
+        streams = ["main", "gather", "push", "nccl", "other"]
+        rng.shuffle(streams)
+        for name in streams:  # in which order they are made says which share a queue
+            engine._stream(name)
+
+    def wait(self, stream: str, other: str) -> None:
+        """``stream`` goes on when ``other`` has done what it has been given."""
+        event = self.engine._stream(other).event()
+        with self.engine.on(stream):
+            self.engine.run(lambda: event.wait(fake_cuda.WAIT_LIMIT_S))
+
+    def collective(self, name: str, is_awaited: bool) -> None:
+        self.wait("nccl", "main")
+        with self.engine.on("nccl"):
+            self.engine.run(lambda: self.collectives.kernel(name))
+        if is_awaited:
+            self.wait("main", "nccl")
+
+    def publish(self, number: int) -> None:
+        for unit in range(NUM_UNITS):
+            self.runtime.publish(unit, lambda shard: shard.fill_(float(number)))
+
+    def minibatch(self, number: int, schedule: Schedule) -> None:
+        self.publish(number)
+        self.runtime.begin()
+        steps = [(kind, unit) for _ in range(schedule.microbatches[self.rank]) for kind, unit in self.microbatch()]
+        places = [int(place * len(steps)) for place in schedule.places[self.rank]]
+        for index in range(len(steps) + 1):
+            for j, place in enumerate(places):
+                if place == index:
+                    self.collective(f"{number}:{j}", schedule.awaited[j])
+            if index < len(steps):
+                self.step(number, *steps[index])
+        self.runtime.finish()
+        if schedule.after:
+            self.collective(f"{number}:after", True)
+        self.check(number, sum(schedule.microbatches))
+
+    def microbatch(self) -> list[tuple[str, int]]:
+        return [("gather", unit) for unit in range(NUM_UNITS)] + [("push", unit) for unit in range(NUM_UNITS)]
+
+    def step(self, number: int, kind: str, unit: int) -> None:
+        if kind == "gather":
+            out = torch.zeros(NUMEL * self.world_size)
+            with self.engine.on("gather"):
+                self.runtime.gather(unit, out)
+            self.wait("main", "gather")
+            self.expect(f"gather {number}", out, float(number))
+        else:
+            grads = torch.zeros(NUMEL * self.world_size)
+            self.engine.run(lambda: grads.fill_(1.0))
+            self.wait("push", "main")
+            with self.engine.on("push"):
+                self.runtime.scatter_accumulate(unit, grads)
+                self.engine.run(lambda: grads.fill_(float("nan")))
+
+    def check(self, number: int, pushes: int) -> None:
+        for unit in range(NUM_UNITS):
+            result = self.runtime.gradient(unit)
+            if result is None:
+                assert pushes == 0
+            else:
+                self.expect(f"sum {number}", result[0], float(pushes))
+
+    def expect(self, what: str, found: torch.Tensor, wanted: float) -> None:
+        def compare() -> None:
+            if not bool((found == wanted).all()):
+                self.wrong.append(f"{what}: {found.tolist()}, expected {wanted}")
+
+        self.engine.run(compare)
+
+
+def run_schedules(schedules: Sequence[Schedule], mode: str, seed: int, limit_s: float) -> int:
+    """How many pushes clients have kept for want of a slot. Raises what went wrong."""
+    world_size = len(schedules[0].microbatches)
+    collectives = Collectives(world_size, limit_s)
+    units = [UnitSpec(f"u{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(NUM_UNITS)]
+
+    def body(exchange: ThreadExchange) -> int:
+        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=limit_s, accumulate=mode)
+        kept = 0
+        with Runtime.create(exchange, units, options) as runtime:
+            script = Script(runtime, collectives, random.Random(seed * 17))
+            if runtime._daemon is not None:
+                keep = runtime._daemon._keep
+
+                def count(push: object) -> None:
+                    nonlocal kept
+                    kept += 1
+                    keep(push)  # type: ignore[arg-type]
+
+                runtime._daemon._keep = count  # type: ignore[method-assign]
+            for number, schedule in enumerate(schedules, start=1):
+                script.minibatch(number, schedule)
+                assert not script.engine.errors, script.engine.errors
+            script.publish(len(schedules) + 1)
+            assert script.engine.synchronize(limit_s), "the device never comes to rest"
+            exchange.all_gather(b"")
+            assert not script.engine.errors, script.engine.errors
+            assert not script.wrong, script.wrong
+        return kept
+
+    return sum(values(run_threads(world_size, body, timeout_s=60 + 2 * limit_s)))
+
+
+def search(monkeypatch: pytest.MonkeyPatch, mode: str, queues: int, number: int, limit_s: float = 30.0) -> int:
+    monkeypatch.setattr(AsynchronousFakeCudaTransport, "num_queues", queues)
+    kept, done, seed = 0, 0, 0
+    while done < number:
+        rng = random.Random(f"{queues} {seed}")
+        schedules = [Schedule.draw(rng, rng.choice((3, 4)))]
+        schedules += [Schedule.draw(rng, len(schedules[0].microbatches)) for _ in range(24)]
+        kept += run_schedules(schedules, mode, seed, limit_s)
+        done, seed = done + len(schedules), seed + 1
+    return kept
+
+
+@pytest.mark.parametrize("queues", QUEUES)
+@pytest.mark.parametrize("mode", ["daemon", "direct"])
+def test_no_schedule_ends_in_a_deadlock(mode: str, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = search(monkeypatch, mode, queues, SCHEDULES)
+    if mode == "daemon" and queues == 1:
+        assert kept > 0  # without which these schedules would not end
+
+
+def wait_for_what_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's stream waits for each push, in the order in which hosts have announced them."""
+    original, add = CudaIpcTransport.has_arrived, AccumulationDaemon._read_header
+
+    def has_arrived(self: CudaIpcTransport, rank: int, index: int, count: int) -> bool:
+        if index == NUM_UNITS + 1:
+            return self.count(rank, index) >= count
+        return original(self, rank, index, count)
+
+    def read_header(self: AccumulationDaemon, client: int) -> Arrived:
+        self._transport.order_after([client], self._posted, self._handled[client] + 1)
+        return add(self, client)
+
+    monkeypatch.setattr(CudaIpcTransport, "has_arrived", has_arrived)
+    monkeypatch.setattr(AccumulationDaemon, "_read_header", read_header)
+
+
+def find_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.transports.cuda_ipc._CLOSE_S", 0.1)
+    for queues in (1, 2):
+        monkeypatch.setattr(fake_cuda, "WAIT_LIMIT_S", STUCK_S)
+        with pytest.raises((AssertionError, TimeoutError, OdcError), match="on [123] of [34] ranks|never|waited"):
+            search(monkeypatch, "daemon", queues, 1000, limit_s=STUCK_S)
+
+
+def test_a_stream_that_waits_for_pushes_ends_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_what_is_announced(monkeypatch)
+    find_deadlock(monkeypatch)
+
+
+def test_a_client_that_waits_for_slots_ends_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the owner serves: its stream may share a queue with a kernel that waits for that client."""
+    monkeypatch.setattr("odc.daemon._PATIENCE_S", 1e9)
+    find_deadlock(monkeypatch)
+
+
+# Without any deadlock, too, a rank that is late holds up nobody but itself.
+
+
+def come_to_rest_without_rank_0(mode: str, limit_s: float) -> None:
+    """Rank 0 announces pushes that its device does not come to before those of the others are through with the whole
+    minibatch.
+
+    Raises:
+        AssertionError: these have not come to rest within ``limit_s``.
+    """
+    world_size, microbatches = 4, 4
+    units = [UnitSpec(f"u{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(NUM_UNITS)]
+    release = threading.Event()
+
+    def body(exchange: ThreadExchange) -> bool:
+        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=30, accumulate=mode)
+        with Runtime.create(exchange, units, options) as runtime:
+            script = Script(runtime, Collectives(world_size, 30), random.Random(0))
+            script.publish(1)
+            runtime.begin()
+            if exchange.rank == 0:
+                script.engine.run(lambda: release.wait(20))
+                for unit in range(NUM_SLOTS):
+                    script.step(1, "push", unit)
+            exchange.all_gather(b"")  # all that is late has been announced
+            is_at_rest = True
+            if exchange.rank:
+                for _ in range(microbatches):
+                    for kind, unit in script.microbatch():
+                        script.step(1, kind, unit)
+                is_at_rest = script.engine.synchronize(limit_s)
+            exchange.all_gather(b"")
+            release.set()
+            runtime.finish()
+            late = [1.0, 1.0, 0.0]
+            for unit in range(NUM_UNITS):
+                result = runtime.gradient(unit)
+                assert result is not None
+                script.expect("sum", result[0], 3.0 * microbatches + late[unit])
+            assert script.engine.synchronize(15)
+            assert not script.engine.errors
+            assert not script.wrong, script.wrong
+            return is_at_rest
+
+    assert all(values(run_threads(world_size, body))), "a device waits for a slow one"
+
+
+@pytest.mark.parametrize("mode", ["daemon", "direct"])
+def test_no_device_waits_for_a_slow_one(mode: str) -> None:
+    come_to_rest_without_rank_0(mode, 15)
+
+
+def test_behind_a_stream_that_waits_for_pushes_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_what_is_announced(monkeypatch)
+    with pytest.raises(AssertionError, match="a device waits for a slow one"):
+        come_to_rest_without_rank_0("daemon", 1)
+
+
+def test_the_buffers_of_a_daemon_are_two_slots_of_each_client() -> None:
+    def body(exchange: ThreadExchange) -> int:
+        units = [UnitSpec("u", 100, torch.float32, (ParamSlice("w", 100),))]
+        with Runtime.create(exchange, units, RuntimeConfig(transport="fake_cuda", accumulate="daemon")) as runtime:
+            assert runtime._daemon is not None
+            slots: SymmetricBuffer = runtime._daemon._slots
+            return slots.num_bytes
+
+    assert values(run_threads(2, body)) == [2 * NUM_SLOTS * 448] * 2
