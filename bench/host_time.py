@@ -2,6 +2,10 @@
 
     python -m odc.bench.host_time --ranks 2 4 8 16 --json runs/host_time.json
     python -m odc.bench.host_time --ranks 2 4 8 --hosts 2 --json runs/host_time_tcp.json
+    python -m odc.bench.host_time --ranks 2 4 8 16 --streams --json runs/host_time_streams.json
+
+With --streams ranks work on streams that pose as a GPU's: all is as there, but for the driver, whose calls are counted
+instead. Without, on host memory.
 
 Many tiny units (80 of 64 elements per shard): copying them costs nothing, so what is left is the work that an operation
 makes for the host, which on a GPU has to fit into the time that the kernels take. It starts the ranks itself.
@@ -14,6 +18,7 @@ the units of one turn; the tables show the median over ranks and repetitions wit
                  has the core, and a wait is not in it.
     wall us      beside it, because the other one does not see what the caller waits for: its own daemon thread (the two
                  share one GIL), another rank's, an answer over a socket.
+    calls        of the driver, by the thread that calls: launches, copies, waits for and writes of words
     all ranks    CPU of all threads of all ranks together, whoever works for the operation: an owner's daemon, a link's
                  thread. The turns' own part, measured by turns in which nothing is done, is taken off. One sample is
                  the sum over the ranks' turns, over their number.
@@ -24,7 +29,7 @@ Operations, per call (one unit), and that over the number of owners it deals wit
     gather_first  the first of a unit in a minibatch, which looks whether each owner has published; all have, long ago
     gather        a later one. As FSDP2 calls it: one's own shard is in its place, so ranks - 1 owners
     push          scatter_accumulate, to all owners (one's own sum included); no other rank pushes, so no lock is waited
-                  for. With the daemon a push waits until the owner has taken the one before (``waits``)
+                  for. With the daemon a push waits until all owners have taken the one before the last (``waits``)
     finish        per minibatch: of the last rank to come, which waits for nobody; another one each time. In its wall
                   time the ranks that it wakes want the cores, too
     gradient      of one unit, one's own sum
@@ -61,6 +66,7 @@ from rich.table import Table
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.environment import describe_environment
+from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
 from odc.exchange import ProcessGroupExchange
@@ -80,6 +86,7 @@ class Settings:
     repetitions: int = 10
     setups: int = 5
     hosts: int = 1
+    streams: bool = False
 
     def units(self) -> list[UnitSpec]:
         """Equal ones, each of one parameter."""
@@ -89,7 +96,8 @@ class Settings:
     def config(self, rank: int, world_size: int, accumulate: str) -> RuntimeConfig:
         """Ranks of one machine pose as so many hosts."""
         host_id = f"host{rank * self.hosts // world_size}" if self.hosts > 1 else ""
-        return RuntimeConfig(accumulate=accumulate, host_id=host_id)
+        transport = "fake_cuda_streams" if self.streams else "auto"
+        return RuntimeConfig(accumulate=accumulate, host_id=host_id, transport=transport)
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,7 @@ class Sample:
     waits: int
     process_ns: int
     """CPU of all threads of this rank, also while the others had their turns."""
+    driver_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,8 @@ def measure_rank(
     """One result for each mode of accumulating."""
     gc.collect()
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
+    if settings.streams:
+        register_prompt_fakes()
     results = []
     for mode in modes:
         runtime, result = _set_up(rank, world_size, settings, mode)
@@ -228,16 +239,22 @@ class _Turns:
             time.sleep(QUIET_S)
         else:
             dist.recv(self._token, self._rank - 1)
-        waits, wall_ns, cpu_ns = self._runtime.stats.waits, time.perf_counter_ns(), time.thread_time_ns()
+        waits, calls = self._runtime.stats.waits, self._driver_calls()
+        wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         for unit in self._units:
             call(unit)
         cpu_ns, wall_ns = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
-        waits = self._runtime.stats.waits - waits
+        waits, calls = self._runtime.stats.waits - waits, self._driver_calls() - calls
         if self._rank + 1 < self._world_size:
             dist.send(self._token, self._rank + 1)
         dist.barrier()
         time.sleep(QUIET_S)
-        self.samples.append(Sample(operation, wall_ns, cpu_ns, waits, time.process_time_ns() - process_ns))
+        self.samples.append(Sample(operation, wall_ns, cpu_ns, waits, time.process_time_ns() - process_ns, calls))
+
+    def _driver_calls(self) -> int:
+        """So far, by this thread."""
+        engine = self._runtime._transport.engine
+        return engine.num_launches() if isinstance(engine, FakeEngine) else 0
 
     def _finish(self, last: int) -> None:
         """Measured on rank ``last``, unless another rank was later than it."""
@@ -304,6 +321,7 @@ def _operation(name: str, settings: Settings, ranks: Sequence[RankResult]) -> di
         "waits_per_call": statistics.mean(sample.waits / calls for sample in samples),
         "cpu_us": cpu_us,
         "cpu_us_per_owner": cpu_us["median"] / num_owners,
+        "driver_calls": statistics.mean(sample.driver_calls / calls for sample in samples),
         "wall_us": _summary([sample.wall_ns * 1e-3 / calls for sample in samples]),
     }
     if name != "finish":
@@ -332,13 +350,13 @@ def operations_table(cells: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="host time of one call, microseconds: median (20th-80th percentile)")
     table.add_column("operation")
     table.add_column("ranks, accumulate")
-    for name in ("CPU us", "per owner", "wall us", "all ranks", "waits"):
+    for name in ("CPU us", "per owner", "wall us", "calls", "all ranks", "waits"):
         table.add_column(name, justify="right")
     for name in OPERATIONS:
         for index, cell in enumerate(cells):
             row, words = cell["operations"][name], f"{cell['ranks']} {cell['accumulate']}"
             if not row["num_samples"]:
-                table.add_row(name, words, "somebody was later", "", "", "", "")
+                table.add_row(name, words, "somebody was later", "", "", "", "", "")
                 continue
             of_all = f"{row['all_ranks_cpu_us']['median']:.1f}" if "all_ranks_cpu_us" in row else ""
             table.add_row(
@@ -347,6 +365,7 @@ def operations_table(cells: Sequence[dict[str, Any]]) -> Table:
                 _text(row["cpu_us"]),
                 f"{row['cpu_us_per_owner']:.1f}",
                 _text(row["wall_us"]),
+                f"{row['driver_calls']:.1f}" if row["driver_calls"] else "",
                 of_all,
                 f"{row['waits_per_call']:.1f}" if row["waits_per_call"] else "",
                 end_section=index == len(cells) - 1,
@@ -389,6 +408,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks (2 4 8 16)")
     parser.add_argument("--hosts", type=int, default=1, help="the ranks pose as so many hosts: tcp between them (1)")
+    parser.add_argument("--streams", action="store_true", help="on streams that pose as a GPU's")
     parser.add_argument(
         "--accumulate",
         nargs="+",
@@ -407,7 +427,11 @@ def main() -> None:
     modes = options.accumulate or (["direct", "daemon"] if options.hosts == 1 else ["daemon"])
     if options.hosts > 1 and "direct" in modes:
         parser.error("--accumulate direct: ranks of several hosts do not share memory")
-    settings = Settings(options.units, options.numel, options.repetitions, options.setups, options.hosts)
+    if options.hosts > 1 and options.streams:
+        parser.error("--streams: one host")
+    settings = Settings(
+        options.units, options.numel, options.repetitions, options.setups, options.hosts, options.streams
+    )
     cells: list[dict[str, Any]] = []
     with progress_bar(Console(stderr=True)) as progress:
         total = len(options.ranks) * len(modes) * (settings.repetitions + 1)

@@ -39,7 +39,7 @@ NUM_SLOTS = 2
 # all parameters are in it, else a byte for each says whether it is.
 _HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
 _IDLE_S = 1.0
-_PATIENCE_S = 1.0
+_PATIENCE_S = 1.0  # on a device; on a host nothing can hold up an owner's thread
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
 
 
@@ -61,8 +61,6 @@ class AccumulationDaemon:
     Args:
         signals_at: of ``1 + world_size`` signals of each rank: posted to all owners, acknowledged to each client.
         on_failure: told of what ends the thread.
-        patience_s: for which a client waits for a slot before it keeps a push; None: as long as it takes on host
-            memory, where nothing can hold up an owner's thread.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class AccumulationDaemon:
         units: Sequence[UnitSpec],
         signals_at: int,
         on_failure: Callable[[BaseException], None],
-        patience_s: float | None = None,
     ) -> None:
         self._end = end
         self._transport = end.transport
@@ -81,9 +78,7 @@ class AccumulationDaemon:
         self._rank = end.rank
         self._world = range(end.world_size)
         self._on_failure = on_failure
-        has_streams = end.engine.has_streams
-        self._patience_s = (_PATIENCE_S if has_streams else float("inf")) if patience_s is None else patience_s
-        self._look = time.sleep if has_streams else None
+        self._patience_s = _PATIENCE_S if end.engine.has_streams else float("inf")
         self._posted, self._acked_at = signals_at, signals_at + 1
         self._slot_bytes = self.slot_bytes(units)
         self._header_bytes = aligned(_HEADER.size + max((len(u.params) for u in units), default=0))
@@ -189,25 +184,26 @@ class AccumulationDaemon:
     def _await_room(self, patience_s: float) -> bool:
         """Whether there is room, within ``patience_s``."""
         deadline = time.monotonic() + patience_s
-        self._end.waiter.wait(
-            lambda: [] if time.monotonic() > deadline else self._owners_without_room(),
-            lambda: f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet",
-            block=self._block(),
-        )
+
+        def late() -> list[int]:
+            return [] if time.monotonic() > deadline else self._owners_without_room()
+
+        text = f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet"
+        self._end.waiter.wait(late, lambda: text, block=self._poll(late))
         return self._has_room()
 
-    def _block(self) -> Callable[[float], None] | None:
-        """How to sleep for what a stream of another rank will do; None: until that rank wakes this one."""
-        if self._look is None:
+    def _poll(self, pending: Callable[[], Sequence[int]]) -> Callable[[float], None] | None:
+        """How to sleep for what a device has yet to do; None on a host, where who is awaited wakes this rank."""
+        if not self._end.engine.has_streams:
             return None
-        look, pause_s = self._look, _FIRST_PAUSE_S
 
-        def block(limit_s: float) -> None:
-            nonlocal pause_s
-            look(min(pause_s, limit_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        def poll(limit_s: float) -> None:
+            deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+            while pending() and time.monotonic() < deadline:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-        return block
+        return poll
 
     def _send(self, push: _Push) -> None:
         number, transport = self._sent + 1, self._transport
@@ -237,11 +233,11 @@ class AccumulationDaemon:
     def finish(self, sent: Sequence[int]) -> None:
         """Return when the pushes that each client has ``sent`` so far are in the sums, for the current stream."""
         transport, posted, handled = self._transport, self._posted, self._handled
-        self._end.waiter.wait(
-            lambda: [client for client in self._world if not transport.has_arrived(client, posted, sent[client])],
-            lambda: "pushes of its last microbatch",
-            block=self._block(),
-        )
+
+        def late() -> list[int]:
+            return [client for client in self._world if not transport.has_arrived(client, posted, sent[client])]
+
+        self._end.waiter.wait(late, lambda: "pushes of its last microbatch", block=self._poll(late))
 
         def is_behind() -> list[int]:
             self._progress.clear()
@@ -263,11 +259,14 @@ class AccumulationDaemon:
                     ticket = self._transport.ticket(None)  # before all that it may sleep for
                     if self._stopping.is_set():
                         break
-                    has_served, is_forwarding = self._serve_round(), self._transport.forward_arrivals()
+                    announced, arrived = self._look()
+                    if arrived:
+                        self._serve(arrived)
+                    is_forwarding = self._transport.forward_arrivals()
                     self._progress.set()
-                    if has_served:
+                    if arrived:
                         pause_s = _FIRST_PAUSE_S
-                    elif is_forwarding or self._expects_arrivals():
+                    elif is_forwarding or announced:
                         time.sleep(pause_s)
                         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     else:
@@ -276,17 +275,15 @@ class AccumulationDaemon:
             if not self._stopping.is_set():  # which has closed: an acknowledgement under way was given up
                 self._on_failure(error)
 
-    def _expects_arrivals(self) -> bool:
-        """Whether pushes have been announced that have not arrived."""
-        count, posted = self._transport.count, self._posted
-        return any(count(client, posted) > handled for client, handled in enumerate(self._handled))
+    def _look(self) -> tuple[list[int], list[int]]:
+        """The clients whose next push has been announced, and those of them for whom it has arrived."""
+        count, posted, handled = self._transport.count, self._posted, self._handled
+        announced = [client for client in self._world if count(client, posted) > handled[client]]
+        has_arrived = self._transport.has_arrived
+        return announced, [client for client in announced if has_arrived(client, posted, handled[client] + 1)]
 
-    def _serve_round(self) -> bool:
-        """Add what has arrived, at most one push of each client; whether there was any."""
-        has_arrived, posted = self._transport.has_arrived, self._posted
-        clients = [client for client, handled in enumerate(self._handled) if has_arrived(client, posted, handled + 1)]
-        if not clients:
-            return False
+    def _serve(self, clients: Sequence[int]) -> None:
+        """Add the next push of each."""
         for _ in clients:
             self._end.faults.hit("daemon.before_add")
         arrived = [self._read_header(client) for client in clients]
@@ -296,7 +293,6 @@ class AccumulationDaemon:
         for client in clients:
             self._handled[client] += 1
         self._transport.acknowledge([(self._acked_at + client, client) for client in clients])
-        return True
 
     def _read_header(self, client: int) -> Arrived:
         who, units = self._end.name(client), self._units

@@ -10,20 +10,13 @@ from typing import Any
 import torch
 
 from odc.accumulators import SharedStore
-from odc.bench.fake.cuda import FAKES, AsynchronousFakeCudaTransport
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
 
 HERE = __name__
 ROOT = Path(__file__).parent.parent
 HAS_GPU = torch.cuda.is_available()
 LONG_BUSY_S = 15.0  # less than what a stream of the fake waits for another
-
-
-def register_fakes() -> None:
-    """In every process of a check."""
-    from odc.transports import registry
-
-    registry._LOCATIONS.update(FAKES)
 
 
 def lose_every_order() -> None:
@@ -80,5 +73,7 @@ def wait_in_finish() -> None:
     MinibatchProtocol.finish = patient  # type: ignore[method-assign]
 
 
-STREAMS = Setting("fake_cuda_streams", "cpu", worlds=(2,), minibatches=4, quick=True, prepare=f"{HERE}:register_fakes")
+STREAMS = Setting(
+    "fake_cuda_streams", "cpu", worlds=(2,), minibatches=4, quick=True, prepare="odc.bench.fake.cuda:register_fakes"
+)
 WITHIN = replace(STREAMS, transport="fake_cuda")

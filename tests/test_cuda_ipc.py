@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_no_driver_and_an_old_one_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_a_driver_call_that_fails_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         @staticmethod
-        def cuStreamWaitValue32_v2(*_: object) -> int:
+        def cuStreamBatchMemOp_v2(*_: object) -> int:
             return 801
 
         @staticmethod
@@ -149,8 +149,8 @@ def test_a_driver_call_that_fails_is_named_with_its_reason(monkeypatch: pytest.M
             return 0
 
     monkeypatch.setattr(cuda_runtime, "_library", Library)
-    with pytest.raises(OdcError, match="cuStreamWaitValue32_v2 failed with code 801: operation not supported"):
-        cuda_runtime.wait_value(0, 4096, 1, False)
+    with pytest.raises(OdcError, match="cuStreamBatchMemOp_v2 failed with code 801: operation not supported"):
+        cuda_runtime.wait_values(0, [(4096, 1)], False)
 
 
 def test_cpu_tensors_are_not_its_business() -> None:
@@ -353,24 +353,24 @@ def test_words_wrap(start: int) -> None:
                 transport.post(0)
                 while transport.count(peer, 0) < count:
                     time.sleep(1e-3)
-                transport.order_after(peer, 0, start + count)
+                transport.order_after([peer], 0, start + count)
                 assert not transport.fake.waits  # already there: the device is not asked
-            transport.order_after(peer, 0, start + 7)
+            transport.order_after([peer], 0, start + 7)
             waited, transport.fake.waits = transport.fake.waits, 0
             exchange.all_gather(b"")
             transport.release_streams()
-            transport.order_after(peer, 0, start + 7)
+            transport.order_after([peer], 0, start + 7)
             assert not transport.fake.waits
             return waited
         finally:
             transport._failing = False
             transport.close()
 
-    def wait_value(self: fake_cuda.FakeCuda, address: int, value: int) -> None:
+    def wait_values(self: fake_cuda.FakeCuda, words: Sequence[tuple[int, int]]) -> None:
         self.waits += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake_cuda.FakeCuda, "wait_value", wait_value)
+        patch.setattr(fake_cuda.FakeCuda, "wait_values", wait_values)
         assert values(run_threads(2, body)) == [1, 1]
 
 

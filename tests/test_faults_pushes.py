@@ -15,7 +15,7 @@ import pytest
 import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
-from odc import AbortedError, OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import registered_fakes
 from odc.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
@@ -66,8 +66,10 @@ def sums_of(runtime: Runtime, minibatch: int) -> list[tuple[str, list[bool]] | N
 
 def drain(runtime: Runtime) -> None:
     """Return when this rank's pushes are in the sums."""
-    if runtime._daemon is not None:
-        runtime._daemon.drain()
+    daemon, transport = runtime._daemon, runtime._transport
+    if daemon is not None:
+        signal, owners = daemon._acked_at + runtime.topology.rank, range(runtime.topology.world_size)
+        until(lambda: all(transport.has_arrived(owner, signal, daemon.sent) for owner in owners))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -75,6 +77,16 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(1e-3)
+
+
+def push_to(runtime: Runtime, owner: int, unit: int, present: list[bool], minibatch: int) -> None:
+    """A push without what the protocol waits for before it; to all owners where there is no other."""
+    if runtime._daemon is not None:
+        runtime._daemon.push(unit, gradients(99), present, minibatch)
+    elif runtime._transport.engine.has_streams:
+        runtime._store.add_to_all(unit, gradients(99), present, minibatch)
+    else:
+        runtime._store.add(owner, unit, gradients(99)[:NUMEL], present, minibatch)
 
 
 def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
@@ -116,9 +128,9 @@ def test_a_push_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[st
             assert before == [(expected_sum(exchange.rank, 3), [True, True]), None]
             for number in (2, 4, 1, 0):
                 for unit, flags in ((0, [True, True]), (1, [True])):
-                    words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank {1 - exchange.rank}"
+                    words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank [01]"
                     with pytest.raises(ProtocolError, match=words):
-                        runtime._protocol._push(1 - exchange.rank, unit, gradients(99)[:NUMEL], flags, number)
+                        push_to(runtime, 1 - exchange.rank, unit, flags, number)
             exchange.all_gather(b"")
             assert sums_of(runtime, 3) == before
             runtime.finish()
@@ -136,7 +148,7 @@ def test_a_push_that_comes_after_the_end_does_not_change_gradients_that_are_in_u
             exchange.all_gather(b"")
             if exchange.rank == 1:
                 with pytest.raises(ProtocolError, match="its sum of minibatch 1 is final"):
-                    runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], 1)
+                    push_to(runtime, 0, 0, [True, True], 1)
             exchange.all_gather(b"")
             assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
 
@@ -161,8 +173,8 @@ def daemon_of(runtime: Runtime) -> AccumulationDaemon:
 
 
 def announce(runtime: Runtime) -> None:
-    """Tell rank 0's daemon that rank 1's slot has been filled."""
-    runtime._transport.post(daemon_of(runtime)._posted_at, to=0, daemon=True)
+    """Tell all daemons that rank 1's next slot has been filled."""
+    runtime._transport.post(daemon_of(runtime)._posted, daemon=True)
 
 
 def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtime], None], words: str) -> None:
@@ -182,23 +194,28 @@ def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtim
 
 
 def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runtime], None]) -> None:
-    """Rank 1 does; rank 0's daemon must have refused it when this returns."""
+    """Rank 1 does; rank 0's daemon, or rank 1's own, must have refused it when this returns."""
+
+    def is_refused() -> bool:
+        return runtime.has_failed or runtime._transport.abort_notice() is not None
+
     daemon = daemon_of(runtime)
     handled = daemon._handled[1]
     exchange.all_gather(b"")
     if exchange.rank == 1:
         wrong(runtime)
     else:
-        until(lambda: runtime.has_failed or daemon._handled[1] > handled)
-        assert runtime.has_failed, "it was accepted"
+        until(lambda: is_refused() or daemon._handled[1] > handled)
+        assert is_refused(), "it was accepted"
     exchange.all_gather(b"")
 
 
 def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> None:
-    """The minibatch ends with an error for both, and nobody gets a gradient."""
-    kind, who = (OdcError, "rank 0 failed earlier") if exchange.rank == 0 else (AbortedError, "because rank 0")
+    """The minibatch ends with an error for both, and nobody gets a gradient. A wrong push is for all owners, so it is
+    either daemon, or both, that has refused it."""
     until(lambda: runtime.has_failed or runtime._transport.abort_notice() is not None)
-    with pytest.raises(kind, match=f"{who}.*ProtocolError: .*{words}"):
+    who = rf"(rank {exchange.rank} failed earlier|because rank {1 - exchange.rank})"
+    with pytest.raises(OdcError, match=f"{who}.*ProtocolError: .*{words}"):
         runtime.finish()
     with pytest.raises(ProtocolError, match="is not final"):
         runtime.gradient(0)
@@ -209,9 +226,9 @@ def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> Non
 @pytest.mark.parametrize("number", [1, 3, 0], ids=["late", "early", "never"])
 def test_a_slot_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[str, Any], number: int) -> None:
     def push(runtime: Runtime) -> None:
-        runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], number)
+        push_to(runtime, 0, 0, [True, True], number)
 
-    words = f"push of rank 1 for minibatch {number}, unit 'pushed', refused by rank 0"
+    words = f"push of rank 1 for minibatch {number}, unit 'pushed', refused by rank [01]"
     refused_by_daemon(mode, 2, push, words)
 
 
@@ -240,7 +257,7 @@ def test_a_push_that_comes_before_the_owner_has_published_the_unit_is_refused(mo
     """Rank 0 has not taken its gradients of minibatch 1 yet; a client that has not waited pushes for minibatch 2."""
 
     def push(runtime: Runtime) -> None:
-        runtime._protocol._push(0, 0, gradients(99)[:NUMEL], [True, True], 2)
+        push_to(runtime, 0, 0, [True, True], 2)
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
@@ -303,8 +320,7 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
             runtime.begin()
             exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
             if exchange.rank == 1:
-                grads = gradients(1)[:NUMEL]
-                recorder.record(link_of(runtime), lambda: runtime._protocol._push(0, 0, grads, [True, True], 1))
+                recorder.record(link_of(runtime), lambda: push_to(runtime, 0, 0, [True, True], 1))
                 drain(runtime)
             exchange.all_gather(b"")
             if later:
@@ -313,7 +329,7 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
                 runtime.begin()
             before = sums_of(runtime, 1 + later)
             if exchange.rank == 0:
-                assert before == [None if later else (bits(gradients(1)[:NUMEL]), [True, True]), None]
+                assert before == [None if later else (bits(gradients(99)[:NUMEL]), [True, True]), None]
             does_wrong(runtime, exchange, lambda runtime: recorder.repeat(link_of(runtime)))
             assert sums_of(runtime, 1 + later) == before
             assert_failed(runtime, exchange, "rank 1")

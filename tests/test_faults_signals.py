@@ -57,7 +57,7 @@ _STOP = "rank=0,do=stop,point="
 # Points of publishing are passed once per unit, of which there are four.
 WAITS = {
     "gather, for published": WaitPoint("_await_published", _STOP + "publish.before,at=9"),
-    "push, for a slot": WaitPoint("_await_ack", _STOP + "gather.before,at=1", "", "first", accumulate="daemon"),
+    "push, for a slot": WaitPoint("_await_room", _STOP + "gather.before,at=1", "", "first", accumulate="daemon"),
     "push, for a lock": WaitPoint("_await_lock", _STOP + "scatter.after_chunk,at=1", "", "first", accumulate="direct"),
     "finish, for done": WaitPoint("_await_done", _STOP + "finish.before_done,at=3"),
     "gather, for bytes of another host": WaitPoint("_await", _STOP + "gather.before,at=1", "", "first", hosts=3),

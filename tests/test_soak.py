@@ -210,7 +210,7 @@ def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     world_size, num_units = runtime.topology.world_size, len(runtime.units)
     if runtime._daemon is not None:  # first: it compares with the signals
         runtime._daemon._handled = [number] * world_size
-        runtime._daemon._sent = [number] * world_size
+        runtime._daemon._sent = number
     seen = [transport._own, *(transport._blocks[rank] for rank in transport._elsewhere)]
     for signals in (block._signals for block in seen):
         signals[:] = array.array("q", [number] * len(signals))

@@ -134,7 +134,7 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         transport.post(5)
         for owner in range(3):
             await_signal(transport, owner, 5, 1)
-            transport.order_after(owner, 5, 1)
+            transport.order_after([owner], 5, 1)
         meet(transport, exchange)
         out = torch.empty(numel * 3, dtype=torch.bfloat16, device=device)
         found = []
@@ -230,7 +230,7 @@ def test_a_post_carries_the_order_of_streams(near: str) -> None:
                 transport.post(2)
                 continue
             await_signal(transport, 1 - exchange.rank, 2, i // 2 + 1)
-            transport.order_after(1 - exchange.rank, 2, i // 2 + 1)
+            transport.order_after([1 - exchange.rank], 2, i // 2 + 1)
         meet(transport, exchange)
         return local.tolist()
 
@@ -258,32 +258,54 @@ def test_the_engine_copies_casts_adds_and_zeroes(near: str) -> None:
     assert second == [[0.0, 1.0, 0.0, -5.0, 0.0], [1.0, 2.0, -1.0, -1.0]]
 
 
-def test_a_signal_for_one_rank_is_counted_there_and_wakes_its_daemon(name: str) -> None:
-    """The other ranks of its host may see it too; nobody else is woken for it."""
+def test_a_signal_for_one_rank_is_counted_there(name: str) -> None:
+    """The other ranks of its host may see it too."""
+
+    def body(transport: Transport, exchange: ThreadExchange) -> int:
+        ticket = transport.ticket(2)
+        exchange.all_gather(b"")
+        if exchange.rank == 2:
+            transport.post(6, to=1)
+        if exchange.rank == 1:
+            await_signal(transport, 2, 6, 1)
+            assert transport.ticket(2) != ticket
+        exchange.all_gather(b"")
+        return transport.count(2, 6)
+
+    assert on_transport(name, 3, body)[1] == 1
+
+
+def test_daemons_are_woken_by_what_is_announced_and_see_it_arrive(name: str) -> None:
+    """Rank 2 writes to everybody and announces it, three times; the others acknowledge each to it alone."""
+    rounds = 3
 
     def body(transport: Transport, exchange: ThreadExchange) -> list[int]:
-        if exchange.rank == 2:
-            exchange.all_gather(b"")
-            for _ in range(3):
-                transport.post(4, to=0, daemon=True)
-            transport.post(6, to=1)
-            exchange.all_gather(b"")
-            return []
-        ticket, asleep = transport.ticket(None), transport.ticket(2)
-        exchange.all_gather(b"")
-        if exchange.rank == 0:
-            while transport.count(2, 4) < 3:
-                transport.sleep(None, ticket, 20.0)
+        buffer, device = transport.allocate(8, "announced"), device_of(name)
+        own = torch.zeros(rounds, dtype=torch.int64, device=device)
+        meet(transport, exchange)
+        for number in range(1, rounds + 1):
+            if exchange.rank == 2:
+                value = torch.zeros(1, dtype=torch.int64, device=device)
+                transport.engine.run(lambda value=value, number=number: value.fill_(number))  # type: ignore[misc]
+                for rank in (0, 1):
+                    transport.write(buffer, rank, 0, value)
+                transport.post(4, daemon=True)
+                eventually(lambda: not transport.forward_arrivals())
+                for rank in (0, 1):
+                    eventually(lambda rank=rank, number=number: transport.has_arrived(rank, 5, number))  # type: ignore[misc]
+                continue
+            while not transport.has_arrived(2, 4, number):
                 ticket = transport.ticket(None)
-        else:
-            await_signal(transport, 2, 6, 1)
-            assert transport.ticket(2) != asleep
-        exchange.all_gather(b"")
-        return [transport.count(2, 4), transport.count(2, 6)]
+                if transport.count(2, 4) < number:
+                    transport.sleep(None, ticket, 20.0)
+            transport.engine.copy(own[number - 1 : number], buffer.local.view(torch.int64))
+            transport.acknowledge([(5, 2)])
+            eventually(lambda: not transport.forward_arrivals())
+        meet(transport, exchange)
+        return own.tolist()
 
     first, second, _ = on_transport(name, 3, body)
-    assert first[0] == 3
-    assert second[1] == 1
+    assert first == second == [1, 2, 3]
 
 
 def test_sleep_returns_at_a_signal_and_not_much_before(name: str) -> None:

@@ -96,8 +96,6 @@ class FakeEngine(Engine):
         self._num_queues = num_queues
         self._queues: list[FakeStream] = []
         self._streams: dict[str, FakeStream] = {}
-        self.num_launches = 0
-        """Calls of a driver that a device would have taken."""
         self._making = threading.Lock()
         self._here = threading.local()
         self._used: set[str] = set()
@@ -133,11 +131,16 @@ class FakeEngine(Engine):
             self._here.name = before
 
     def run(self, work: Callable[[], object]) -> None:
-        self.num_launches += 1
+        self._here.launches = self.num_launches() + 1
         if self.is_asynchronous:
             self._stream(self.current).submit(work)
         else:
             work()
+
+    def num_launches(self) -> int:
+        """Calls of a driver that a device would have taken from this thread so far."""
+        number: int = getattr(self._here, "launches", 0)
+        return number
 
     def stream_key(self) -> int:
         return hash(self.current)
@@ -444,6 +447,19 @@ FAKES = {
     "fake_nvshmem": "odc.bench.fake.nvshmem:FakeNvshmemTransport",
     "fake_nvshmem_streams": "odc.bench.fake.nvshmem:AsynchronousFakeNvshmemTransport",
 }
+
+
+def register_fakes() -> None:
+    """For the rest of this process."""
+    from odc.transports import registry
+
+    registry._LOCATIONS.update(FAKES)
+
+
+def register_prompt_fakes() -> None:
+    """As :func:`register_fakes`; streams pause only where they are told to."""
+    register_fakes()
+    AsynchronousFakeCudaTransport.delay_s = 0.0
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def run_without_order(rank: Rank) -> int:
         case = Case(counts=counts, numel=4099, seed=seed, slow_rank=rank.world_size - 1, longest_delay_s=0.02)
         run = RandomRun(case, rank)
         transport: Any = run.runtime._transport
-        transport.order_after = lambda rank, index, count: None
+        transport.order_after = lambda ranks, index, count: None
         seen += len(run.run())
         rank.meet()
     return seen

@@ -41,6 +41,11 @@ class Streams(ABC):
         """A question to ask later: has the current stream done all it was given so far?"""
 
     @abstractmethod
+    def stamp(self) -> Callable[[], float]:
+        """When the current stream comes to this point, in seconds since some moment of this rank's; to be asked when it
+        has."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize()``: the host waits for all streams of this rank."""
 
@@ -52,6 +57,7 @@ class CudaStreams(Streams):
         super().__init__(engine)
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._first: Any = None  # event, from which stamps count
 
     def on(self, name: str) -> AbstractContextManager[object]:
         if name not in self._streams:
@@ -64,6 +70,12 @@ class CudaStreams(Streams):
     def mark(self) -> Callable[[], bool]:
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: bool(event.query())
+
+    def stamp(self) -> Callable[[], float]:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        first = self._first = self._first or event
+        return lambda: float(first.elapsed_time(event)) * 1e-3
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -83,6 +95,11 @@ class HostStreams(Streams):
         done = threading.Event()
         self.engine.run(done.set)
         return done.is_set
+
+    def stamp(self) -> Callable[[], float]:
+        times: list[float] = []
+        self.engine.run(lambda: times.append(time.perf_counter()))
+        return lambda: times[0]
 
     def synchronize(self) -> None:
         if not self.engine.synchronize(SYNCHRONIZE_LIMIT_S):

@@ -241,7 +241,7 @@ class Transport(ABC):
 
         Args:
             to: the only rank that counts it; None: all do.
-            daemon: wake the daemons instead.
+            daemon: for all daemons, which are woken instead; they look for its arrival (:meth:`has_arrived`).
         """
 
     def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:

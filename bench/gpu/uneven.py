@@ -1,0 +1,184 @@
+"""Check ``uneven``: a device that has less to do than others is held up by none of them.
+
+Two minibatches: one rank computes ten times as slowly as the others; and one has a single long microbatch where the
+others have four short ones of the same total. What a rank's device needs from the first gather to its last push is
+compared with what its computation alone takes, beside it, in the same run. So is what the minibatch takes all ranks
+with the longest computation. Computation is a kernel that only takes time, on the stream that gathers and pushes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from odc import ParamSlice, Runtime, UnitSpec
+from odc.bench.gpu.minibatches import create_runtime
+from odc.bench.gpu.ranks import Rank, run_ranks
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.gpu.streams import Streams, engine_of, streams_of
+
+MODES = ("direct", "daemon")
+"""All that "auto" can choose."""
+MOST_OF_OWN, MOST_OF_LONGEST = 1.3, 1.15
+NUM_UNITS, NUMEL = 6, 4096
+WARM_UP = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank computes in one minibatch."""
+
+    name: str
+    microbatches: tuple[int, ...]
+    unit_s: tuple[float, ...]
+    """Of one unit of one microbatch, forward and backward together."""
+
+    @property
+    def compute_s(self) -> list[float]:
+        return [count * NUM_UNITS * unit_s for count, unit_s in zip(self.microbatches, self.unit_s, strict=True)]
+
+    @property
+    def lockstep_s(self) -> float:
+        """What it takes where ranks wait for each other at every unit of every microbatch."""
+        rows = zip(self.microbatches, self.unit_s, strict=True)
+        units = [[unit_s if i < count else 0.0 for i in range(max(self.microbatches))] for count, unit_s in rows]
+        return float(NUM_UNITS * sum(max(column) for column in zip(*units, strict=True)))
+
+
+def plans(world_size: int) -> tuple[Plan, ...]:
+    fast = world_size - 1
+    return (
+        Plan("one rank 10x slower", (3,) * world_size, (0.072, *(0.0072,) * fast)),
+        Plan("1 microbatch beside 4, equal totals", (1, *(4,) * fast), (0.168, *(0.042,) * fast)),
+    )
+
+
+def check(setting: Setting) -> Report:
+    world_size = max(setting.worlds)
+    rows = [measure(setting, plan, mode, 3 if setting.quick else 7) for plan in plans(world_size) for mode in MODES]
+    for row in rows:
+        if row["of_own"] > MOST_OF_OWN or row["of_longest"] > MOST_OF_LONGEST:
+            raise CheckFailedError(
+                f"{row['plan']}, {row['accumulate']}: ranks took {row['of_own']:.2f} times their own computation to "
+                f"their last push, expected at most {MOST_OF_OWN}, and the minibatch {row['of_longest']:.2f} times the "
+                f"longest one, expected at most {MOST_OF_LONGEST}"
+            )
+    worst = max(row["of_own"] for row in rows), max(row["of_longest"] for row in rows)
+    figures = f"at most {worst[0]:.2f} times a rank's own computation, {worst[1]:.2f} times the longest"
+    return Report(figures, {"cells": rows}, (table(rows),))
+
+
+def table(rows: list[dict[str, Any]]) -> TableData:
+    """For people."""
+    columns = ("minibatch", "accumulate", "fast ranks, s", "of own", "minibatch, s", "of longest", "lockstep, s")
+    return TableData(
+        "uneven minibatches: medians (20th-80th percentile)",
+        columns,
+        tuple(
+            (
+                str(row["plan"]),
+                str(row["accumulate"]),
+                _text(row["fast_s"]),
+                f"{row['of_own']:.2f}",
+                _text(row["total_s"]),
+                f"{row['of_longest']:.2f}",
+                f"{row['lockstep_s']:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def _text(summary: dict[str, float]) -> str:
+    return f"{summary['median']:.3f} ({summary['p20']:.3f}-{summary['p80']:.3f})"
+
+
+def measure(setting: Setting, plan: Plan, mode: str, repetitions: int) -> dict[str, Any]:
+    """One plan with one way to accumulate."""
+    results = run_ranks(setting, len(plan.microbatches), run, plan, mode, repetitions)
+    alone, own, total = ([[one[kind] for one in rank] for rank in results] for kind in range(3))
+    longest = max(plan.compute_s)
+    fast = [rank for rank in range(len(results)) if rank > 0]
+    of_own = [max(own[rank][i] / alone[rank][i] for rank in fast) for i in range(repetitions)]
+    of_longest = [max(rank[i] for rank in total) / max(rank[i] for rank in alone) for i in range(repetitions)]
+    return {
+        "plan": plan.name,
+        "accumulate": mode,
+        "ranks": len(results),
+        "repetitions": repetitions,
+        "of_own": statistics.median(of_own),
+        "of_longest": statistics.median(of_longest),
+        "fast_s": _summary([max(own[rank][i] for rank in fast) for i in range(repetitions)]),
+        "fast_alone_s": _summary([max(alone[rank][i] for rank in fast) for i in range(repetitions)]),
+        "total_s": _summary([max(rank[i] for rank in total) for i in range(repetitions)]),
+        "longest_s": longest,
+        "lockstep_s": plan.lockstep_s,
+        **asdict(plan),
+    }
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    low, *_, high = statistics.quantiles(values, n=5) if len(values) > 1 else (values[0], values[0])
+    return {"median": statistics.median(values), "p20": low, "p80": high}
+
+
+def run(rank: Rank, plan: Plan, mode: str, repetitions: int) -> list[tuple[float, float, float]]:
+    """Of each repetition on this rank's device: seconds of the computation alone; from the first gather to the last
+    push; and to where gradients are final."""
+    units = [UnitSpec(f"u{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(NUM_UNITS)]
+    runtime = create_runtime(rank, units, mode)
+    streams = streams_of(engine_of(runtime), rank.device)
+    out = torch.zeros(NUMEL * rank.world_size, device=rank.device)
+    grads = torch.ones_like(out)
+    streams.synchronize()
+    found = []
+    with runtime:
+        for repetition in range(WARM_UP + repetitions):
+            alone_s = _compute_alone(rank, plan, streams)
+            own_s, total_s = _minibatch(rank, plan, streams, runtime, out, grads)
+            if repetition >= WARM_UP:
+                found.append((alone_s(), own_s(), total_s()))
+    return found
+
+
+def _compute_alone(rank: Rank, plan: Plan, streams: Streams) -> Callable[[], float]:
+    _meet(rank, streams)
+    started = streams.stamp()
+    for _ in range(plan.microbatches[rank.rank] * NUM_UNITS):
+        streams.delay(plan.unit_s[rank.rank] / 3)
+        streams.delay(plan.unit_s[rank.rank] * 2 / 3)
+    ended = streams.stamp()
+    streams.synchronize()
+    return lambda: ended() - started()
+
+
+def _minibatch(
+    rank: Rank, plan: Plan, streams: Streams, runtime: Runtime, out: torch.Tensor, grads: torch.Tensor
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    for unit in range(NUM_UNITS):
+        runtime.publish(unit, lambda shard: shard.fill_(1.0))
+    _meet(rank, streams)
+    runtime.begin()
+    started = streams.stamp()
+    for _ in range(plan.microbatches[rank.rank]):
+        for unit in range(NUM_UNITS):
+            runtime.gather(unit, out)
+            streams.delay(plan.unit_s[rank.rank] / 3)
+        for unit in reversed(range(NUM_UNITS)):
+            runtime.gather(unit, out)
+            streams.delay(plan.unit_s[rank.rank] * 2 / 3)
+            runtime.scatter_accumulate(unit, grads)
+    pushed = streams.stamp()
+    runtime.finish()
+    ended = streams.stamp()
+    streams.synchronize()
+    return lambda: pushed() - started(), lambda: ended() - started()
+
+
+def _meet(rank: Rank, streams: Streams) -> None:
+    streams.synchronize()
+    rank.meet()
