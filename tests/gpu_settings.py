@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from odc.accumulators import SharedStore
+from odc.accumulators import AccumulatorStore, SharedStore
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
 
@@ -27,14 +28,22 @@ def lose_every_order() -> None:
 def lose_a_push() -> None:
     """One push that a client makes is not added."""
     register_fakes()
-    add, added = SharedStore.add, []
+    calls: list[int] = []
 
-    def lossy(self: SharedStore, *arguments: Any, **options: Any) -> None:
-        added.append(1)
-        if len(added) != 3:
-            add(self, *arguments, **options)
+    def losing(original: Callable[..., None], lost: Callable[..., tuple[Any, ...] | None]) -> Callable[..., None]:
+        def add(self: AccumulatorStore, *arguments: Any) -> None:
+            calls.append(1)
+            left = lost(*arguments) if len(calls) == 3 else arguments
+            if left is not None:
+                original(self, *left)
 
-    SharedStore.add = lossy  # type: ignore[method-assign]
+        return add
+
+    for name in ("add", "add_to_all"):
+        setattr(SharedStore, name, losing(getattr(SharedStore, name), lambda *arguments: None))
+    SharedStore.add_arrived = losing(  # type: ignore[method-assign]
+        AccumulatorStore.add_arrived, lambda pushes, *others: (pushes[1:], *others)
+    )
 
 
 def be_busy_until_the_host_waits() -> None:

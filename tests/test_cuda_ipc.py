@@ -10,6 +10,7 @@ import ctypes
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -372,6 +373,73 @@ def test_words_wrap(start: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_cuda.FakeCuda, "wait_values", wait_values)
         assert values(run_threads(2, body)) == [1, 1]
+
+
+# Atomic additions, and words of streams, are not taken on trust
+
+
+def test_where_additions_could_be_lost_direct_is_refused_and_auto_takes_the_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert values(run_threads(2, lambda e: slots_of(create(e)))) == [0, 0]
+    reason = "device 1 has no native atomics in the memory of 0 (no NVLink between them)"
+    monkeypatch.setattr(FakeCudaTransport, "atomics_missing", reason)
+    assert min(values(run_threads(2, lambda e: slots_of(create(e))))) > 0
+    assert min(values(run_threads(2, lambda e: slots_of(create(e, deterministic=True))))) > 0
+    for result in run_threads(2, lambda e: slots_of(create(e, accumulate="direct"))):
+        assert isinstance(result, ConfigError)
+        assert str(result) == f"accumulate='direct' would lose additions: {reason}: use 'daemon' or 'auto'"
+
+
+def test_one_rank_without_native_atomics_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_atomics(self: fake_cuda.FakeCuda, identity: str) -> str | None:
+        return "no NVLink" if threading.current_thread() is slow[0] else None
+
+    slow: list[threading.Thread] = []
+    monkeypatch.setattr(fake_cuda.FakeCuda, "no_atomics", no_atomics)
+
+    def body(exchange: ThreadExchange) -> int:
+        if exchange.rank == 1:
+            slow.append(threading.current_thread())
+        exchange.all_gather(b"")
+        return slots_of(create(exchange))
+
+    assert min(values(run_threads(3, body))) > 0
+
+
+def slots_of(runtime: Runtime) -> int:
+    with runtime:
+        return runtime.memory()["slots"]
+
+
+def test_set_up_tries_a_write_and_a_wait_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's streams set nothing."""
+    write_values = fake_cuda.FakeCuda.write_values
+
+    def write(self: fake_cuda.FakeCuda, row: Sequence[tuple[int, int]]) -> None:
+        if self is not mute[0]:
+            write_values(self, row)
+
+    mute: list[fake_cuda.FakeCuda] = []
+    monkeypatch.setattr(fake_cuda.FakeCuda, "write_values", write)
+    monkeypatch.setattr(fake_cuda, "WAIT_LIMIT_S", 2.0)
+
+    def body(exchange: ThreadExchange) -> None:
+        topology = Topology.discover(exchange)
+        transport = AsynchronousFakeCudaTransport(exchange, topology, 0.5)
+        try:
+            if exchange.rank == 1:
+                mute.append(transport.fake)
+            exchange.all_gather(b"")
+            transport.open(num_signals=2, num_locks=0)
+            transport.seal()
+        finally:
+            transport._failing = True
+            transport.close()
+
+    results = run_threads(2, body)
+    assert all(isinstance(result, SetupError) for result in results), results
+    assert "has waited 0.5 s for words that streams of the other ranks were to set" in str(results[0])
 
 
 # Copy engines or a kernel

@@ -18,7 +18,7 @@ from odc.bench.gpu.ranks import Rank
 from odc.bench.gpu.streams import Verdicts, engine_of, streams_of
 from odc.exchange import ProcessGroupExchange
 
-MODES = {"daemon": ("daemon", False), "direct": ("direct", False), "deterministic": ("daemon", True)}
+MODES = {"daemon": ("daemon", False), "direct": ("direct", False), "deterministic": ("auto", True)}
 TIMEOUT_S = 60.0
 
 

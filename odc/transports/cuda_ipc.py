@@ -105,8 +105,9 @@ class CudaIpcTransport(HostsTransport):
     # Memory
 
     def open(self, *, num_signals: int, num_locks: int) -> None:
-        super().open(num_signals=num_signals, num_locks=num_locks)
-        words = self.allocate_host(4 * max(num_signals, 1), "stream words")
+        self._probe = num_signals  # one more, for set-up
+        super().open(num_signals=num_signals + 1, num_locks=num_locks)
+        words = self.allocate_host(4 * (num_signals + 1), "stream words")
         self._words = {rank: words.peer(rank).view(torch.int32).numpy().view(np.uint32) for rank in self._here}
         self._seen = {rank: row.data for rank, row in self._words.items()}
         self._together(lambda: self._register(words))
@@ -116,6 +117,28 @@ class CudaIpcTransport(HostsTransport):
             address = words.peer(rank).data_ptr()
             self._word_addresses[rank] = self._cuda.register(address, words.num_bytes)
             self._registered.append(address)
+
+    def seal(self) -> None:
+        super().seal()
+        self._together(lambda: self.post(self._probe))
+        self._together(self._prove_words)
+
+    def _prove_words(self) -> None:
+        """Streams can wait for words that others' streams have set, and hosts see them."""
+        self._cuda.wait_values([(self._word_addresses[rank] + 4 * self._probe, 1) for rank in self._here])
+        self.order_after(self._elsewhere, self._probe, 1)
+        if not self._engine.synchronize(self._timeout_s):
+            self.release_streams()
+            raise SetupError(
+                f"a stream of rank {self.topology.me} has waited {self._timeout_s:g} s for words that streams of the "
+                "other ranks were to set: stream memory operations do not work between these devices. Keep FSDP's own "
+                "collectives"
+            )
+        unseen = [self.topology.global_rank(rank) for rank in self._here if not self._has_reached(rank, self._probe, 1)]
+        if unseen:
+            raise SetupError(
+                f"rank {self.topology.me} does not see in host memory what streams of ranks {unseen} have set there"
+            )
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         num_bytes = max(num_bytes, 1)

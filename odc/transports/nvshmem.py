@@ -71,7 +71,7 @@ class NvshmemTransport(CudaIpcTransport):
 
     def open(self, *, num_signals: int, num_locks: int) -> None:
         super().open(num_signals=num_signals, num_locks=num_locks)
-        self._num_words = max(num_signals, 1)  # of each rank, at each rank
+        self._num_words = num_signals + 1  # of each rank, at each rank; one more for set-up
         num_bytes = _WORD_BYTES * self._num_words * self.topology.world_size
         self._heap_words = self._malloc(num_bytes)
         self._word_view = self._cuda.tensor(self._heap_words, num_bytes).view(torch.int64)
