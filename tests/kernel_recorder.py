@@ -9,13 +9,15 @@ import pytest
 import torch
 import triton
 
-from odc.kernels import accumulate, fill, gather
+from odc.kernels import accumulate, fill, gather, scatter, slots
 from odc.kernels.nvshmem import signals, transfer
 
 Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
 KERNELS = {
     gather: ("_gather_kernel",),
     accumulate: ("_accumulate_kernel", "_scatter_accumulate_kernel"),
+    slots: ("_accumulate_slots_kernel",),
+    scatter: ("_scatter_kernel",),
     fill: ("_fill_kernel", "_copy_cast_kernel"),
     transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),
     signals: ("_nvshmem_wait_kernel", "_nvshmem_order_kernel", "_nvshmem_pes_kernel"),
