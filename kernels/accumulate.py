@@ -5,6 +5,8 @@ remote atomics. Each with its launcher and its plain-torch twin.
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -168,14 +170,15 @@ def _scatter_accumulate_kernel(
         step += 1
 
 
-_GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+"""What can be added to fp32 by atomics."""
 
 
 def _check_scatter(
     table: PeerTable, grads: torch.Tensor, rank: int, offset: int, stride: int | None, start: int, numel: int | None
 ) -> tuple[int, int]:
     """The distance of rows, and how much of each row is added."""
-    check_flat("grads", grads, _GRADIENTS)
+    check_flat("grads", grads, GRADIENTS)
     check_rank(rank, table.world_size)
     check_same_device(grads=grads, table=table.tensor)
     check_peer_range(table, offset, torch.float32)
@@ -285,7 +288,9 @@ PAIRS = tuple((total, addend) for total in MASTER_FLOATS for addend in FLOATS if
 """Sum and addend."""
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(
+    pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS, atomic: Sequence[torch.dtype] = GRADIENTS
+) -> list[AotEntry]:
     rows = [
         entry(
             f"accumulate[{DTYPES[addend]}->{DTYPES[total]}, {'first' if first else 'add'}, {alignment(aligned)}]",
@@ -294,7 +299,7 @@ def aot_entries() -> list[AotEntry]:
             {"FIRST": first, "VECTOR": vector((int(not aligned), total), (0, addend)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for total, addend in PAIRS
+        for total, addend in pairs
         for first in (False, True)
         for aligned in (True, False)
     ]
@@ -307,6 +312,6 @@ def aot_entries() -> list[AotEntry]:
             NUM_WARPS,
             since=VECTOR_ATOMICS if aligned else (8, 0),
         )
-        for grads in _GRADIENTS
+        for grads in atomic
         for aligned in (True, False)
     ]

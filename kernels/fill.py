@@ -3,6 +3,8 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -153,7 +155,9 @@ CASTS = (
 """Source and destination: publish in half precision, push back in full, and plain copies."""
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(
+    dtypes: Sequence[torch.dtype] = FLOATS, casts: Sequence[tuple[torch.dtype, torch.dtype]] = CASTS
+) -> list[AotEntry]:
     fills = [
         entry(
             f"fill[{DTYPES[out]}, {alignment(aligned)}]",
@@ -162,7 +166,7 @@ def aot_entries() -> list[AotEntry]:
             {"VECTOR": vector((int(not aligned), out)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for out in FLOATS
+        for out in dtypes
         for aligned in (True, False)
     ]
     return fills + [
@@ -173,6 +177,6 @@ def aot_entries() -> list[AotEntry]:
             {"VECTOR": vector((int(not aligned), out), (0, source)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for source, out in CASTS
+        for source, out in casts
         for aligned in (True, False)
     ]

@@ -3,6 +3,8 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -168,7 +170,7 @@ PAIRS = (
 """Source and destination of the casts that training needs: same dtype, or fp32 shards used in half precision."""
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS) -> list[AotEntry]:
     return [
         entry(
             f"gather[{DTYPES[source]}->{DTYPES[out]}, {alignment(aligned)}]",
@@ -177,6 +179,6 @@ def aot_entries() -> list[AotEntry]:
             {"SOURCE": DTYPES[source], "VECTOR": vector((int(not aligned), source), (0, out)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for source, out in PAIRS
+        for source, out in pairs
         for aligned in (True, False)
     ]

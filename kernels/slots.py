@@ -276,7 +276,7 @@ def accumulate_slots_reference(
                 first = False
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS) -> list[AotEntry]:
     return [
         entry(
             f"accumulate_slots[{DTYPES[addend]}->{DTYPES[total]}, {alignment(aligned)}]",
@@ -290,6 +290,6 @@ def aot_entries() -> list[AotEntry]:
             },
             NUM_WARPS,
         )
-        for total, addend in PAIRS
+        for total, addend in pairs
         for aligned in (True, False)
     ]

@@ -29,11 +29,14 @@ class Recorder:
 
     def __init__(self, kernel: Any, launches: Launches) -> None:
         self.kernel, self.launches, self.__name__ = kernel, launches, kernel.__name__
+        self.result: object = None
+        """What a launch returns: Triton's is the compiled kernel."""
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object, **keywords: object) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: object, **keywords: object) -> object:
             named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | keywords
             self.launches.append((self.kernel, named, grid))
+            return self.result
 
         return launch
 

@@ -27,8 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from kernel_driver import no_gpu
 
 from odc.kernels import aot, aot_list
 from odc.kernels.aot import main
@@ -226,21 +225,6 @@ def test_what_peers_write_is_read_past_l1(compiled: Compiled, name: str, arch: s
         assert through == {"ld.global.b64"}  # the table of addresses
 
 
-class NoGpu:
-    """What Triton asks its driver when it compiles at a launch: a GPU that nobody has."""
-
-    DEVICE = 4242
-
-    def get_current_device(self) -> int:
-        return self.DEVICE
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.extended) for name in PLAIN]
 )
@@ -252,21 +236,16 @@ def test_a_launch_compiles_the_same_code_once(
     kinds = {f"*{short}": dtype for dtype, short in DTYPES.items()}
     kinds |= {"*i64": torch.int64, "*i32": torch.int32, "*i16": torch.int16, "*u8": torch.uint8}
     seen = []
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoGpu())  # Triton can set one, but not unset it again
-    try:
-        with triton.knobs.cache.scope():
-            triton.knobs.cache.dir = str(tmp_path)
-            for number, shift in ((1, 0), (16, 1), (2**40, 8)):
-                values = {"i64": number, "i32": min(number, 2**31 - 1), "fp32": float(number)}
-                arguments = {
-                    n: torch.zeros(9, dtype=kinds[kind])[shift:] if kind.startswith("*") else values[kind]
-                    for n, kind in entry.signature.items()
-                    if kind != "constexpr"
-                }
-                options = {"num_warps": entry.num_warps, "grid": (1,), "warmup": True}
-                seen.append(entry.kernel.run(**arguments, **entry.constants, **options))
-    finally:
-        entry.kernel.device_caches.pop(NoGpu.DEVICE, None)
+    with no_gpu(monkeypatch, tmp_path):
+        for number, shift in ((1, 0), (16, 1), (2**40, 8)):
+            values = {"i64": number, "i32": min(number, 2**31 - 1), "fp32": float(number)}
+            arguments = {
+                n: torch.zeros(9, dtype=kinds[kind])[shift:] if kind.startswith("*") else values[kind]
+                for n, kind in entry.signature.items()
+                if kind != "constexpr"
+            }
+            options = {"num_warps": entry.num_warps, "grid": (1,), "warmup": True}
+            seen.append(entry.kernel.run(**arguments, **entry.constants, **options))
     assert seen[0] is seen[1] is seen[2]
     assert seen[0].asm["ptx"] == compile_for(name, "sm_90").ptx(name, "sm_90")
 

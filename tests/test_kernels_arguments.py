@@ -463,7 +463,7 @@ class TestNvshmemArguments:
 
 MODULES = (
     *("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "fill"),
-    *("aot_entry", "aot_compile", "aot", "sass"),
+    *("aot_entry", "aot_compile", "aot", "sass", "prepare"),
 )
 
 
