@@ -5,6 +5,8 @@ remote atomics. Each with its launcher and its plain-torch twin.
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,41 +21,54 @@ from odc.kernels.arguments import (
     check_positive,
     check_rank,
     check_same_device,
-    tensor_aligned,
 )
-from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, REMOTE_PROGRAMS, blocks, device_of, grid
-from odc.kernels.peers import VECTOR_BYTES, PeerTable, rotated
+from odc.kernels.launching import (
+    BLOCK,
+    DTYPES,
+    LOCAL_PROGRAMS,
+    NUM_WARPS,
+    REMOTE_PROGRAMS,
+    VECTOR_ATOMICS,
+    blocks,
+    device_of,
+    grid,
+    has_vector_atomics,
+    vector,
+)
+from odc.kernels.peers import PeerTable, rotated
 
 
-# Nothing is specialized: see [Note: No argument is specialized] in gather.py.
+# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
+# launching.py.
 @triton.jit(do_not_specialize=["accumulator", "addend", "numel"])
 def _accumulate_kernel(
     accumulator: tl.tensor,
     addend: tl.tensor,
     numel: tl.int64,
     FIRST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     lanes = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < numel:
+        left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+        whole = left // VECTOR * VECTOR
         target = accumulator + start + lanes
         source = addend + start + lanes
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)
-            source = tl.multiple_of(source, 16)
-        if start + BLOCK <= numel:  # unmasked, or the mask would forbid wide accesses
-            total = tl.load(source).to(accumulator.dtype.element_ty)
+        target = tl.multiple_of(target, VECTOR * accumulator.dtype.element_ty.primitive_bitwidth // 8)
+        source = tl.multiple_of(source, VECTOR * addend.dtype.element_ty.primitive_bitwidth // 8)
+        inside = tl.max_constancy(lanes < whole, VECTOR)
+        total = tl.load(source, mask=inside).to(accumulator.dtype.element_ty)
+        if not FIRST:
+            total += tl.load(target, mask=inside)
+        tl.store(target, total, mask=inside)
+        if VECTOR > 1 and whole < left:
+            rest = whole + tl.arange(0, VECTOR)
+            last = tl.load(addend + start + rest, mask=rest < left).to(accumulator.dtype.element_ty)
             if not FIRST:
-                total += tl.load(target)
-            tl.store(target, total)
-        else:
-            inside = lanes < (numel - start).to(tl.int32)
-            total = tl.load(source, mask=inside).to(accumulator.dtype.element_ty)
-            if not FIRST:
-                total += tl.load(target, mask=inside)
-            tl.store(target, total, mask=inside)
+                last += tl.load(accumulator + start + rest, mask=rest < left)
+            tl.store(accumulator + start + rest, last, mask=rest < left)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
@@ -92,7 +107,7 @@ def accumulate(
             addend,
             accumulator.numel(),
             FIRST=first,
-            ALIGNED=tensor_aligned(accumulator) and tensor_aligned(addend),
+            VECTOR=vector((accumulator.data_ptr(), accumulator.dtype), (addend.data_ptr(), addend.dtype)),
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -113,7 +128,7 @@ def accumulate_reference(accumulator: torch.Tensor, addend: torch.Tensor, *, fir
         accumulator.add_(addend.to(accumulator.dtype))
 
 
-@triton.jit(do_not_specialize=["table", "grads", "rank", "world_size", "num_steps", "numel", "offset"])
+@triton.jit(do_not_specialize=["table", "grads", "rank", "world_size", "num_steps", "numel", "stride", "offset"])
 def _scatter_accumulate_kernel(
     table: tl.tensor,
     grads: tl.tensor,
@@ -121,97 +136,138 @@ def _scatter_accumulate_kernel(
     world_size: tl.int32,
     num_steps: tl.int32,
     numel: tl.int64,
+    stride: tl.int64,
     offset: tl.int64,
-    ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     lanes = tl.arange(0, BLOCK)
     numel = numel.to(tl.int64)
-    whole = (numel + BLOCK - 1) // BLOCK * BLOCK
+    blocks_numel = (numel + BLOCK - 1) // BLOCK * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
     owner = rank
     step = 0
     while step < num_steps:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
-        row = grads + owner * numel
+        row = grads + owner * stride.to(tl.int64)
         total = tl.load(table + owner).to(tl.pointer_type(tl.float32)) + offset.to(tl.int64)
         while start < numel:
-            source = row + start + lanes
-            target = total + start + lanes
-            if ALIGNED:
-                source = tl.multiple_of(source, 16)
-                target = tl.multiple_of(target, 16)
+            left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+            whole = left // VECTOR * VECTOR
+            source = tl.multiple_of(row + start + lanes, VECTOR * grads.dtype.element_ty.primitive_bitwidth // 8)
+            target = tl.multiple_of(total + start + lanes, VECTOR * 4)
+            inside = tl.max_constancy(lanes < whole, VECTOR)
             # Relaxed: the additions need no order among themselves, and the kernel's end publishes them. System scope:
             # the other clients of this owner are other GPUs.
-            if start + BLOCK <= numel:
-                tl.atomic_add(target, tl.load(source).to(tl.float32), sem="relaxed", scope="sys")
-            else:
-                inside = lanes < (numel - start).to(tl.int32)
-                values = tl.load(source, mask=inside).to(tl.float32)
-                tl.atomic_add(target, values, mask=inside, sem="relaxed", scope="sys")
+            values = tl.load(source, mask=inside).to(tl.float32)
+            tl.atomic_add(target, values, mask=inside, sem="relaxed", scope="sys")
+            if VECTOR > 1 and whole < left:
+                rest = whole + tl.arange(0, VECTOR)
+                last = tl.load(row + start + rest, mask=rest < left).to(tl.float32)
+                tl.atomic_add(total + start + rest, last, mask=rest < left, sem="relaxed", scope="sys")
             start += tl.num_programs(0).to(tl.int64) * BLOCK
-        start -= whole  # the blocks of all rows are dealt out in turn
+        start -= blocks_numel  # the blocks of all rows are dealt out in turn
         step += 1
 
 
-_GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+"""What can be added to fp32 by atomics."""
 
 
-def _check_scatter(table: PeerTable, grads: torch.Tensor, rank: int, offset: int) -> int:
-    check_flat("grads", grads, _GRADIENTS)
+def _check_scatter(
+    table: PeerTable, grads: torch.Tensor, rank: int, offset: int, stride: int | None, start: int, numel: int | None
+) -> tuple[int, int]:
+    """The distance of rows, and how much of each row is added."""
+    check_flat("grads", grads, GRADIENTS)
     check_rank(rank, table.world_size)
-    if grads.numel() == 0 or grads.numel() % table.world_size:
-        raise ValueError(
-            f"grads has {grads.numel()} elements, expected a positive multiple of the world size {table.world_size}: "
-            f"one row per owner"
-        )
     check_same_device(grads=grads, table=table.tensor)
     check_peer_range(table, offset, torch.float32)
-    return grads.numel() // table.world_size
+    if stride is None:
+        if grads.numel() == 0 or grads.numel() % table.world_size:
+            raise ValueError(
+                f"grads has {grads.numel()} elements, expected a positive multiple of the world size "
+                f"{table.world_size}: one row per owner, or pass stride"
+            )
+        stride = grads.numel() // table.world_size
+    if numel is None:
+        numel = stride - start
+    if start < 0 or numel < 0 or start + numel > stride:
+        raise ValueError(f"elements {start} to {start + numel} of rows, expected a part of 0 to {stride} (stride)")
+    needed = (table.world_size - 1) * stride + start + numel
+    if grads.numel() < needed:
+        raise ValueError(
+            f"grads has {grads.numel()} elements, expected at least {needed}: {table.world_size} rows, "
+            f"{stride} elements apart, up to element {start + numel} of the last"
+        )
+    return stride, numel
 
 
 def scatter_accumulate_direct(
-    table: PeerTable, grads: torch.Tensor, *, rank: int, offset: int = 0, num_programs: int = REMOTE_PROGRAMS
+    table: PeerTable,
+    grads: torch.Tensor,
+    *,
+    rank: int,
+    offset: int = 0,
+    stride: int | None = None,
+    start: int = 0,
+    numel: int | None = None,
+    num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
-    """Add row r of ``grads`` to elements ``offset`` .. ``offset + numel`` of rank r's fp32 accumulator, for every r.
+    """Add elements ``start`` .. ``start + numel`` of row r of ``grads`` to elements ``offset`` .. ``offset + numel`` of
+    rank r's fp32 accumulator, for every r.
 
-    ``grads``: bf16, fp16 or fp32 [world_size * numel], dense; ``table`` holds the fp32 accumulators of all ranks.
-    Owners are visited from ``rank + 1`` on, the own rank last. The own accumulator is added to by atomics as well,
-    because the peers add to it at the same time. Concurrent clients' additions arrive in any order, so the last bits
-    of the sum differ from run to run; where that matters, push into slots and let the owner `accumulate` in order.
-    Atomics flush subnormal numbers (below 1.2e-38) to zero.
+    ``grads``: bf16, fp16 or fp32, dense; row r begins at element ``r * stride``. Without ``stride``, rows are as long
+    as `world_size` of them fit; without ``numel``, what follows ``start`` is added. ``table`` holds the fp32
+    accumulators of all ranks. Owners are visited from ``rank + 1`` on, the own rank last. The own accumulator is added
+    to by atomics as well, because the peers add to it at the same time. Concurrent clients' additions arrive in any
+    order, so the last bits of the sum differ from run to run; where that matters, push into slots and let the owner
+    `accumulate_slots`. Atomics flush subnormal numbers (below 1.2e-38) to zero.
 
     On return the kernel is enqueued on the current stream, and what is enqueued there next finds all additions made,
     also at the peers. The owners' accumulators must be open for this push (the kernel waits for nobody), and nobody
     but atomics may write them meanwhile.
 
-    Two ranks that both push [1, 2, 3, 4] add 2, 4 to the accumulator of rank 0 and 6, 8 to that of rank 1.
+    Two ranks that both push [1, 2, 3, 4] add 2, 4 to the accumulator of rank 0 and 6, 8 to that of rank 1; with
+    ``start=1, offset=5`` they add 4 to element 5 of rank 0's and 8 to element 5 of rank 1's.
 
     Raises ValueError for wrong shapes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
     """
-    numel = _check_scatter(table, grads, rank, offset)
+    stride, numel = _check_scatter(table, grads, rank, offset, stride, start, numel)
     check_positive(num_programs=num_programs)
-    aligned = (
-        tensor_aligned(grads)
-        and numel * grads.itemsize % VECTOR_BYTES == 0
-        and table.aligned(offset * torch.float32.itemsize)
+    if numel == 0:
+        return
+    begin, size = offset * torch.float32.itemsize, grads.itemsize
+    elements = vector(
+        (grads.data_ptr() + start * size, grads.dtype),
+        (stride * size, grads.dtype),
+        *((address + begin, torch.float32) for address in table.addresses),
     )
     with device_of(_scatter_accumulate_kernel, grads, "use scatter_accumulate_direct_reference for host memory"):
         _scatter_accumulate_kernel[grid(table.world_size * blocks(numel), num_programs)](
             table.tensor,
-            grads,
+            grads[start:],
             rank,
             table.world_size,
             table.world_size,
             numel,
+            stride,
             offset,
-            ALIGNED=aligned,
+            VECTOR=elements if has_vector_atomics(grads.device) else 1,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
 
 
-def scatter_accumulate_direct_reference(table: PeerTable, grads: torch.Tensor, *, rank: int, offset: int = 0) -> None:
+def scatter_accumulate_direct_reference(
+    table: PeerTable,
+    grads: torch.Tensor,
+    *,
+    rank: int,
+    offset: int = 0,
+    stride: int | None = None,
+    start: int = 0,
+    numel: int | None = None,
+) -> None:
     """`scatter_accumulate_direct` in plain torch on host memory, for one client at a time; complete on return.
 
     >>> sums = [torch.zeros(2), torch.ones(2)]
@@ -219,20 +275,28 @@ def scatter_accumulate_direct_reference(table: PeerTable, grads: torch.Tensor, *
     >>> sums
     [tensor([1., 2.]), tensor([4., 5.])]
     """
-    numel = _check_scatter(table, grads, rank, offset)
+    stride, numel = _check_scatter(table, grads, rank, offset, stride, start, numel)
+    if numel == 0:
+        return
     for owner in rotated(rank, table.world_size):
         target = table.host_view(owner, offset * torch.float32.itemsize, numel, torch.float32)
-        target.add_(grads[owner * numel : (owner + 1) * numel].to(torch.float32))
+        low = owner * stride + start
+        target.add_(grads[low : low + numel].to(torch.float32))
 
 
-def aot_entries() -> list[AotEntry]:
-    pairs = [(torch.float32, addend) for addend in _GRADIENTS] + [(torch.float64, addend) for addend in MASTER_FLOATS]
+PAIRS = tuple((total, addend) for total in MASTER_FLOATS for addend in FLOATS if addend.itemsize <= total.itemsize)
+"""Sum and addend."""
+
+
+def aot_entries(
+    pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS, atomic: Sequence[torch.dtype] = GRADIENTS
+) -> list[AotEntry]:
     rows = [
         entry(
             f"accumulate[{DTYPES[addend]}->{DTYPES[total]}, {'first' if first else 'add'}, {alignment(aligned)}]",
             _accumulate_kernel,
             {"accumulator": f"*{DTYPES[total]}", "addend": f"*{DTYPES[addend]}"},
-            {"FIRST": first, "ALIGNED": aligned, "BLOCK": BLOCK},
+            {"FIRST": first, "VECTOR": vector((int(not aligned), total), (0, addend)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
         for total, addend in pairs
@@ -244,9 +308,10 @@ def aot_entries() -> list[AotEntry]:
             f"scatter_accumulate[{DTYPES[grads]}->fp32, {alignment(aligned)}]",
             _scatter_accumulate_kernel,
             {"table": "*i64", "grads": f"*{DTYPES[grads]}"},
-            {"ALIGNED": aligned, "BLOCK": BLOCK},
+            {"VECTOR": vector((int(not aligned), torch.float32), (0, grads)), "BLOCK": BLOCK},
             NUM_WARPS,
+            since=VECTOR_ATOMICS if aligned else (8, 0),
         )
-        for grads in _GRADIENTS
+        for grads in atomic
         for aligned in (True, False)
     ]

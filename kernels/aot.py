@@ -1,7 +1,8 @@
 """``python -m odc.kernels.aot``: compile all kernels ahead of time, without a GPU, and show what they need.
 
-What this proves: every kernel compiles and links for these architectures, and no register spills. What it does not:
-that a kernel computes what it should (the tests do, in Triton's interpreter), or that it is fast.
+What this proves: every kernel compiles and links for these architectures, no register spills, and how wide and by which
+lanes its machine code accesses memory. What it does not: that a kernel computes what it should (the tests do, in
+Triton's interpreter), or that it is fast.
 """
 
 # mypy: disable-error-code="import-untyped,import-not-found"
@@ -27,6 +28,9 @@ EPILOG = f"""
 The exit code is 1 if any kernel does not compile, spills registers, or lacks NVSHMEM's device library, and 2 if the
 command line is wrong. The device library is looked for in --nvshmem-lib if given, else in the wheels
 nvidia-nvshmem-cu13 and -cu12, else in system folders; Triton must be able to read it: pip install {READABLE}.
+
+columns: loads and stores of global memory by width in bits; atomics by kind, width and scope; local and shared:
+instructions that access such memory; lanes: whether those of a warp are proven to touch adjacent bytes.
 
 examples:
   python -m odc.kernels.aot --arch sm_90                           what an H100 or H200 would run
@@ -67,7 +71,8 @@ def _compile_all(arguments: argparse.Namespace, names: Sequence[str]) -> list[Ao
     """All results, in the order of the list; a line per result as they come."""
     folder = str(arguments.nvshmem_lib) if arguments.nvshmem_lib else None
     keep = str(arguments.keep) if arguments.keep else None
-    jobs = [(name, arch) for name in names for arch in arguments.arch]
+    since = {entry.name: entry.since for entry in importlib.import_module(arguments.entries).entries()}
+    jobs = [(name, arch) for name in names for arch in arguments.arch if divmod(architecture(arch), 10) >= since[name]]
     done: dict[tuple[str, str], AotResult] = {}
     # Spawned, not forked: LLVM has threads of its own.
     context = multiprocessing.get_context("spawn")
@@ -95,15 +100,33 @@ def _show(results: Sequence[AotResult], seconds: float) -> None:
     from rich.table import Table
 
     table = Table(title=f"{len(results)} binaries in {seconds:.0f} s")
-    for column in ("kernel", "arch", "cubin B", "registers", "spill B", "stack B", "shared B", "s", "NVSHMEM"):
-        table.add_column(column, justify="left" if column in ("kernel", "arch", "NVSHMEM") else "right")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=column == "kernel")
     for r in results:
-        numbers = (r.cubin_bytes, r.registers, r.spill_bytes, r.stack_bytes, r.shared_bytes)
-        cells = ["failed"] + [""] * 4 if r.error else [str(n) for n in numbers]
         name = r.kernel.replace("[", r"\[")
-        style = "red" if r.failed else None
-        table.add_row(name, r.arch, *cells, f"{r.seconds:.1f}", r.nvshmem_version or "", style=style)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        table.add_row(name, r.arch, *_cells(r), r.nvshmem_version or "", style="red" if r.failed else None)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+_TEXTS = ("kernel", "arch", "loads", "stores", "atomics", "lanes", "NVSHMEM")
+_COLUMNS = (
+    *("kernel", "arch", "cubin B", "registers", "spill B", "stack B", "shared B", "local", "shared"),
+    *("loads", "stores", "atomics", "lanes", "NVSHMEM"),
+)
+
+
+def _cells(r: AotResult) -> list[str]:
+    """
+    >>> _cells(AotResult("k", "sm_90", 9, 8, load_bits={16: 1, 128: 4}, atomics={"RED 128 SYS": 4}))[5:]
+    ['0', '0', '16 128', '', 'RED 128 SYS', '']
+    """
+    if r.error:
+        return ["failed"] + [""] * 10
+    numbers = (r.cubin_bytes, r.registers, r.spill_bytes, r.stack_bytes, r.shared_bytes)
+    accesses = (r.local_accesses, r.shared_accesses)
+    widths = [" ".join(map(str, bits)) for bits in (r.load_bits, r.store_bits)]
+    lanes = {True: "contiguous", False: "gaps", None: ""}[r.contiguous_lanes]
+    return [*map(str, numbers), *map(str, accesses), *widths, ", ".join(r.atomics), lanes]
 
 
 def _report(results: Sequence[AotResult], seconds: float, file: Path) -> None:
@@ -131,6 +154,8 @@ def _failures(results: Sequence[AotResult]) -> list[str]:
             lines.append(f"{r.kernel} for {r.arch}: {r.error}")
         elif r.spill_bytes:
             lines.append(f"{r.kernel} for {r.arch}: spills {r.spill_bytes} bytes of registers")
+        elif r.local_accesses:
+            lines.append(f"{r.kernel} for {r.arch}: {r.local_accesses} accesses to local memory")
     return lines
 
 

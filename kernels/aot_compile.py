@@ -1,15 +1,16 @@
-"""Compile one entry for one architecture without a GPU, and read what ptxas says about it."""
+"""Compile one entry for one architecture without a GPU, and read what ptxas and its machine code say about it."""
 
 # mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.compiler import ASTSource
 
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.nvshmem.bitcode import READABLE, architecture, find_bitcode
+from odc.kernels.sass import disassemble, lanes_are_contiguous, read_facts
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class AotResult:
     """Per thread, the largest frame of any function."""
     shared_bytes: int = 0
     """Per program."""
+    load_bits: dict[int, int] = field(default_factory=dict)
+    """Loads from global memory in the machine code, by width; this and what follows: see `SassFacts`."""
+    store_bits: dict[int, int] = field(default_factory=dict)
+    atomics: dict[str, int] = field(default_factory=dict)
+    local_accesses: int = 0
+    shared_accesses: int = 0
+    contiguous_lanes: bool | None = None
+    """See `lanes_are_contiguous`."""
     seconds: float = 0.0
     nvshmem_version: str | None = None
     """Of the device library that was linked, as the library itself says."""
@@ -43,7 +53,7 @@ class AotResult:
 
     @property
     def failed(self) -> bool:
-        return self.error is not None or self.spill_bytes > 0
+        return self.error is not None or self.spill_bytes > 0 or self.local_accesses > 0
 
 
 def compile_entry(
@@ -61,7 +71,7 @@ def compile_entry(
         return AotResult(entry.name, arch, seconds=seconds, error=_explain(error))
     if keep is not None:
         _write(Path(keep), entry.name, arch, compiled)
-    usage = read_usage(log)
+    usage, facts = read_usage(log), read_facts(disassemble(compiled.asm["cubin"]))
     return AotResult(
         kernel=entry.name,
         arch=arch,
@@ -70,6 +80,8 @@ def compile_entry(
         spill_bytes=usage["spill"],
         stack_bytes=usage["stack"],
         shared_bytes=int(compiled.metadata.shared),
+        **dataclasses.asdict(facts),
+        contiguous_lanes=lanes_are_contiguous(compiled.asm["ttgir"], facts),
         seconds=round(time.perf_counter() - begin, 2),
         nvshmem_version=linked_version(compiled.asm["ptx"]),
     )

@@ -25,6 +25,8 @@ class AotEntry:
     num_warps: int
     nvshmem: bool = False
     """Whether the kernel is linked with NVSHMEM's device library."""
+    since: tuple[int, int] = (8, 0)
+    """The first compute capability on which launchers launch it."""
 
 
 def entry(
@@ -35,6 +37,7 @@ def entry(
     num_warps: int,
     *,
     nvshmem: bool = False,
+    since: tuple[int, int] = (8, 0),
 ) -> AotEntry:
     """The entry of ``kernel``: integers as annotated, ``pointers`` by parameter, ``{"out": "*bf16"}``.
 
@@ -52,7 +55,7 @@ def entry(
             f"{name}: types {signature} from pointers {dict(pointers)} and constants {dict(constants)}, "
             f"expected a type for every parameter and a value for every constant"
         )
-    return AotEntry(name, kernel, signature, dict(constants), num_warps, nvshmem)
+    return AotEntry(name, kernel, signature, dict(constants), num_warps, nvshmem, since)
 
 
 def alignment(aligned: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc.kernels import accumulate, fill, gather
+from odc.kernels import accumulate, fill, gather, scatter, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.nvshmem import signals, transfer
 
@@ -10,4 +10,11 @@ from odc.kernels.nvshmem import signals, transfer
 def entries() -> list[AotEntry]:
     """The slow ones (linked with NVSHMEM) first, so that no worker begins one of them when the others are done."""
     rows = [*transfer.aot_entries(), *signals.aot_entries()]
-    return [*rows, *gather.aot_entries(), *accumulate.aot_entries(), *fill.aot_entries()]
+    return [
+        *rows,
+        *gather.aot_entries(),
+        *accumulate.aot_entries(),
+        *slots.aot_entries(),
+        *scatter.aot_entries(),
+        *fill.aot_entries(),
+    ]

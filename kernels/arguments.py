@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import torch
 
-from odc.kernels.peers import VECTOR_BYTES, PeerTable
+from odc.kernels.peers import PeerTable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MASTER_FLOATS = (torch.float32, torch.float64)
@@ -78,8 +78,3 @@ def check_peer_range(table: PeerTable, offset: int, dtype: torch.dtype) -> None:
                 f"the buffer of rank {owner} is at {address:#x}, expected a multiple of {dtype.itemsize} "
                 f"for {dtype}: a GPU cannot load an element across its own alignment"
             )
-
-
-def tensor_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a thread may use its widest access from the first element on."""
-    return tensor.data_ptr() % VECTOR_BYTES == 0

@@ -3,6 +3,8 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,27 +17,25 @@ from odc.kernels.arguments import (
     check_flat,
     check_positive,
     check_same_device,
-    tensor_aligned,
 )
-from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid
+from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
 
 
-# Nothing is specialized: see [Note: No argument is specialized] in gather.py.
+# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
+# launching.py.
 @triton.jit(do_not_specialize=["out", "value", "numel"])
-def _fill_kernel(
-    out: tl.tensor, value: tl.float32, numel: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _fill_kernel(out: tl.tensor, value: tl.float32, numel: tl.int64, VECTOR: tl.constexpr, BLOCK: tl.constexpr) -> None:
     lanes = tl.arange(0, BLOCK)
     values = tl.full([BLOCK], 0.0, tl.float32) + value
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < numel:
-        target = out + start + lanes
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)
-        if start + BLOCK <= numel:  # unmasked, or the mask would forbid wide accesses
-            tl.store(target, values.to(out.dtype.element_ty))
-        else:
-            tl.store(target, values.to(out.dtype.element_ty), mask=lanes < (numel - start).to(tl.int32))
+        left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+        whole = left // VECTOR * VECTOR
+        target = tl.multiple_of(out + start + lanes, VECTOR * out.dtype.element_ty.primitive_bitwidth // 8)
+        tl.store(target, values.to(out.dtype.element_ty), mask=tl.max_constancy(lanes < whole, VECTOR))
+        if VECTOR > 1 and whole < left:
+            rest = whole + tl.arange(0, VECTOR)
+            tl.store(out + start + rest, value.to(out.dtype.element_ty), mask=rest < left)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
@@ -61,7 +61,7 @@ def fill(out: torch.Tensor, value: float = 0.0, *, num_programs: int = LOCAL_PRO
         return
     with device_of(_fill_kernel, out, "use fill_reference for host memory"):
         _fill_kernel[grid(blocks(out.numel()), num_programs)](
-            out, float(value), out.numel(), ALIGNED=tensor_aligned(out), BLOCK=BLOCK, num_warps=NUM_WARPS
+            out, float(value), out.numel(), VECTOR=vector((out.data_ptr(), out.dtype)), BLOCK=BLOCK, num_warps=NUM_WARPS
         )
 
 
@@ -79,21 +79,21 @@ def fill_reference(out: torch.Tensor, value: float = 0.0) -> None:
 
 @triton.jit(do_not_specialize=["out", "source", "numel"])
 def _copy_cast_kernel(
-    out: tl.tensor, source: tl.tensor, numel: tl.int64, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    out: tl.tensor, source: tl.tensor, numel: tl.int64, VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     lanes = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < numel:
-        target = out + start + lanes
-        origin = source + start + lanes
-        if ALIGNED:
-            target = tl.multiple_of(target, 16)
-            origin = tl.multiple_of(origin, 16)
-        if start + BLOCK <= numel:
-            tl.store(target, tl.load(origin).to(out.dtype.element_ty))
-        else:
-            inside = lanes < (numel - start).to(tl.int32)
-            tl.store(target, tl.load(origin, mask=inside).to(out.dtype.element_ty), mask=inside)
+        left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+        whole = left // VECTOR * VECTOR
+        target = tl.multiple_of(out + start + lanes, VECTOR * out.dtype.element_ty.primitive_bitwidth // 8)
+        origin = tl.multiple_of(source + start + lanes, VECTOR * source.dtype.element_ty.primitive_bitwidth // 8)
+        inside = tl.max_constancy(lanes < whole, VECTOR)
+        tl.store(target, tl.load(origin, mask=inside).to(out.dtype.element_ty), mask=inside)
+        if VECTOR > 1 and whole < left:
+            rest = whole + tl.arange(0, VECTOR)
+            last = tl.load(source + start + rest, mask=rest < left)
+            tl.store(out + start + rest, last.to(out.dtype.element_ty), mask=rest < left)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
@@ -126,7 +126,7 @@ def copy_cast(out: torch.Tensor, source: torch.Tensor, *, num_programs: int = LO
             out,
             source,
             out.numel(),
-            ALIGNED=tensor_aligned(out) and tensor_aligned(source),
+            VECTOR=vector((out.data_ptr(), out.dtype), (source.data_ptr(), source.dtype)),
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -155,16 +155,18 @@ CASTS = (
 """Source and destination: publish in half precision, push back in full, and plain copies."""
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(
+    dtypes: Sequence[torch.dtype] = FLOATS, casts: Sequence[tuple[torch.dtype, torch.dtype]] = CASTS
+) -> list[AotEntry]:
     fills = [
         entry(
             f"fill[{DTYPES[out]}, {alignment(aligned)}]",
             _fill_kernel,
             {"out": f"*{DTYPES[out]}"},
-            {"ALIGNED": aligned, "BLOCK": BLOCK},
+            {"VECTOR": vector((int(not aligned), out)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for out in FLOATS
+        for out in dtypes
         for aligned in (True, False)
     ]
     return fills + [
@@ -172,9 +174,9 @@ def aot_entries() -> list[AotEntry]:
             f"copy_cast[{DTYPES[source]}->{DTYPES[out]}, {alignment(aligned)}]",
             _copy_cast_kernel,
             {"out": f"*{DTYPES[out]}", "source": f"*{DTYPES[source]}"},
-            {"ALIGNED": aligned, "BLOCK": BLOCK},
+            {"VECTOR": vector((int(not aligned), out), (0, source)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for source, out in CASTS
+        for source, out in casts
         for aligned in (True, False)
     ]

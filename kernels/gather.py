@@ -3,6 +3,8 @@
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -16,15 +18,14 @@ from odc.kernels.arguments import (
     check_positive,
     check_rank,
     check_same_device,
-    tensor_aligned,
 )
-from odc.kernels.launching import BLOCK, DTYPES, NUM_WARPS, REMOTE_PROGRAMS, blocks, device_of, grid
-from odc.kernels.peers import VECTOR_BYTES, PeerTable, rotated
+from odc.kernels.launching import BLOCK, DTYPES, NUM_WARPS, REMOTE_PROGRAMS, blocks, device_of, grid, vector
+from odc.kernels.peers import PeerTable, rotated
 
 
 # [Note: No argument is specialized]
 # Triton would compile another kernel for integers that are 1 or multiples of 16, and for integers that need 64 bits.
-# All are declared 64-bit and unspecialized, and alignment is the constexpr ALIGNED: one kernel per pair of dtypes and
+# All are declared 64-bit and unspecialized, and alignment is the constexpr VECTOR: one kernel per pair of dtypes and
 # alignment, which `aot_list` compiles beforehand, and no compilation in the middle of a training step.
 @triton.jit(do_not_specialize=["out", "table", "rank", "world_size", "num_steps", "numel", "out_stride", "offset"])
 def _gather_kernel(
@@ -37,12 +38,12 @@ def _gather_kernel(
     out_stride: tl.int64,
     offset: tl.int64,
     SOURCE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     lanes = tl.arange(0, BLOCK)
     numel = numel.to(tl.int64)
-    whole = (numel + BLOCK - 1) // BLOCK * BLOCK
+    blocks_numel = (numel + BLOCK - 1) // BLOCK * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
     owner = rank
     step = 0
@@ -52,20 +53,20 @@ def _gather_kernel(
         shard = tl.load(table + owner).to(tl.pointer_type(SOURCE)) + offset.to(tl.int64)
         row = out + owner * out_stride.to(tl.int64)
         while start < numel:
-            source = shard + start + lanes
-            target = row + start + lanes
-            if ALIGNED:
-                source = tl.multiple_of(source, 16)
-                target = tl.multiple_of(target, 16)
+            left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+            whole = left // VECTOR * VECTOR
+            source = tl.multiple_of(shard + start + lanes, VECTOR * SOURCE.primitive_bitwidth // 8)
+            target = tl.multiple_of(row + start + lanes, VECTOR * out.dtype.element_ty.primitive_bitwidth // 8)
+            inside = tl.max_constancy(lanes < whole, VECTOR)
             # .cg: the owner writes this memory, so this GPU's L1 must not keep what it read for an earlier minibatch.
-            if start + BLOCK <= numel:  # unmasked, or the mask would forbid wide accesses
-                tl.store(target, tl.load(source, cache_modifier=".cg").to(out.dtype.element_ty))
-            else:
-                inside = lanes < (numel - start).to(tl.int32)
-                values = tl.load(source, mask=inside, cache_modifier=".cg")
-                tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+            values = tl.load(source, mask=inside, cache_modifier=".cg")
+            tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+            if VECTOR > 1 and whole < left:
+                rest = whole + tl.arange(0, VECTOR)
+                last = tl.load(shard + start + rest, mask=rest < left, cache_modifier=".cg")
+                tl.store(row + start + rest, last.to(out.dtype.element_ty), mask=rest < left)
             start += tl.num_programs(0).to(tl.int64) * BLOCK
-        start -= whole  # the blocks of all shards in one row are dealt out in turn
+        start -= blocks_numel  # the blocks of all shards in one row are dealt out in turn
         step += 1
 
 
@@ -110,11 +111,7 @@ def gather_from_peers(
     _check(out, table, shard_numel, rank, source_dtype, offset)
     check_positive(num_programs=num_programs)
     steps = table.world_size - own_in_place
-    aligned = (
-        tensor_aligned(out)
-        and shard_numel * out.itemsize % VECTOR_BYTES == 0
-        and table.aligned(offset * source_dtype.itemsize)
-    )
+    begin = offset * source_dtype.itemsize
     with device_of(_gather_kernel, out, "use gather_from_peers_reference for host memory"):
         _gather_kernel[grid(steps * blocks(shard_numel), num_programs)](
             out,
@@ -126,7 +123,11 @@ def gather_from_peers(
             shard_numel,
             offset,
             SOURCE=DTYPES[source_dtype],
-            ALIGNED=aligned,
+            VECTOR=vector(
+                (out.data_ptr(), out.dtype),
+                (shard_numel * out.itemsize, out.dtype),
+                *((address + begin, source_dtype) for address in table.addresses),
+            ),
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -169,15 +170,15 @@ PAIRS = (
 """Source and destination of the casts that training needs: same dtype, or fp32 shards used in half precision."""
 
 
-def aot_entries() -> list[AotEntry]:
+def aot_entries(pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS) -> list[AotEntry]:
     return [
         entry(
             f"gather[{DTYPES[source]}->{DTYPES[out]}, {alignment(aligned)}]",
             _gather_kernel,
             {"out": f"*{DTYPES[out]}", "table": "*i64"},
-            {"SOURCE": DTYPES[source], "ALIGNED": aligned, "BLOCK": BLOCK},
+            {"SOURCE": DTYPES[source], "VECTOR": vector((int(not aligned), source), (0, out)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
-        for source, out in PAIRS
+        for source, out in pairs
         for aligned in (True, False)
     ]

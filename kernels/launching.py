@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
+
+from odc.kernels.peers import VECTOR_BYTES
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
@@ -43,6 +46,35 @@ def blocks(numel: int) -> int:
     (1, 2)
     """
     return -(-numel // BLOCK)
+
+
+# [Note: Contiguous lanes]
+# An access is 16 bytes of the widest of a kernel's element types, and every operand is accessed by as many elements:
+# VECTOR. Then one layout, VECTOR elements per thread, suits all operands: nothing is exchanged between threads through
+# shared memory, and the lanes of a warp touch adjacent bytes with each instruction, 128 bits of fp32 beside 64 bits of
+# bf16. Eight bf16 in 128 bits would leave gaps of 16 bytes between the lanes' fp32.
+# Each block has a part of whole vectors, whose mask is the same for all elements of a vector (`max_constancy`, or the
+# mask would forbid wide accesses), and the last block of a row up to VECTOR - 1 elements more, one per thread.
+def vector(*places: tuple[int, torch.dtype]) -> int:
+    """Elements that a thread may access at once, given the byte addresses and distances of operands, with their dtypes.
+
+    16 bytes of the widest dtype if every place is a multiple of that many of its own elements, else 1.
+
+    >>> vector((4096, torch.float32), (8200, torch.bfloat16)), vector((4096, torch.float32), (8194, torch.bfloat16))
+    (4, 1)
+    """
+    elements = VECTOR_BYTES // max(dtype.itemsize for _, dtype in places)
+    return elements if all(place % (elements * dtype.itemsize) == 0 for place, dtype in places) else 1
+
+
+VECTOR_ATOMICS = (9, 0)
+"""The first compute capability that adds several elements by one instruction."""
+
+
+@functools.cache
+def has_vector_atomics(device: torch.device) -> bool:
+    """Host memory, where kernels are interpreted, is taken for a device that has them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= VECTOR_ATOMICS
 
 
 def device_of(kernel: object, tensor: torch.Tensor, advice: str) -> contextlib.AbstractContextManager[object]:

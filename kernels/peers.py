@@ -16,7 +16,7 @@ VECTOR_BYTES = 16
 class PeerTable:
     """The addresses of one buffer per rank, for the host (``addresses``) and for kernels (``tensor``).
 
-    Build it once per buffer with `build` or `of`: a launch must know on the host whether all addresses are aligned, and
+    Build it once per buffer with `build` or `of`: a launch must know on the host how all addresses are aligned, and
     reading ``tensor`` back would wait for the GPU. The table does not keep the buffers alive; whoever mapped them does.
     """
 
@@ -54,14 +54,6 @@ class PeerTable:
     @property
     def world_size(self) -> int:
         return len(self.addresses)
-
-    def aligned(self, byte_offset: int) -> bool:
-        """Whether ``byte_offset`` into every owner's buffer is a multiple of `VECTOR_BYTES`.
-
-        >>> PeerTable.build([4096, 8192], "cpu").aligned(32), PeerTable.build([4096, 8194], "cpu").aligned(32)
-        (True, False)
-        """
-        return all((address + byte_offset) % VECTOR_BYTES == 0 for address in self.addresses)
 
     def host_view(self, owner: int, byte_offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of ``owner``'s buffer as a tensor on the memory itself: host addresses only.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "fill")
+MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "fill")
 NVSHMEM_MODULES = ("nvshmem.modules", "nvshmem.transfer", "nvshmem.signals")
 
 

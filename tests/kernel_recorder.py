@@ -9,13 +9,15 @@ import pytest
 import torch
 import triton
 
-from odc.kernels import accumulate, fill, gather
+from odc.kernels import accumulate, fill, gather, scatter, slots
 from odc.kernels.nvshmem import signals, transfer
 
 Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
 KERNELS = {
     gather: ("_gather_kernel",),
     accumulate: ("_accumulate_kernel", "_scatter_accumulate_kernel"),
+    slots: ("_accumulate_slots_kernel",),
+    scatter: ("_scatter_kernel",),
     fill: ("_fill_kernel", "_copy_cast_kernel"),
     transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),
     signals: ("_nvshmem_wait_kernel", "_nvshmem_order_kernel", "_nvshmem_pes_kernel"),
@@ -27,11 +29,14 @@ class Recorder:
 
     def __init__(self, kernel: Any, launches: Launches) -> None:
         self.kernel, self.launches, self.__name__ = kernel, launches, kernel.__name__
+        self.result: object = None
+        """What a launch returns: Triton's is the compiled kernel."""
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object, **keywords: object) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: object, **keywords: object) -> object:
             named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | keywords
             self.launches.append((self.kernel, named, grid))
+            return self.result
 
         return launch
 

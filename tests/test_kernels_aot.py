@@ -1,9 +1,10 @@
-"""Device kernels compiled ahead of time, by the command that users run: for sm_90, with `-m extended` for all three.
+"""Device kernels compiled ahead of time, by the command that users run: one of each kind for all architectures, and
+those that are linked with NVSHMEM for sm_90; with `-m extended`, all for all.
 
 Layer: one command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that
 every kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to
-use. It cannot show that a GPU computes what it should: the same kernels do in the interpreter
-(test_kernels_interpreted.py).
+use, with which widths and lanes. It cannot show that a GPU computes what it should: the same kernels do in the
+interpreter (test_kernels_interpreted.py).
 
 The NVSHMEM kernels need a device library that Triton can read (the release in constraints.txt). ``NVSHMEM_LIB`` names
 the folder of another one.
@@ -17,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -25,17 +27,44 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from kernel_driver import no_gpu
 
 from odc.kernels import aot, aot_list
 from odc.kernels.aot import main
 from odc.kernels.aot_compile import file_stem, linked_version, read_usage
 from odc.kernels.launching import DTYPES
 
-ARCHS = ("sm_90", *(pytest.param(arch, marks=pytest.mark.extended) for arch in ("sm_80", "sm_100")))
-NAMES = [entry.name for entry in aot_list.entries()]
-NVSHMEM = [entry.name for entry in aot_list.entries() if entry.nvshmem]
+ARCHS = ("sm_80", "sm_90", "sm_100")
+ENTRIES = {entry.name: entry for entry in aot_list.entries()}
+NVSHMEM = [name for name, entry in ENTRIES.items() if entry.nvshmem]
+PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
+FEW = (
+    *("gather[bf16->bf16, aligned]", "gather[fp32->bf16, aligned]", "gather[fp32->bf16, unaligned]"),
+    *("accumulate[bf16->fp32, add, aligned]", "accumulate[bf16->fp32, add, unaligned]"),
+    *("accumulate[fp32->fp32, add, aligned]", "accumulate[fp32->fp64, first, aligned]"),
+    *("scatter_accumulate[bf16->fp32, aligned]", "scatter_accumulate[bf16->fp32, unaligned]"),
+    *("accumulate_slots[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, unaligned]"),
+    *("scatter[i32, aligned]", "fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),
+)
+"""What every run compiles, beside NVSHMEM's."""
+
+
+def launched(name: str, arch: str) -> bool:
+    return ENTRIES[name].since <= divmod(int(arch.removeprefix("sm_")), 10)
+
+
+def cases(choice: Callable[[str], bool] = lambda name: True) -> pytest.MarkDecorator:
+    """Kernels and architectures; those that take long to compile are extended."""
+    return pytest.mark.parametrize(
+        ("name", "arch"),
+        [
+            pytest.param(name, arch, marks=() if daily else pytest.mark.extended)
+            for name in ENTRIES
+            for arch in ARCHS
+            if choice(name) and launched(name, arch)
+            for daily in [name in FEW or (name in NVSHMEM and arch == "sm_90")]
+        ],
+    )
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,134 +92,162 @@ class Compiled:
 
 
 @pytest.fixture(scope="module")
-def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled]:
-    """All kernels for one architecture, once."""
+def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Compiled]:
+    """A kernel for an architecture, by a command that compiles all of its kind, once."""
 
     @functools.cache
-    def compile_all(arch: str) -> Compiled:
-        folder = tmp_path_factory.mktemp(arch)
-        process = run_command("--arch", arch, "--json", str(folder / "aot.json"), "--keep", str(folder), *library())
+    def compile_all(names: tuple[str, ...], archs: tuple[str, ...]) -> Compiled:
+        folder = tmp_path_factory.mktemp("aot")
+        options = ("--json", str(folder / "aot.json"), "--keep", str(folder), *library())
+        process = run_command("--arch", *archs, "--kernels", *names, *options)
         assert (folder / "aot.json").exists(), process.stderr
         return Compiled(process, json.loads((folder / "aot.json").read_text()), folder)
 
-    return compile_all
+    def compile_kind(name: str, arch: str) -> Compiled:
+        if name in FEW:
+            return compile_all(FEW, ARCHS)
+        return compile_all(tuple(NVSHMEM if name in NVSHMEM else PLAIN), (arch,))
+
+    return compile_kind
 
 
 @pytest.fixture
-def compiled(compile_for: Callable[[str], Compiled], arch: str) -> Compiled:
-    return compile_for(arch)
+def compiled(compile_for: Callable[[str, str], Compiled], name: str, arch: str) -> Compiled:
+    return compile_for(name, arch)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_command_succeeds(compiled: Compiled, arch: str) -> None:
+@cases(lambda name: name in (FEW[0], PLAIN[-1], NVSHMEM[0]))
+def test_the_command_succeeds(compiled: Compiled, name: str, arch: str) -> None:
     assert compiled.process.returncode == 0, compiled.process.stderr
-    assert f"{len(NAMES)} binaries" in compiled.process.stdout
+    results = compiled.document["results"]
+    assert f"{len(results)} binaries" in compiled.process.stdout
     assert compiled.document["triton_version"]
-    assert re.fullmatch(r"3\.\d+\.\d+", compiled.document["nvshmem_version"])
+    if name in NVSHMEM:
+        assert re.fullmatch(r"3\.\d+\.\d+", compiled.document["nvshmem_version"])
+    names = {r["kernel"] for r in results}
+    assert names >= set(FEW if name in FEW else NVSHMEM if name in NVSHMEM else PLAIN) - {
+        n for n in PLAIN if not launched(n, arch)
+    }
+    assert {(r["kernel"], r["arch"]) for r in results if not launched(r["kernel"], r["arch"])} == set()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", NAMES)
+@cases()
 def test_every_kernel_on_every_architecture(compiled: Compiled, name: str, arch: str) -> None:
     result = compiled.result(name, arch)
     assert result["error"] is None
     assert result["cubin_bytes"] == (compiled.folder / f"{file_stem(name, arch)}.cubin").stat().st_size > 0
     assert 0 < result["registers"] <= 128  # at least two programs of 256 threads on a multiprocessor
-    assert result["spill_bytes"] == 0
+    assert result["spill_bytes"] == result["local_accesses"] == 0
     assert re.search(rf"^\.target {arch}a?$", compiled.ptx(name, arch), re.M)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", NVSHMEM)
+@cases(lambda name: name in NVSHMEM)
 def test_nvshmem_is_linked(compiled: Compiled, name: str, arch: str) -> None:
     ptx = compiled.ptx(name, arch)
     assert ".extern .func" not in ptx  # a function that nobody defines
-    assert compiled.result(name, arch)["nvshmem_version"] == linked_version(ptx) is not None
-    # What nvshmemx_cumodule_init looks for in the loaded module.
+    assert linked_version(ptx) == compiled.document["nvshmem_version"]
     cubin = (compiled.folder / f"{file_stem(name, arch)}.cubin").read_bytes()
     assert b"nvshmemi_device_state_d" in cubin
     defined = set(re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx))
     assert set(re.findall(r"call\.uni\s+(?:\([^)]*\),\s*)?(\w+)", ptx)) <= defined
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", [n for n in NAMES if "aligned]" in n])
-def test_wide_accesses_exactly_if_aligned(compiled: Compiled, name: str, arch: str) -> None:
-    """16 bytes at a time for loads and stores of 2- and 4-byte elements, and for pairs of 8-byte ones."""
-    ptx = compiled.ptx(name, arch)
-    wide = {kind: set(re.findall(rf"\b{kind}\.global(?:\.\w+)*?\.(v\d\.b\d+)", ptx)) for kind in ("ld", "st")}
-    if ", aligned]" not in name:
-        assert wide == {"ld": set(), "st": set()}
-        return
-    if not name.startswith("fill"):
-        assert wide["ld"] & {"v4.b32", "v2.b64"}
-    if not name.startswith("scatter"):
-        assert wide["st"] & {"v4.b32", "v2.b64"}
+BITS = {"i16": 16, "i32": 32, "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
+PER_THREAD = 4096 // 256
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("scatter")])
+def widths(name: str) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """The loads, stores and atomics that a kernel should have, by width: what `read_facts` should find.
+
+    A thread has 16 elements of a block. With alignment it takes 128 bits of the widest dtype with each instruction and
+    as many elements of the other, which is half as wide or less: full lines for a warp, without gaps. (Eight bf16 in
+    128 bits would make every other access of fp32 begin 32 bytes after its neighbour.) In addition, one instruction
+    for the elements behind the last vector of a row. Without alignment, one element per instruction.
+    """
+    kernel, types, options = re.fullmatch(r"(\w+)\[([^,]+), (.*)\]", name).groups()  # type: ignore[union-attr]
+    source, _, out = types.partition("->")
+    out = out or source
+    elements = 128 // max(BITS[source], BITS[out]) if options.endswith(" aligned") or options == "aligned" else 1
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    atomics: dict[str, int] = {}
+
+    def access(counts: Counter[int], dtype: str) -> None:
+        counts[elements * BITS[dtype]] += PER_THREAD // elements
+        counts[BITS[dtype]] += elements > 1
+
+    if kernel != "fill":
+        access(loads, source)
+    if kernel.startswith("accumulate") and "first" not in options:
+        access(loads, out)
+    loads[64] += {"gather": 1, "scatter": 1, "scatter_accumulate": 1, "accumulate_slots": 4}.get(kernel, 0)  # tables
+    if kernel == "scatter_accumulate":
+        access(stores, out)
+        atomics, stores = {f"RED {width} SYS": count for width, count in stores.items() if count}, Counter()
+    else:
+        access(stores, out)
+    return {str(w): n for w, n in loads.items() if n}, {str(w): n for w, n in stores.items() if n}, atomics
+
+
+@cases(lambda name: name in PLAIN)
+def test_accesses_are_wide_and_lanes_contiguous(compiled: Compiled, name: str, arch: str) -> None:
+    """In the machine code: exactly the loads, stores and atomics that there should be, and no exchange of lanes."""
+    result = compiled.result(name, arch)
+    assert (result["load_bits"], result["store_bits"], result["atomics"]) == widths(name)
+    assert result["contiguous_lanes"] is True
+    assert result["shared_bytes"] == result["shared_accesses"] == 0
+
+
+@cases(lambda name: name.startswith("scatter_accumulate"))
 def test_remote_additions_are_atomic_for_the_whole_system(compiled: Compiled, name: str, arch: str) -> None:
-    atomics = re.findall(r"\b(?:atom|red)\.global\.\S+", compiled.ptx(name, arch))
-    assert atomics
-    assert all(re.match(r"(atom|red)\.global\.sys\.relaxed\.add(\.v[24])?\.f32$", atomic) for atomic in atomics)
+    """Nothing is returned (RED), and on sm_80, which has no vector atomics, the aligned kernel is never launched."""
+    atomics = compiled.result(name, arch)["atomics"]
+    assert set(atomics) == ({"RED 128 SYS", "RED 32 SYS"} if ", aligned]" in name else {"RED 32 SYS"})
+    assert not launched("scatter_accumulate[bf16->fp32, aligned]", "sm_80")
+    written = re.findall(r"\b(?:atom|red)\.global\.\S+", compiled.ptx(name, arch))
+    assert all(re.match(r"(atom|red)\.global\.sys\.relaxed\.add(\.v4)?\.f32$", atomic) for atomic in written)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("gather", "copy_cast")) and "fp32->bf16" in n])
+@cases(lambda name: name.startswith(("gather", "copy_cast")) and "fp32->bf16" in name)
 def test_bf16_is_rounded_to_nearest(compiled: Compiled, name: str, arch: str) -> None:
     conversions = set(re.findall(r"cvt\S*\.bf16(?:x2)?\.f32", compiled.ptx(name, arch)))
     assert conversions
     assert all(conversion.startswith("cvt.rn.") for conversion in conversions)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_peers_are_read_past_l1(compiled: Compiled, arch: str) -> None:
-    for name in (n for n in NAMES if n.startswith("gather")):
-        loads = set(re.findall(r"\bld\.global\S*", compiled.ptx(name, arch)))
-        assert {load for load in loads if ".cg" not in load} <= {"ld.global.b64"}  # the table of addresses
+@cases(lambda name: name.startswith(("gather", "accumulate_slots")))
+def test_what_peers_write_is_read_past_l1(compiled: Compiled, name: str, arch: str) -> None:
+    past, through = set(), set()
+    for load in re.findall(r"\bld\.global\S*", compiled.ptx(name, arch)):
+        (past if ".cg" in load else through).add(load)
+    assert past
+    if name.startswith("gather"):
+        assert through == {"ld.global.b64"}  # the table of addresses
 
 
-class NoGpu:
-    """What Triton asks its driver when it compiles at a launch: a GPU that nobody has."""
-
-    DEVICE = 4242
-
-    def get_current_device(self) -> int:
-        return self.DEVICE
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in NVSHMEM and ("bf16->" in n or "fill[bf16" in n)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.extended) for name in PLAIN]
+)
 def test_a_launch_compiles_the_same_code_once(
-    compile_for: Callable[[str], Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    compile_for: Callable[[str, str], Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """Triton's own way at run time, up to loading: no argument's value or address makes it compile another kernel."""
-    (entry,) = [entry for entry in aot_list.entries() if entry.name == name]
-    kinds = {f"*{short}": dtype for dtype, short in DTYPES.items()} | {"*i64": torch.int64}
+    entry = ENTRIES[name]
+    kinds = {f"*{short}": dtype for dtype, short in DTYPES.items()}
+    kinds |= {"*i64": torch.int64, "*i32": torch.int32, "*i16": torch.int16, "*u8": torch.uint8}
     seen = []
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoGpu())  # Triton can set one, but not unset it again
-    try:
-        with triton.knobs.cache.scope():
-            triton.knobs.cache.dir = str(tmp_path)
-            for number, shift in ((1, 0), (16, 1), (2**40, 8)):
-                values = {"i64": number, "i32": min(number, 2**31 - 1), "fp32": float(number)}
-                arguments = {
-                    n: torch.zeros(9, dtype=kinds[kind])[shift:] if kind.startswith("*") else values[kind]
-                    for n, kind in entry.signature.items()
-                    if kind != "constexpr"
-                }
-                options = {"num_warps": entry.num_warps, "grid": (1,), "warmup": True}
-                seen.append(entry.kernel.run(**arguments, **entry.constants, **options))
-    finally:
-        entry.kernel.device_caches.pop(NoGpu.DEVICE, None)
+    with no_gpu(monkeypatch, tmp_path):
+        for number, shift in ((1, 0), (16, 1), (2**40, 8)):
+            values = {"i64": number, "i32": min(number, 2**31 - 1), "fp32": float(number)}
+            arguments = {
+                n: torch.zeros(9, dtype=kinds[kind])[shift:] if kind.startswith("*") else values[kind]
+                for n, kind in entry.signature.items()
+                if kind != "constexpr"
+            }
+            options = {"num_warps": entry.num_warps, "grid": (1,), "warmup": True}
+            seen.append(entry.kernel.run(**arguments, **entry.constants, **options))
     assert seen[0] is seen[1] is seen[2]
-    assert seen[0].asm["ptx"] == compile_for("sm_90").ptx(name, "sm_90")
+    assert seen[0].asm["ptx"] == compile_for(name, "sm_90").ptx(name, "sm_90")
 
 
 BROKEN = """
@@ -212,6 +269,17 @@ def _spilling_kernel(out):
     tl.store(out + lanes, values + 1)
 
 @triton.jit
+def _narrow_kernel(out, other, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    values = tl.load(tl.multiple_of(other + lanes, 16))  # 8 elements per thread
+    tl.store(tl.multiple_of(out + lanes, 16), values.to(tl.float32))
+
+@triton.jit
+def _atomic_kernel(out, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    tl.atomic_add(tl.multiple_of(out + lanes, 16), lanes.to(tl.float32), sem="relaxed")
+
+@triton.jit
 def _all_functions_kernel(out: tl.int64, here: tl.int64, signal: tl.int64, pe: tl.int32):
     n = tl.full([], 64, tl.int64)
     device.getmem_block(here, out, n, pe)
@@ -229,6 +297,8 @@ def entries():
     return [
         entry("broken", _broken_kernel, {"out": "*i32"}, {"BLOCK": 64}, 4),
         entry("spilling", _spilling_kernel, {"out": "*fp64"}, {}, 1),
+        entry("exchanged", _narrow_kernel, {"out": "*fp32", "other": "*bf16"}, {"BLOCK": 4096}, 8),
+        entry("strided", _atomic_kernel, {"out": "*fp32"}, {"BLOCK": 4096}, 8),
         entry("all_functions", _all_functions_kernel, {}, {}, 4, nvshmem=True),
         aot_entries()[0],
     ]
@@ -282,7 +352,23 @@ def test_a_spill_fails(others: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     (result,) = json.loads(file.read_text())["results"]
     assert result["error"] is None
     assert result["spill_bytes"] > 0
+    assert result["local_accesses"] > 0
     assert f"spilling for sm_90: spills {result['spill_bytes']} bytes of registers" in capsys.readouterr().err
+
+
+def test_exchanged_and_strided_lanes_are_seen(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the facts above exclude, in kernels that do it: layouts of eight elements per thread, scalar atomics of
+    vectors."""
+    file = tmp_path / "aot.json"
+    how = ("--arch", "sm_80", "sm_90", "--entries", others, "--json", str(file))
+    assert main([*how, "--kernels", "exchanged", "strided"]) == 0
+    found = {(r["kernel"], r["arch"]): r for r in json.loads(file.read_text())["results"]}
+    assert found["exchanged", "sm_80"]["shared_accesses"] > 0
+    assert found["strided", "sm_80"]["atomics"] == {"RED 32 GPU": 16}
+    assert found["strided", "sm_80"]["contiguous_lanes"] is False
+    assert found["strided", "sm_90"]["atomics"] == {"RED 128 GPU": 4}
+    assert found["strided", "sm_90"]["contiguous_lanes"] is True
+    assert re.search(r"strided +│ sm_80 .* RED 32 GPU +│ gaps", capsys.readouterr().out)
 
 
 def test_every_device_function_exists(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,13 +19,13 @@ import pytest
 import torch
 from kernel_recorder import Launches, record_launches
 
-from odc.kernels import accumulate, aot_list, fill, gather
+from odc.kernels import accumulate, aot_list, fill, gather, launching, scatter, slots
 from odc.kernels.launching import DTYPES
 from odc.kernels.nvshmem import modules, signals, transfer
 from odc.kernels.peers import PeerTable
 
-BF16, FP16, FP32, FP64, I32, I64 = (
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
+BF16, FP16, FP32, FP64, U8, I16, I32, I64 = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64
 )  # fmt: skip
 ENTRIES = aot_list.entries()
 
@@ -65,13 +65,6 @@ class TestPeerTable:
     def test_strided_buffers(self) -> None:
         with pytest.raises(ValueError, match=r"buffer of rank 1 has strides \(2,\)"):
             PeerTable.of([torch.zeros(3), torch.zeros(6)[::2]])
-
-    def test_alignment_is_that_of_all_buffers(self) -> None:
-        assert PeerTable.build([64, 128, 4096], "cpu").aligned(48)
-        assert not PeerTable.build([64, 128, 4096], "cpu").aligned(8)
-        assert not PeerTable.build([64, 136, 4096], "cpu").aligned(48)
-        assert not PeerTable.build([72, 72], "cpu").aligned(0)
-        assert PeerTable.build([72, 72], "cpu").aligned(8)
 
     def test_views_share_the_memory(self) -> None:
         buffer = torch.zeros(4)
@@ -155,12 +148,83 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
         "expected a multiple of 4",
         lambda: accumulate.scatter_accumulate_direct(ODD, room(6, FP32), rank=0),
     ),
+    "scatter: rows too short": (
+        "elements 2 to 5 of rows, expected a part of 0 to 4",
+        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(8, FP32), rank=0, start=2, stride=4, numel=3),
+    ),
+    "scatter: before the rows": (
+        "elements -1 to 3 of rows",
+        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(8, FP32), rank=0, start=-1, numel=4),
+    ),
+    "scatter: too few rows": (
+        "grads has 6 elements, expected at least 7",
+        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(6, FP32), rank=0, stride=4, numel=3),
+    ),
+    "scatter to peers: remainder": (
+        "source has 5 elements, expected a multiple of the world size 2",
+        lambda: scatter.scatter_to_peers(table(3, 3), room(5, FP32), rank=0),
+    ),
+    "scatter to peers: integers": (
+        "source is torch.int32",
+        lambda: scatter.scatter_to_peers(table(3, 3), room(6, I32), rank=0),
+    ),
+    "scatter to peers: rank": ("rank=2", lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=2)),
+    "scatter to peers: offset": (
+        "offset_bytes=-4",
+        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, offset_bytes=-4),
+    ),
+    "scatter to peers: misaligned offset": (
+        "byte 2 of the buffer of rank 0 at .*, expected both to be multiples of 4",
+        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, offset_bytes=2),
+    ),
+    "scatter to peers: misaligned buffer": (
+        "rank 1 at 0x42, expected both to be multiples of 4",
+        lambda: scatter.scatter_to_peers(ODD, room(6, FP32), rank=0),
+    ),
+    "scatter to peers: programs": (
+        "num_programs=0",
+        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, num_programs=0),
+    ),
+    "slots: dtypes": ("torch.float64 is added to torch.float32", lambda: _slots(addend_dtype=FP64)),
+    "slots: half": ("torch.bfloat16 is added to torch.bfloat16", lambda: _slots(total_dtype=BF16)),
+    "slots: words": ("slots is torch.float32", lambda: _slots(slots=room(64, FP32))),
+    "slots: remainder": ("expected at most 63 whole slots", lambda: _slots(slot_bytes=48)),
+    "slots: too many": ("expected at most 63 whole slots: of more", lambda: _slots(slot_bytes=1)),
+    "slots: odd": ("65 bytes apart|expected multiples of 2", lambda: _slots(slots=room(65, U8), slot_bytes=13)),
+    "slots: nothing": ("slots_numel=0", lambda: _slots(slots=room(0, U8))),
+    "slots: aligned": ("aligned, but slots are at", lambda: _slots(slots=room(64, U8, 4))),
+    "slots: table": ("1 rows at 0x44, expected 0 or more at a multiple of 8", lambda: _slots(table=68)),
+    "slots: rows": ("-1 rows", lambda: _slots(num_rows=-1)),
+    "slots: programs": ("num_programs=0", lambda: _slots(num_programs=0)),
+    "rows: beyond the slot": ("row 0 is .*, expected a part of 32 bytes of 2 slots", lambda: _rows(numel=17)),
+    "rows: before the slot": ("row 0 is", lambda: _rows(offset_bytes=-2)),
+    "rows: no such slot": ("expected a part of 32 bytes of 2 slots", lambda: _rows(slots=0b100)),
+    "rows: null": ("expected an address", lambda: _rows(address=0)),
+    "rows: misaligned sum": ("a multiple of 4 ", lambda: _rows(address=66)),
+    "rows: misaligned addend": ("one of 2 ", lambda: _rows(offset_bytes=1)),
+    "rows: no room": ("1 rows for 0 on cpu", lambda: _rows(torch.zeros(0, 4, dtype=I64))),
+    "rows: shape": ("expected dense torch.int64 rows of 4", lambda: _rows(torch.zeros(1, 3, dtype=I64))),
     "fill: value": ("not an fp32 number", lambda: fill.fill(room(3, FP32), 0.1)),
     "fill: integers": ("out is torch.int64", lambda: fill.fill(room(3, I64))),
     "copy: length": ("4 elements, expected 3", lambda: fill.copy_cast(room(3, FP32), room(4, FP32))),
     "copy: overlap": ("overlap", lambda: _overlapping(fill.copy_cast)),
     "copy: cast": ("rounded twice", lambda: fill.copy_cast(room(3, FP16), room(3, FP64))),
 }
+
+
+def _slots(**change: Any) -> None:
+    good = {"table": 64, "num_rows": 1, "slots": room(64, U8), "slot_bytes": 32, "aligned": True}
+    slots.accumulate_slots(**({"total_dtype": FP32, "addend_dtype": BF16} | good | change))
+
+
+def _rows(where: torch.Tensor | None = None, **change: Any) -> bool:
+    where = torch.zeros(1, 4, dtype=I64) if where is None else where
+    row = slots.SlotRow(**({"address": 64, "offset_bytes": 0, "numel": 4, "slots": 0b11} | change))
+    try:
+        return slots.write_rows(where, [row], room(64, U8), 32, total_dtype=FP32, addend_dtype=BF16)
+    except ValueError:
+        assert not where.any()
+        raise
 
 
 def _overlapping(launcher: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -187,11 +251,15 @@ def test_nothing_to_do_launches_nothing(launches: list[Any]) -> None:
     accumulate.accumulate(room(0, FP32), room(0, BF16))
     fill.fill(room(0, FP32))
     fill.copy_cast(room(0, FP32), room(0, BF16))
+    accumulate.scatter_accumulate_direct(table(3, 3), room(0, FP32), rank=0, stride=0)
+    accumulate.scatter_accumulate_direct(table(3, 3), room(6, FP32), rank=0, numel=0)
+    scatter.scatter_to_peers(table(3, 3), room(0, FP32), rank=0)
+    _slots(num_rows=0)
     assert not launches
 
 
 class TestAlignment:
-    """Wide accesses are chosen exactly if every address that a program starts from is a multiple of 16 bytes."""
+    """Wide accesses, 16 bytes of the widest dtype, exactly if every address that a program starts from allows them."""
 
     @pytest.mark.parametrize(
         ("numel", "offset", "shift", "aligned"),
@@ -200,33 +268,93 @@ class TestAlignment:
     def test_gather(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
         out = room(2 * numel, BF16, shift)
         gather.gather_from_peers(out, table(32, 32, dtype=BF16), numel, rank=0, source_dtype=BF16, offset=offset)
-        assert launches[0][1]["ALIGNED"] is aligned
+        assert (launches[0][1]["VECTOR"] > 1) is aligned
 
     def test_gather_with_one_misaligned_owner(self, launches: list[Any]) -> None:
         peers = PeerTable.of([room(8, FP32), room(8, FP32, 1)])
         gather.gather_from_peers(room(16, FP32), peers, 8, rank=0, source_dtype=FP32)
-        assert launches[0][1]["ALIGNED"] is False
+        assert launches[0][1]["VECTOR"] == 1
 
     def test_gather_in_its_own_dtype_and_in_that_of_out(self, launches: list[Any]) -> None:
         for offset, aligned in ((4, True), (2, False)):  # 16 bytes and 8 bytes of fp32
             peers = table(32, 32)
             gather.gather_from_peers(room(16, BF16), peers, 8, rank=0, source_dtype=FP32, offset=offset)
-            assert launches[-1][1]["ALIGNED"] is aligned
+            assert launches[-1][1]["VECTOR"] == (4 if aligned else 1)
 
-    @pytest.mark.parametrize(("shift", "other", "aligned"), [(0, 0, True), (4, 8, True), (1, 0, False), (0, 4, False)])
+    @pytest.mark.parametrize(
+        ("shift", "other", "aligned"), [(0, 0, True), (4, 8, True), (0, 4, True), (1, 0, False), (0, 2, False)]
+    )
     def test_local(self, launches: list[Any], shift: int, other: int, aligned: bool) -> None:
         accumulate.accumulate(room(5, FP32, shift), room(5, BF16, other))
         fill.copy_cast(room(5, FP32, shift), room(5, BF16, other))
-        assert [launch[1]["ALIGNED"] for launch in launches] == [aligned, aligned]
+        assert [launch[1]["VECTOR"] for launch in launches] == ([4, 4] if aligned else [1, 1])
 
     @pytest.mark.parametrize(
         ("numel", "offset", "shift", "aligned"),
-        [(8, 0, 0, True), (8, 4, 0, True), (8, 2, 0, False), (12, 0, 0, False), (8, 0, 4, False)],
+        [(8, 0, 0, True), (8, 4, 0, True), (12, 0, 4, True), (8, 2, 0, False), (6, 0, 0, False), (8, 0, 2, False)],
     )
     def test_scatter(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
         peers = table(32, 32)
         accumulate.scatter_accumulate_direct(peers, room(2 * numel, BF16, shift), rank=0, offset=offset)
-        assert launches[0][1]["ALIGNED"] is aligned
+        assert (launches[0][1]["VECTOR"] > 1) is aligned
+
+    @pytest.mark.parametrize(("stride", "start", "elements"), [(8, 4, 4), (8, 2, 1), (6, 4, 1)])
+    def test_scatter_of_parts(self, launches: list[Any], stride: int, start: int, elements: int) -> None:
+        """The number of elements says nothing: what is left of a row is added one by one."""
+        how = {"rank": 0, "stride": stride, "start": start, "numel": 1}
+        accumulate.scatter_accumulate_direct(table(8, 8), room(16, BF16), **how)
+        assert launches[0][1]["VECTOR"] == elements
+
+    def test_one_by_one_where_atomics_are(self, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Scalar atomics of vectors would lie 16 bytes apart in a warp."""
+        for capability, elements in (((8, 0), 1), ((8, 9), 1), ((9, 0), 4), ((10, 0), 4)):
+            launching.has_vector_atomics.cache_clear()
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            assert launching.has_vector_atomics(torch.device("cuda", 0)) is (elements > 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(accumulate, "has_vector_atomics", lambda device, most=elements: most > 1)
+                accumulate.scatter_accumulate_direct(table(8, 8), room(16, BF16), rank=0)
+            assert launches[-1][1]["VECTOR"] == elements
+        launching.has_vector_atomics.cache_clear()
+
+    @pytest.mark.parametrize(
+        ("dtype", "numel", "offset_bytes", "shift", "found"),
+        [
+            (BF16, 8, 16, 0, (I32, 4)),
+            (BF16, 8, 4, 2, (I32, 1)),
+            (BF16, 8, 2, 0, (I16, 1)),
+            (BF16, 7, 0, 0, (I16, 1)),
+            (BF16, 8, 0, 1, (I16, 1)),
+            (FP32, 4, 0, 0, (I32, 4)),
+            (FP32, 5, 0, 0, (I32, 1)),
+            (FP64, 2, 0, 0, (I32, 4)),
+            (FP64, 2, 8, 0, (I32, 1)),
+        ],
+    )
+    def test_scatter_to_peers(
+        self,
+        launches: list[Any],
+        dtype: torch.dtype,
+        numel: int,
+        offset_bytes: int,
+        shift: int,
+        found: tuple[torch.dtype, int],
+    ) -> None:
+        how = {"rank": 0, "offset_bytes": offset_bytes}
+        scatter.scatter_to_peers(table(64, 64), room(2 * numel, dtype, shift), **how)
+        launched = launches[0][1]
+        assert (launched["source"].dtype, launched["VECTOR"]) == found
+        size = launched["source"].itemsize
+        assert (launched["numel"] * size, launched["offset"] * size) == (numel * dtype.itemsize, offset_bytes)
+
+    def test_slots(self, launches: list[Any]) -> None:
+        for aligned in (True, False):
+            _slots(aligned=aligned)
+            assert launches[-1][1]["VECTOR"] == (4 if aligned else 1)
+        assert _rows()
+        assert not _rows(address=68)
+        assert not _rows(offset_bytes=4)
+        assert _rows(offset_bytes=8, numel=3)
 
 
 def _binary(kernel: Any, types: Any, constants: Any, num_warps: int) -> tuple[Any, ...]:
@@ -235,7 +363,7 @@ def _binary(kernel: Any, types: Any, constants: Any, num_warps: int) -> tuple[An
 
 
 def _launched(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    names = DTYPES | {I32: "i32", I64: "i64"}
+    names = DTYPES | {U8: "u8", I16: "i16", I32: "i32", I64: "i64"}
     types = {n: f"*{names[a.dtype]}" for n, a in arguments.items() if isinstance(a, torch.Tensor)}
     constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
     return _binary(kernel, types, constants, arguments["num_warps"])
@@ -253,9 +381,13 @@ class TestCompiledAheadOfTime:
                 for first in (False, True):
                     accumulate.accumulate(room(8, FP32, shift), room(8, addend), first=first)
                 accumulate.scatter_accumulate_direct(table(8, 8), room(16, addend, shift), rank=0)
-            for addend in (FP32, FP64):
+            for addend in fill.FLOATS:
                 accumulate.accumulate(room(8, FP64, shift), room(8, addend))
                 accumulate.accumulate(room(8, FP64, shift), room(8, addend), first=True)
+            for total, addend in accumulate.PAIRS:
+                _slots(aligned=not shift, total_dtype=total, addend_dtype=addend)
+            for dtype in (FP32, BF16):
+                scatter.scatter_to_peers(table(8, 8), room(8, dtype, shift), rank=0)
             for dtype in fill.FLOATS:
                 fill.fill(room(8, dtype, shift))
             for source, out in fill.CASTS:
@@ -329,7 +461,10 @@ class TestNvshmemArguments:
             signals.wait_for_signals(nvshmem, words, words, words[:1], timeout_s=1)
 
 
-MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "fill", "aot_entry", "aot_compile", "aot")
+MODULES = (
+    *("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "fill"),
+    *("aot_entry", "aot_compile", "aot", "sass", "prepare"),
+)
 
 
 @pytest.mark.parametrize("name", [*MODULES, "nvshmem.bitcode", "nvshmem.transfer", "nvshmem.signals"])

@@ -119,7 +119,7 @@ class TestGather:
         for steps in range(5):
             out = torch.full((4, 5), -7.0)
             arguments = (out, table.tensor, rank, 4, steps, 5, 5, 0)
-            k.gather._gather_kernel[(2,)](*arguments, SOURCE=k.launching.DTYPES[FP32], ALIGNED=False, BLOCK=4096)
+            k.gather._gather_kernel[(2,)](*arguments, SOURCE=k.launching.DTYPES[FP32], VECTOR=1, BLOCK=4096)
             visited = [(rank + 1 + step) % 4 for step in range(steps)]
             for owner in range(4):
                 expected = buffers[owner] if owner in visited else torch.full((5,), -7.0)
@@ -147,7 +147,7 @@ class TestGather:
         table = k.peers.PeerTable.of(buffers := shards(2, 5, FP32))
         out = far.view(12 * GIB, 5, FP32)
         arguments = (out, table.tensor, 0, 2, 1, 5, stride, 0)  # one step: the row of rank 1
-        k.gather._gather_kernel[(1,)](*arguments, SOURCE=k.launching.DTYPES[FP32], ALIGNED=False, BLOCK=4096)
+        k.gather._gather_kernel[(1,)](*arguments, SOURCE=k.launching.DTYPES[FP32], VECTOR=1, BLOCK=4096)
         assert torch.equal(far.view(12 * GIB + stride * 4, 5, FP32), buffers[1])
 
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
@@ -159,7 +159,7 @@ class TestGather:
         blocks = k.launching.blocks(numel)
         with only_program(blocks - 1, blocks):
             arguments = (out, table.tensor, 0, 1, 1, numel, numel, 0)
-            k.gather._gather_kernel[(1,)](*arguments, SOURCE=k.launching.DTYPES[FP32], ALIGNED=False, BLOCK=4096)
+            k.gather._gather_kernel[(1,)](*arguments, SOURCE=k.launching.DTYPES[FP32], VECTOR=1, BLOCK=4096)
         assert torch.equal(far.view(26 * GIB + (numel - 8) * 4, 8, FP32), values)
 
 
@@ -208,7 +208,7 @@ class TestAccumulate:
         blocks = k.launching.blocks(numel)
         with only_program(blocks - 1, blocks):
             heads = (far.view(12 * GIB, 1, FP32), far.view(26 * GIB, 1, FP32))
-            k.accumulate._accumulate_kernel[(1,)](*heads, numel, FIRST=first, ALIGNED=False, BLOCK=4096)
+            k.accumulate._accumulate_kernel[(1,)](*heads, numel, FIRST=first, VECTOR=1, BLOCK=4096)
         assert torch.equal(total, addend if first else addend + 1)
 
 
@@ -251,8 +251,8 @@ class TestScatterAccumulate:
         for steps in range(5):
             sums = [torch.zeros(5) for _ in range(4)]
             table = k.peers.PeerTable.of(sums)
-            arguments = (table.tensor, torch.ones(20), rank, 4, steps, 5, 0)
-            k.accumulate._scatter_accumulate_kernel[(2,)](*arguments, ALIGNED=False, BLOCK=4096)
+            arguments = (table.tensor, torch.ones(20), rank, 4, steps, 5, 5, 0)
+            k.accumulate._scatter_accumulate_kernel[(2,)](*arguments, VECTOR=1, BLOCK=4096)
             visited = {(rank + 1 + step) % 4 for step in range(steps)}
             assert [total.sum().item() for total in sums] == [5.0 * (owner in visited) for owner in range(4)]
 
@@ -269,8 +269,8 @@ class TestScatterAccumulate:
         table = k.peers.PeerTable.build([64, far.address + 30 * GIB - numel * 4], "cpu")
         blocks = k.launching.blocks(numel)
         with only_program(blocks - 1, blocks):
-            arguments = (table.tensor, far.view(8 * GIB, 1, FP32), 0, 2, 1, numel, 0)
-            k.accumulate._scatter_accumulate_kernel[(1,)](*arguments, ALIGNED=False, BLOCK=4096)
+            arguments = (table.tensor, far.view(8 * GIB, 1, FP32), 0, 2, 1, numel, numel, 0)
+            k.accumulate._scatter_accumulate_kernel[(1,)](*arguments, VECTOR=1, BLOCK=4096)
         assert torch.equal(far.view(30 * GIB - 8 * 4, 8, FP32), values)
 
 
@@ -327,7 +327,7 @@ class TestFillAndCopy:
         blocks = k.launching.blocks(numel)
         heads = (far.view(26 * GIB, 1, FP32), far.view(12 * GIB, 1, FP32))
         with only_program(blocks - 1, blocks):
-            k.fill._copy_cast_kernel[(1,)](*heads, numel, ALIGNED=False, BLOCK=4096)
+            k.fill._copy_cast_kernel[(1,)](*heads, numel, VECTOR=1, BLOCK=4096)
             assert torch.equal(out, values)
-            k.fill._fill_kernel[(1,)](heads[0], 0.5, numel, ALIGNED=False, BLOCK=4096)
+            k.fill._fill_kernel[(1,)](heads[0], 0.5, numel, VECTOR=1, BLOCK=4096)
             assert (out == 0.5).all()

@@ -5,7 +5,10 @@ Layer: no processes, no GPU; Triton's loading is played back. It cannot show tha
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
+import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +17,13 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.backends.nvidia
+import triton.language as tl
+from kernel_driver import no_gpu
 from kernel_recorder import Launches, load, record_launches
 
 from odc.kernels import gather
+from odc.kernels.aot_entry import entry
 from odc.kernels.nvshmem import bitcode, modules, signals
 
 
@@ -37,7 +44,7 @@ class TestKernelModules:
 
     @pytest.fixture(autouse=True)
     def _fresh(self, monkeypatch: pytest.MonkeyPatch, launches: list[Any]) -> Iterator[None]:
-        monkeypatch.setattr(modules, "_loaded", [])
+        monkeypatch.setattr(modules, "_loaded", {})
         before = list(triton.knobs.runtime.kernel_load_end_hook.calls)
         yield
         assert triton.knobs.runtime.kernel_load_end_hook.calls == before
@@ -63,6 +70,45 @@ class TestKernelModules:
         second = modules.KernelModules(library, again.append)
         assert again == [11]
         second.close()
+
+    def test_registered_modules_stay_loaded(self, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A Triton that unloads the module of a compiled kernel when nobody holds that kernel."""
+        unloaded: list[int] = []
+
+        class Compiled:
+            def __init__(self, module: int) -> None:
+                self.module = module
+                weakref.finalize(self, unloaded.append, module)
+
+        class Kernel:
+            """Loads at the first launch, and then forgets: its cache was cleared."""
+
+            def __init__(self, name: str, first: int) -> None:
+                self.__name__ = name
+                self.loads = itertools.count(first)
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                def launch(**options: object) -> Compiled:
+                    compiled = Compiled(next(self.loads))
+                    load(self, compiled.module)
+                    return compiled
+
+                return launch
+
+        initialized: list[int] = []
+        kernels = modules.KernelModules(library, initialized.append, initialized.remove)
+        kernel, other = Kernel("_mine", 21), Kernel("_others", 31)
+        kernels.launch(kernel, (1,))
+        kernels.launch(kernel, (1,))
+        other[(1,)]()  # none of its business, and not to be held
+        gc.collect()
+        assert (initialized, unloaded) == ([21, 22], [31])
+        kernels.close()
+        gc.collect()
+        assert (initialized, unloaded) == ([], [31])
+        again: list[int] = []
+        modules.KernelModules(library, again.append).close()
+        assert again == [21, 22]
 
     def test_others_hooks_are_called_too(self, library: Path) -> None:
         others: list[int] = []
@@ -102,6 +148,32 @@ class TestKernelModules:
     def test_missing_library(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is no file, expected what find_bitcode returns"):
             modules.KernelModules(tmp_path / "absent.bc", lambda module: None)
+
+
+@triton.jit(do_not_specialize=["out", "value"])
+def _store_kernel(out: tl.tensor, value: tl.int64, TWICE: tl.constexpr) -> None:
+    tl.store(out, value * 2 if TWICE else value)
+
+
+def test_prepared_kernels_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiled, loaded and initialized before the first launch; with a library that Triton brings along."""
+    monkeypatch.setattr(modules, "_loaded", {})
+    library = Path(triton.backends.nvidia.__path__[0]) / "lib/libdevice.10.bc"
+    initialized: list[int] = []
+    with no_gpu(monkeypatch, tmp_path, others=[_store_kernel]) as driver:
+        kernels = modules.KernelModules(library, initialized.append)
+        try:
+            constants = [{"TWICE": twice} for twice in (False, True)]
+            kernels.prepare([entry(f"store {c}", _store_kernel, {"out": "*i64"}, c, 1) for c in constants])
+            assert (len(driver.compiled), len(driver.loaded), len(driver.launched)) == (2, 2, 0)
+            assert initialized == [1, 2]
+            assert [kernel.name for kernel in modules._loaded.values()] == ["_store_kernel"] * 2
+            for chosen in constants:
+                out = torch.zeros(1, dtype=torch.int64)
+                kernels.launch(_store_kernel, (1,), out, 16, **chosen, num_warps=1)
+        finally:
+            kernels.close()
+    assert (len(driver.compiled), len(driver.loaded), len(driver.launched)) == (2, 2, 2)
 
 
 class TestBitcode:

@@ -3,17 +3,24 @@
 # mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import triton
 
+from odc.kernels.aot_entry import AotEntry
+from odc.kernels.prepare import load_entry
+
 _LIBRARY = "libnvshmem_device"
 
-# Modules of NVSHMEM kernels that Triton has loaded into this process. Triton keeps them for as long as the process
-# lives, so a later KernelModules (NVSHMEM was finalized and initialized again) meets them already loaded.
-_loaded: list[int] = []
+# [Note: What is registered stays loaded]
+# Modules of NVSHMEM kernels that Triton has loaded into this process, each with the compiled kernel that it belongs to.
+# Triton may unload a module when its compiled kernel is freed (3.9 does), and nothing else need hold that: caches of
+# kernels can be cleared. NVSHMEM would then be left with a handle that is dead, or that means another module. So the
+# kernels are held here, for as long as the process lives, and a later KernelModules (NVSHMEM was finalized and
+# initialized again) meets them already loaded.
+_loaded: dict[int, Any] = {}
 
 
 class KernelModules:
@@ -56,7 +63,16 @@ class KernelModules:
         if name in self._failed:
             raise RuntimeError(f"{name} was loaded but NVSHMEM could not be set up in it") from self._failed[name]
         self._names.add(name)
-        kernel[grid](*arguments, extern_libs=self._extern_libs, **options)
+        _hold(kernel[grid](*arguments, extern_libs=self._extern_libs, **options))
+
+    def prepare(self, entries: Iterable[AotEntry]) -> None:
+        """Compile and load ``entries`` for the current device, so that no launch has to. Nothing is launched.
+
+        ``transfer.aot_entries()`` and ``signals.aot_entries()`` are all there are.
+        """
+        for entry in entries:
+            self._names.add(entry.kernel.__name__)
+            _hold(load_entry(entry, extern_libs=self._extern_libs))
 
     def close(self) -> None:
         """Finalize all modules and leave Triton's hooks. Nothing may be launched or running any more."""
@@ -80,4 +96,11 @@ class KernelModules:
             # Triton takes the kernel for usable from now on: the next launch must be stopped here.
             self._failed[name] = error
             raise
-        _loaded.append(module)
+        _loaded[module] = None  # until the kernel is known, see `_hold`
+
+
+def _hold(compiled: Any) -> None:
+    """See [Note: What is registered stays loaded]: the hook is told the module only, who launches gets the kernel."""
+    module = getattr(compiled, "module", None)
+    if module in _loaded:
+        _loaded[module] = compiled

@@ -1,0 +1,171 @@
+"""What is compiled before the first step is all that steps launch.
+
+Layer: no processes, no GPU. Launches go Triton's own way up to a driver that has no GPU: with what they compile and
+load counted. It cannot show how long a driver takes to load a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_driver import NoGpu, no_gpu
+from kernel_recorder import record_launches
+
+from odc.kernels import accumulate, fill, gather, scatter, slots
+from odc.kernels.aot_entry import AotEntry
+from odc.kernels.launching import DTYPES
+from odc.kernels.peers import PeerTable
+from odc.kernels.prepare import UnitDtypes, needed_entries, prepare_kernels
+
+BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
+TRAINING = UnitDtypes(BF16, BF16, BF16, FP32)
+UNITS = [
+    UnitDtypes(published, out, grads, sums)
+    for published, out in ((BF16, BF16), (FP32, BF16), (FP16, FP32))
+    for grads in (BF16, FP32)
+    for sums in (FP32, FP64)
+]
+
+
+def room(choice: random.Random, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Somewhere, aligned or not."""
+    shift = choice.choice((0, 0, 1, 2, 4, 8))
+    storage = torch.zeros(numel + shift + 64, dtype=dtype)
+    start = -storage.data_ptr() % 64 // dtype.itemsize + shift
+    return storage[start : start + numel]
+
+
+def table(choice: random.Random, numel: int, dtype: torch.dtype) -> PeerTable:
+    shift = choice.choice((0, 0, 1, 4))
+    return PeerTable.of([room(Even(), numel + shift, dtype)[shift:] for _ in range(2)])
+
+
+class Even(random.Random):
+    """Chooses what is aligned."""
+
+    def choice(self, options: Any) -> Any:
+        return options[0]
+
+
+def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
+    """One launch of each kind that a step of this unit could make, of some size at some place."""
+    if choice.random() < 0.5:
+        choice = Even()
+    numel, offset, stride = choice.choice((64, 4, 8, 13)), choice.choice((0, 1, 8)), choice.choice((64, 65))
+    for out in (unit.out, unit.published):
+        peers = table(choice, numel + offset, unit.published)
+        words = {"rank": 0, "source_dtype": unit.published, "offset": offset}
+        gather.gather_from_peers(room(choice, 2 * numel, out), peers, numel, **words)
+    for addend in {unit.grads, unit.sums} if unit.grads.itemsize <= unit.sums.itemsize else {unit.sums}:
+        first = choice.random() < 0.5
+        accumulate.accumulate(room(choice, numel, unit.sums), room(choice, numel, addend), first=first)
+        arrived, rows = room(choice, 4096, torch.uint8), torch.zeros(1, 4, dtype=I64)
+        arrived = arrived[-arrived.data_ptr() % 8 :][:2048]
+        row = slots.SlotRow(room(choice, numel, unit.sums).data_ptr(), offset * addend.itemsize, numel, 3, first)
+        dtypes = {"total_dtype": unit.sums, "addend_dtype": addend}
+        aligned = slots.write_rows(rows, [row], arrived, 1024, **dtypes)
+        slots.accumulate_slots(rows.data_ptr(), 1, arrived, 1024, aligned=aligned, **dtypes)
+    if unit.sums == FP32:
+        for dtype in (unit.grads, FP32):
+            grads, how = room(choice, 2 * stride, dtype), {"stride": stride, "start": offset, "numel": numel // 2}
+            accumulate.scatter_accumulate_direct(table(choice, 99, FP32), grads, rank=0, offset=offset, **how)
+    for dtype in (FP32, BF16):
+        source, low = room(choice, 2 * numel, dtype), offset * dtype.itemsize
+        scatter.scatter_to_peers(table(choice, 128, dtype), source, rank=0, offset_bytes=low)
+    dtypes = (unit.published, unit.out, unit.grads, unit.sums)
+    for dtype in dtypes:
+        fill.fill(room(choice, numel, dtype))
+    for origin, out in itertools.product(dtypes, repeat=2):
+        if origin != FP64 or out.itemsize > 2:
+            fill.copy_cast(room(choice, numel, out), room(choice, numel, origin))
+
+
+def variant(kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
+    pointers = tuple(sorted((n, t) for n, t in signature.items() if t.startswith("*")))
+    return kernel.__name__, pointers, tuple(sorted((n, str(c)) for n, c in constants.items())), num_warps
+
+
+def launched_variant(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    names = DTYPES | {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", I64: "i64"}
+    signature = {n: f"*{names[a.dtype]}" for n, a in arguments.items() if isinstance(a, torch.Tensor)}
+    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    return variant(kernel, signature, constants, arguments["num_warps"])
+
+
+def variants(entries: list[AotEntry]) -> set[tuple[Any, ...]]:
+    return {variant(e.kernel, dict(e.signature), dict(e.constants), e.num_warps) for e in entries}
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda u: "-".join(str(DTYPES[d]) for d in vars(u).values()))
+def test_every_variant_that_launchers_launch_is_needed(monkeypatch: pytest.MonkeyPatch, unit: UnitDtypes) -> None:
+    """Also the other way round: what is prepared is launched at some size and place."""
+    needed = variants(needed_entries([unit]))
+    launches = record_launches(monkeypatch)
+    choice = random.Random(0)
+    for _ in range(50):
+        launch_all(unit, choice)
+    assert {launched_variant(kernel, arguments) for kernel, arguments, _ in launches} == needed
+
+
+def test_units_share_what_they_can() -> None:
+    once, twice = needed_entries([TRAINING]), needed_entries([TRAINING, TRAINING])
+    assert [e.name for e in once] == [e.name for e in twice]
+    both = needed_entries([TRAINING, UnitDtypes(FP32, BF16, BF16, FP32)])
+    assert len({e.name for e in both}) == len(both) > len(once)
+
+
+def test_other_dtypes_are_no_kernels_business() -> None:
+    names = [e.name for e in needed_entries([UnitDtypes(I64, I64, torch.int32, I64)])]
+    assert names == ["scatter[i32, aligned]", "scatter[i32, unaligned]", "scatter[i16, unaligned]"]
+
+
+def compiled_in_steps(
+    unit: UnitDtypes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int], prepare: bool
+) -> tuple[NoGpu, int]:
+    """The driver after preparing and many launches, and how many variants were prepared."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    anywhere: Callable[..., Any] = lambda kernel, tensor, advice: contextlib.nullcontext()  # noqa: E731
+    for module in (accumulate, fill, gather, scatter, slots):
+        monkeypatch.setattr(module, "device_of", anywhere)
+    monkeypatch.setattr(accumulate, "has_vector_atomics", lambda device: capability >= (9, 0))
+    with no_gpu(monkeypatch, tmp_path, capability[0] * 10 + capability[1]) as driver:
+        count = prepare_kernels(torch.device("cuda", 0), [unit]) if prepare else 0
+        assert len(driver.compiled) == len(driver.loaded) == count
+        assert not driver.launched
+        choice = random.Random(1)
+        for _ in range(20 if prepare else 1):
+            launch_all(unit, choice)
+    return driver, count
+
+
+@pytest.mark.parametrize(
+    ("unit", "capability"),
+    [
+        (TRAINING, (9, 0)),
+        pytest.param(TRAINING, (8, 0), marks=pytest.mark.extended),
+        pytest.param(UnitDtypes(FP32, BF16, FP32, FP32), (10, 0), marks=pytest.mark.extended),
+        pytest.param(UnitDtypes(BF16, FP32, FP16, FP64), (9, 0), marks=pytest.mark.extended),
+    ],
+)
+def test_nothing_is_compiled_or_loaded_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unit: UnitDtypes, capability: tuple[int, int]
+) -> None:
+    driver, count = compiled_in_steps(unit, monkeypatch, tmp_path, capability, prepare=True)
+    assert count == len([e for e in needed_entries([unit]) if e.since <= capability]) > 20
+    assert len(driver.compiled) == len(driver.loaded) == count
+    assert len(driver.launched) > 300
+
+
+def test_without_preparing_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The counters count."""
+    small = UnitDtypes(FP32, FP32, FP32, FP32)
+    driver, _ = compiled_in_steps(small, monkeypatch, tmp_path, (9, 0), prepare=False)
+    assert len(driver.compiled) == len(driver.loaded) > 5
