@@ -74,7 +74,7 @@ class RuntimeConfig:
     """Replaces the detected host identity if not empty. May differ between ranks."""
 
     transfer_table: str = ""
-    """Path of a measured :class:`~odc.engine.TransferTable`; empty: copy engines always. May differ between
+    """Path of a measured :class:`~odc.engine.TransferTable`; empty: the default one. May differ between
     ranks."""
 
     address: str = ""

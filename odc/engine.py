@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,9 @@ class TransferTable:
 
     @classmethod
     def default(cls) -> TransferTable:
-        """Copy engines for everything, as the paper does within a node (appendix B): nothing measured says better."""
-        return cls(((0, COPY_ENGINE),))
+        """Copy engines, as the paper has it within a node (appendix B); but kernels where a link carries all rows in
+        less time than a host takes to ask for a copy of each."""
+        return cls(((8 << 20, KERNEL), (0, COPY_ENGINE)))
 
     @classmethod
     def of_measurements(cls, sizes: Sequence[int], kernel_s: Sequence[float], copy_s: Sequence[float]) -> TransferTable:
@@ -175,8 +176,11 @@ class Engine(ABC):
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         """``out[:] = 0``."""
 
-    def prepare(self) -> None:
-        """Compile what will be launched, so that a missing compiler shows at set-up.
+    def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
+        """Compile and load what will be launched: a missing compiler shows at set-up, and no step waits for one.
+
+        Args:
+            dtypes: of each unit's published shards, its gradients as they are pushed, and their sums.
 
         Raises:
             SetupError: it cannot be.

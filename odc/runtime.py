@@ -145,6 +145,9 @@ class Runtime:
         """The rest of set-up. Collective."""
         self.faults.hit("setup")
         self._transport.seal()
+        sums = self.config.accumulate_dtype
+        dtypes = {(unit.dtype, unit.grad_dtype, sums) for unit in self.units}
+        together(self._transport.exchange, lambda: self._transport.engine.prepare(dtypes))
         if transfers is not None:
             self._transport.engine.choose_by(transfers)
         together(self._transport.exchange, self._start_threads)

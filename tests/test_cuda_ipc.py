@@ -450,7 +450,7 @@ def test_the_table_of_transfers_chooses_by_size(tmp_path: Path) -> None:
     assert [table.by_kernel(size) for size in (1, 1 << 20, (1 << 20) + 1, 1 << 40)] == [True, True, False, False]
     table.save(tmp_path / "table.json")
     assert TransferTable.load(tmp_path / "table.json") == table
-    assert not TransferTable.default().by_kernel(1)
+    assert [TransferTable.default().by_kernel(size) for size in (1, 8 << 20, 1 << 30)] == [True, True, False]
 
 
 @pytest.mark.parametrize(

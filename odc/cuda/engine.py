@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from odc.engine import AfterChunk, Engine, TransferTable, no_op
+from odc.engine import Addition, AfterChunk, Engine, TransferTable, no_op
 from odc.errors import SetupError
-from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
+from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate, scatter_accumulate_direct
+from odc.kernels.arguments import FLOATS
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
 from odc.kernels.peers import PeerTable
+from odc.kernels.prepare import UnitDtypes, prepare_kernels
+from odc.kernels.scatter import scatter_to_peers
+from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
 
 _POLL_S = 1e-3
+_ROW_TABLES, _ROWS = 128, 64
+
+
+def _row(addition: Addition, low: int) -> SlotRow | None:
+    """What of ``addition`` lies in the :data:`MAX_SLOTS` slots from ``low`` on; None: nothing."""
+    here = [slot - low for slot in addition.slots if low <= slot < low + MAX_SLOTS]
+    is_first = addition.first and not any(slot < low for slot in addition.slots)
+    if not here and (addition.slots or low or not addition.first):
+        return None
+    total = addition.total
+    return SlotRow(total.data_ptr(), addition.offset_bytes, total.numel(), sum(1 << slot for slot in here), is_first)
 
 
 class CudaEngine(Engine):
@@ -39,6 +55,8 @@ class CudaEngine(Engine):
         self._taken: dict[str, torch.cuda.Event] = {}
         self._lock = threading.Lock()  # backward runs in a thread of its own
         self._tables: dict[tuple[int, ...], PeerTable] = {}
+        memory = torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, pin_memory=True)
+        self._row_tables = deque((table, torch.cuda.Event()) for table in memory)  # type: ignore[no-untyped-call]
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         if out.dtype != source.dtype and out.is_floating_point() and out.itemsize * 2 >= source.itemsize:
@@ -47,16 +65,10 @@ class CudaEngine(Engine):
             out.copy_(source)  # cudaMemcpyAsync: a copy engine where memory of two devices is involved
         after_chunk()
 
-    def prepare(self) -> None:
-        sums = torch.zeros(64, device=self._device)
+    def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
         try:
-            for dtype in (torch.float32, torch.bfloat16):
-                addend = torch.zeros(32, dtype=dtype, device=self._device)
-                accumulate(sums[:32], addend)
-                copy_cast(sums[:32], addend)
-                self.add_to_peers([sums[32:].view(torch.uint8)], 0, addend.view(1, -1), 0)
-                gather_from_peers(sums[:32], PeerTable.of([addend]), 32, rank=0, source_dtype=dtype)
-            fill(sums)
+            prepare_kernels(self._device, [UnitDtypes(shard, shard, grads, sums) for shard, grads, sums in dtypes])
+            fill(torch.zeros(64, device=self._device))
         except Exception as problem:  # whatever a compiler has to say
             raise SetupError(
                 f"the kernels cannot be compiled or launched: {type(problem).__name__}: {problem}. Triton needs a C "
@@ -100,6 +112,21 @@ class CudaEngine(Engine):
             total.add_(addend)
         after_chunk()
 
+    def copy_to_peers(
+        self,
+        buffers: Sequence[torch.Tensor],
+        offset_bytes: int,
+        source: torch.Tensor,
+        rank: int,
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        if source.dtype not in FLOATS or not self._transfers.by_kernel(source.nbytes):
+            super().copy_to_peers(buffers, offset_bytes, source, rank, after_chunk)
+            return
+        table, offset = self._table_of(buffers)
+        scatter_to_peers(table, source, rank=rank, offset_bytes=offset + offset_bytes)
+        after_chunk()
+
     def add_to_peers(
         self,
         buffers: Sequence[torch.Tensor],
@@ -108,12 +135,47 @@ class CudaEngine(Engine):
         rank: int,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        if rows.itemsize > torch.float32.itemsize or not rows.is_floating_point():
+        if rows.dtype not in GRADIENTS:
             rows = rows.to(torch.float32)  # float64, integers: the kernel reads what a wire carries
         table, offset = self._table_of(buffers)
-        offset += offset_bytes // torch.float32.itemsize
-        scatter_accumulate_direct(table, rows.contiguous().view(-1), rank=rank, offset=offset)
+        numel = rows.shape[1]
+        grads = rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + numel,), (1,))
+        at = (offset + offset_bytes) // torch.float32.itemsize
+        scatter_accumulate_direct(table, grads, rank=rank, offset=at, stride=rows.stride(0), numel=numel)
         after_chunk()
+
+    def add_slots(
+        self,
+        slots: torch.Tensor,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        additions: Sequence[Addition],
+        after_chunk: AfterChunk = no_op,
+    ) -> None:
+        total_dtype = additions[0].total.dtype
+        if (total_dtype, dtype) not in PAIRS:
+            super().add_slots(slots, slot_bytes, dtype, additions, after_chunk)
+            return
+        for low in range(0, slots.numel() // slot_bytes, MAX_SLOTS):
+            part = slots[low * slot_bytes : (low + MAX_SLOTS) * slot_bytes]
+            rows = [row for addition in additions if (row := _row(addition, low)) is not None]
+            for start in range(0, len(rows), _ROWS):
+                self._launch_rows(rows[start : start + _ROWS], part, slot_bytes, total_dtype, dtype)
+        after_chunk()
+
+    def _launch_rows(
+        self, rows: Sequence[SlotRow], slots: torch.Tensor, slot_bytes: int, total: torch.dtype, addend: torch.dtype
+    ) -> None:
+        """In a table of host memory that the kernel reads: nothing is copied to the device, which would wait for it."""
+        table, done = self._row_tables[0]
+        self._row_tables.rotate(-1)
+        while not done.query():  # type: ignore[no-untyped-call]  # as many launches ago as there are tables
+            time.sleep(_POLL_S)
+        aligned = write_rows(table, rows, slots, slot_bytes, total_dtype=total, addend_dtype=addend)
+        accumulate_slots(
+            table.data_ptr(), len(rows), slots, slot_bytes, total_dtype=total, addend_dtype=addend, aligned=aligned
+        )
+        done.record(torch.cuda.current_stream(self._device))
 
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         fill(out)

@@ -209,7 +209,6 @@ class HostsTransport(Transport):
         self._prove(self.allocate_host, "host memory")
         if self.engine.has_streams:
             self._prove(self.allocate, "device memory")
-            self._together(self.engine.prepare)
         if self._links is not None:
             far_probe = self.allocate(8 * len(self._world), "probe of other hosts")
             self._together(lambda: self._prove_far(far_probe))
