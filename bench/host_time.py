@@ -443,7 +443,7 @@ def main() -> None:
             except RankFailedError as error:
                 print(error, file=sys.stderr)
                 sys.exit(1)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 125)
     where = f"{settings.hosts} hosts" if settings.hosts > 1 else "one host"
     console.print(
         f"{settings.num_units} units of {settings.numel} elements per shard, {where} ({cells[0]['transport']})"

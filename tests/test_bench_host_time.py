@@ -97,7 +97,7 @@ def test_figures_are_those_of_one_call() -> None:
 
 
 def test_tables_show_them() -> None:
-    console = Console(width=110, record=True, file=io.StringIO())
+    console = Console(width=125, record=True, file=io.StringIO())
     console.print(operations_table([made_cell()]))
     console.print(setup_table([made_cell()]))
     text = console.export_text()

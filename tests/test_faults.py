@@ -135,18 +135,18 @@ def wait_for_death(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "point"),
+    ("mode", "point", "number"),
     [
-        ({}, "scatter.after_chunk"),
-        ({}, "scatter.added"),
-        ({"deterministic": True}, "scatter.added"),
-        ({"accumulate": "daemon"}, "scatter.before_post"),
+        ({}, "scatter.after_chunk", 4),
+        ({}, "scatter.added", 4),
+        ({"deterministic": True}, "scatter.added", 4),
+        ({"accumulate": "daemon"}, "scatter.before_post", 2),
     ],
 )
-def test_a_half_push_reaches_no_step(mode: dict[str, Any], point: str) -> None:
-    """Fault test 2. Rank 2 visits owners 0, 1, 2: its fourth pass is its second push to rank 0. No rank that is left
-    gets a gradient, nor can it do anything else with that runtime."""
-    results = start_ranks(3, half_push, mode, env=fault(point, "kill", at=4, rank=2)).join(150)
+def test_a_half_push_reaches_no_step(mode: dict[str, Any], point: str, number: int) -> None:
+    """Fault test 2. Rank 2 adds at owners 0, 1, 2: its fourth pass is its second push to rank 0; through slots it
+    pushes to all at once. No rank that is left gets a gradient, nor can it do anything else with that runtime."""
+    results = start_ranks(3, half_push, mode, env=fault(point, "kill", at=number, rank=2)).join(150)
     assert results[2].exitcode == -signal.SIGKILL
     for result in results[:2]:
         assert result.error is None, result.error

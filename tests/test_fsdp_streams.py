@@ -69,10 +69,10 @@ def patched(
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "daemon": {},
-    "atomics": {"accumulate": "direct"},
+    "atomics": {},
+    "daemon": {"accumulate": "daemon"},
     "deterministic": {"deterministic": True},
-    "deterministic-direct": {"deterministic": True, "accumulate": "direct"},
+    "deterministic-daemon": {"deterministic": True, "accumulate": "daemon"},
 }
 
 
@@ -93,7 +93,7 @@ def test_training_matches_one_float64_process(option: str, trained: dict[str, An
     ours, name, memory = trained[option]
     assert name == "fake_cuda"
     assert largest_difference(ours, reference(COUNTS, STEPS)) < TOLERANCE
-    by_daemon = OPTIONS[option].get("accumulate") != "direct"
+    by_daemon = OPTIONS[option].get("accumulate") == "daemon"
     assert (memory["slots"] > 0) == by_daemon
 
 
