@@ -6,11 +6,14 @@ real one, and ranks that die are real processes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
+import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,36 @@ def test_a_driver_call_that_fails_is_named_with_its_reason(monkeypatch: pytest.M
     monkeypatch.setattr(cuda_runtime, "_library", Library)
     with pytest.raises(OdcError, match="cuStreamWaitValue32_v2 failed with code 801: operation not supported"):
         cuda_runtime.wait_value(0, 4096, 1, False)
+
+
+def test_streams_need_nothing_that_cupy_13_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver: high priority, not blocked by the default stream, and used again once they are given back."""
+    made: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def cuStreamCreateWithPriority(stream: Any, flags: int, priority: int) -> int:
+            made.append((flags, priority))
+            stream._obj.value = 4096 + len(made)
+            return 0
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(deviceGetAttribute=lambda *_: 1, setDevice=lambda device: None)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_runtime, "_library", Library)
+    monkeypatch.setattr(cuda_runtime, "_spare_streams", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle, device=device)
+    )
+    runtime = cuda_runtime.CupyRuntime(torch.device("cuda", 0))
+    first, second = runtime._new_stream(), runtime._new_stream()
+    assert (first.cuda_stream, second.cuda_stream, made) == (4097, 4098, [(1, -1), (1, -1)])
+    runtime._give_back_stream(first)
+    assert runtime._new_stream().cuda_stream == 4097
+    assert len(made) == 2
 
 
 def test_cpu_tensors_are_not_its_business() -> None:

@@ -216,11 +216,11 @@ class Nvshmem4pyHeap:
         uid = together(exchange, lambda: self._core.get_unique_id(empty=not is_first))
         shared = exchange.all_gather(uid._data.tobytes() if is_first else b"")[0]
         uid._data.view(np.uint8)[:] = np.frombuffer(shared, dtype=np.uint8)
-        device = Device(self._device.index)
-        together(exchange, device.set_current)
+        own = Device(self._device.index)
+        together(exchange, own.set_current)
         size = exchange.world_size
         with time_limit("NVSHMEM's start", self._timeout_s):
-            self._core.init(device=device, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
+            self._core.init(device=own, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
         together(exchange, self._require_initialised)
 
     def _require_initialised(self) -> None:

@@ -29,6 +29,8 @@ _SUCCESS = 0
 _WAIT_GEQ = 0x0  # until (int32)(*address - value) >= 0
 _WAIT_FLUSH = 1 << 30  # and writes of other devices that came before the word have arrived
 _WRITE_DEFAULT = 0x0  # what the stream did before is visible to whoever sees the value
+_NON_BLOCKING = 0x1  # by the default stream
+_HIGH_PRIORITY = -1
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_ulonglong
 
 
@@ -47,6 +49,7 @@ def _library() -> ctypes.CDLL:
         library.cuMemGetAddressRange_v2.argtypes = [
             ctypes.POINTER(_ADDRESS), ctypes.POINTER(ctypes.c_size_t), _ADDRESS,
         ]  # fmt: skip
+        library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(_HANDLE), ctypes.c_uint, ctypes.c_int]
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     except OSError:
         raise SetupError("libcuda.so.1 was not found: install the NVIDIA driver (in docker: --gpus all)") from None
@@ -104,6 +107,13 @@ def allocation_base(address: int) -> int:
     return int(base.value)
 
 
+def create_stream() -> int:
+    """A stream of high priority in the current device's context. cupy makes none with a priority before version 14."""
+    found = _HANDLE()
+    _call_driver("cuStreamCreateWithPriority", ctypes.byref(found), _NON_BLOCKING, _HIGH_PRIORITY)
+    return int(found.value or 0)
+
+
 def unavailable(device: torch.device) -> str | None:
     """Why this rank cannot use CUDA IPC on ``device``, or None. Makes no context."""
     if device.type != "cuda":
@@ -144,8 +154,6 @@ GRANULARITY = 2 << 20
 _CAN_FLUSH_REMOTE_WRITES = 98  # cudaDeviceAttr of driver_types.h, as the next two
 _NEEDED = ((41, "unified addressing"), (99, "registration of host memory"))
 _REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
-_NON_BLOCKING = 0x1
-_HIGH_PRIORITY = -1
 _spare_streams: dict[int, list[int]] = {}  # by device; idle
 
 
@@ -253,8 +261,7 @@ class CupyRuntime:
         Of high priority, as FSDP's streams for communication: its kernels are short, and other ranks wait for them.
         """
         spare = _spare_streams.setdefault(self._device.index, [])
-        create = self._cupy.cuda.runtime.streamCreateWithPriority
-        handle = spare.pop() if spare else self._call(create, _NON_BLOCKING, _HIGH_PRIORITY)
+        handle = spare.pop() if spare else self._call(create_stream)
         stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
         return stream
 

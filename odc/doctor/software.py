@@ -101,6 +101,7 @@ class Facts:
 _OLDEST_PYTHON = (3, 10)
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 _OLDEST_CUPY = (13,)
+_OLDEST_NVSHMEM4PY = (0, 3)
 _OLDEST_TRANSFORMERS = (5,)
 _OLDEST_KERNEL = (5, 3)  # pidfd_open
 _TESTED_MACHINES = ("x86_64", "aarch64")
@@ -173,7 +174,7 @@ def cupy(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Find
 
 def nvshmem4py(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Finding:
     """The Python side of NVSHMEM."""
-    return _cuda_library(versions, _NVSHMEM4PY, cuda_major, (0, 1), has_gpu=has_gpu)
+    return _cuda_library(versions, _NVSHMEM4PY, cuda_major, _OLDEST_NVSHMEM4PY, has_gpu=has_gpu)
 
 
 def cupy_version(versions: Mapping[str, str]) -> str | None:
