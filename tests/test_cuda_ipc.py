@@ -116,10 +116,51 @@ def test_a_handle_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_missing_package_is_named_with_the_command(broken: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime.importlib.util, "find_spec", lambda name: None if name == broken else object())
+    for name in ("cupy", "triton"):
+        monkeypatch.setitem(sys.modules, name, None if name == broken else types.ModuleType(name))
     reason = cuda_runtime.unavailable(torch.device("cuda"))
     assert reason is not None
     assert reason.startswith(words)
+
+
+@pytest.mark.parametrize("broken", ["cupy", "triton"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise ImportError('libnvrtc.so.13: cannot open')", "ImportError: libnvrtc.so.13: cannot open"),
+        ("import fastrlock_that_is_gone", "ModuleNotFoundError: No module named 'fastrlock_that_is_gone'"),
+        ("raise OSError('libcudart')", "OSError: libcudart"),
+        ("None.runtime", "AttributeError: 'NoneType' object has no attribute 'runtime'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_a_reason(
+    broken: str, body: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not an exception on this rank, while the others wait for its answer."""
+    for name in ("cupy", "triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.delitem(sys.modules, broken)
+    (tmp_path / f"{broken}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    topology = Topology(0, ("h",), ("h",), (os.getpid(),))
+    reason = CudaIpcTransport.unavailable(topology, torch.device("cuda")) or ""
+    assert reason.startswith(f"{broken}, which ")
+    assert f"is installed but cannot be imported ({told}): uninstall it, and pip install" in reason
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("cudaErrorInsufficientDriver"), AttributeError("no runtime")])
+def test_a_cupy_that_the_driver_does_not_fit_is_a_reason(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise problem
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(driverGetVersion=lambda: 13000, getDeviceCount=fail)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_runtime, "driver_problem", lambda: None)
+    reason = cuda_runtime.unavailable(torch.device("cuda")) or ""
+    assert f"cupy cannot use the driver ({type(problem).__name__}: {problem}): update the driver" in reason
 
 
 def test_no_driver_and_an_old_one_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

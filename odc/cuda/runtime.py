@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -118,15 +118,26 @@ def unavailable(device: torch.device) -> str | None:
     """Why this rank cannot use CUDA IPC on ``device``, or None. Makes no context."""
     if device.type != "cuda":
         return f"it serves CUDA tensors, the model is on {device.type}"
-    return missing_module("cupy", "allocates the memory that is shared", extra()) or (
-        missing_module("triton", "compiles the kernels", "triton") or driver_problem() or _cupy_problem()
+    return module_problem("cupy", "allocates the memory that is shared", extra()) or (
+        module_problem("triton", "compiles the kernels", "triton") or driver_problem() or _cupy_problem()
     )
 
 
-def missing_module(name: str, purpose: str, package: str) -> str | None:
-    """What to say if a module is not installed; it is not imported."""
-    if importlib.util.find_spec(name) is None:
-        return f"{name}, which {purpose}, is not installed: pip install {package}"
+def module_problem(name: str, purpose: str, package: str, needs: str = "") -> str | None:
+    """Why a module cannot be imported, or does not have what is needed of it, or None. Never raises.
+
+    It is imported, because being installed is not enough: libraries that it loads may be missing, or of another CUDA.
+    """
+    subject = f"{name}, which {purpose},"
+    try:
+        module = importlib.import_module(name)
+    except Exception as problem:  # a broken installation raises OSError, AttributeError and others
+        if isinstance(problem, ModuleNotFoundError) and f"{name}.".startswith(f"{problem.name}."):
+            return f"{subject} is not installed: pip install {package}"
+        text = f"{type(problem).__name__}: {problem}"
+        return f"{subject} is installed but cannot be imported ({text}): uninstall it, and pip install {package}"
+    if needs and not hasattr(module, needs):
+        return f"{subject} is too old, it has no {needs}: pip install --upgrade {package}"
     return None
 
 
@@ -137,13 +148,15 @@ def extra() -> str:
 
 
 def _cupy_problem() -> str | None:
-    import cupy
-
+    """What :func:`module_problem` does not see: whether cupy and the driver fit."""
     try:
+        import cupy
+
         cupy.cuda.runtime.driverGetVersion()
         cupy.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        return f"cupy cannot use the driver ({error}): update the driver, or install the cupy for its CUDA version"
+    except Exception as problem:  # a CUDARuntimeError; whatever a broken installation raises
+        text = f"{type(problem).__name__}: {problem}"
+        return f"cupy cannot use the driver ({text}): update the driver, or install the cupy for its CUDA version"
     return None
 
 
