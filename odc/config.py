@@ -30,6 +30,7 @@ NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the networ
 
 # Variables of other libraries, which ODC does not act on, but for what it refuses: ``odc doctor`` explains them.
 FOREIGN = (
+    "CC",
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_WORLD_SIZE",
     "NVSHMEM_HOME",

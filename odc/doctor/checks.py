@@ -133,6 +133,10 @@ def _system(_: Facts) -> Finding:
     return software.system(platform.system(), platform.release(), platform.machine())
 
 
+def _triton(facts: Facts) -> Finding:
+    return software.triton(facts.versions, software.compiler_problem(facts.variables), has_gpu=facts.has_gpu)
+
+
 def _nvshmem_library(facts: Facts) -> Finding:
     host = nvshmem.describe_file(nvshmem.find_host(facts.variables, nvshmem.wheel_folders()))
     wheels = {name: facts.versions[name] for name in nvshmem.WHEELS if name in facts.versions}
@@ -211,7 +215,7 @@ CHECKS = (
     Check("CUDA driver", lambda facts: cuda.driver(facts.cuda, facts.torch.cuda)),
     Check("CUDA devices", lambda facts: cuda.devices(facts.cuda, facts.variables)),
     Check("peer access", lambda facts: cuda.peer_access(facts.cuda)),
-    Check("triton", lambda facts: software.triton(facts.versions, has_gpu=facts.has_gpu)),
+    Check("triton", _triton),
     Check("cupy", lambda facts: software.cupy(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
     Check("CUDA IPC", _cuda_ipc),
     Check("nvshmem4py", lambda facts: software.nvshmem4py(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
