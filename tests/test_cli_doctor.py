@@ -174,6 +174,15 @@ def test_names_are_short_and_unique() -> None:
     assert max(map(len, names)) <= 16
 
 
+def test_rows_about_gpus_are_explained() -> None:
+    names = [check.name for check in CHECKS]
+    about = ["torch", "ODC variables", *names[names.index("CUDA driver") : names.index("CUDA transport") + 1]]
+    lines = (Path(__file__).parent.parent / "docs/gpu.md").read_text().splitlines()
+    explained = {name for line in lines for name in line.partition("|")[2].partition("|")[0].strip().split(", ")}
+    assert len(about) > 12
+    assert [name for name in about if name not in explained] == []
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen devices of two kinds, half of them out of reach, and no CUDA library."""

@@ -30,6 +30,20 @@ def test_the_table_has_every_supported_torch() -> None:
     assert all(torch.specifier.contains(version) for version in TORCH)
 
 
+def test_the_commands_of_the_first_hour_fit_their_extras() -> None:
+    """As docs/gpu.md has them: torch by its version, then the extra for the CUDA which that one is built for."""
+    text = (ROOT / "docs/gpu.md").read_text()
+    commands = re.findall(
+        r"pip install (-c constraints\.txt )?torch==(\S+) && pip install (?:-c \S+ )?'\.\[(\w+)\]'", text
+    )
+    assert [(version, extra) for _, version, extra in commands] == [
+        (version, TORCH[version].extra) for version in (pins()["torch"], "2.10.0")
+    ]
+    assert [bool(constrained) for constrained, _, _ in commands] == [True, False]
+    last_of_cuda_12 = [version for version, wanted in TORCH.items() if wanted.cuda == 12][-1]
+    assert last_of_cuda_12 == "2.10.0"
+
+
 @pytest.mark.parametrize("torch", TORCH)
 @pytest.mark.parametrize("group", ["extra", "dev"])
 def test_ranges_allow_what_each_torch_demands(torch: str, group: str) -> None:
