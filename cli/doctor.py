@@ -23,8 +23,8 @@ def doctor(
     """Check what this machine can do for ODC, and say what to do about what it cannot.
 
     One row per check: ok; warning (works, but slower, less far or untested); missing (this machine could use it);
-    not needed; error (CPU training does not work until this is put right). The exit status is 1 if there is an
-    error, else 0. Nothing is installed or changed, and no memory is taken on any GPU.
+    not needed; error (refused until this is put right; the last line says whether CPU training works). The exit
+    status is 1 if there is an error, else 0. Nothing is installed or changed, and no memory is taken on any GPU.
 
     Examples:
 
@@ -66,7 +66,7 @@ def summary(report: Report) -> str:
     """Whether CPU training works, and where to look."""
     from odc.doctor import Status
 
-    text = "CPU training works here." if report.ok else "CPU training does not work here."
+    text = "CPU training works here." if report.cpu_works else "CPU training does not work here."
     for status, label in ((Status.ERROR, "Errors"), (Status.WARNING, "Warnings"), (Status.MISSING, "Missing")):
         if names := report.named(status):
             text += f" {label}: {', '.join(names)}."

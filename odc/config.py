@@ -26,12 +26,15 @@ TRANSPORT = "ODC_TRANSPORT"  # overrides transport=
 ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
 COPY_THREAD = "ODC_COPY_THREAD"  # overrides copy_thread=
 NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
+NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the network card themselves
 
-# Variables of other libraries, which ODC does not act on: ``odc doctor`` explains them.
+# Variables of other libraries, which ODC does not act on, but for what it refuses: ``odc doctor`` explains them.
 FOREIGN = (
+    "CC",
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_WORLD_SIZE",
     "NVSHMEM_HOME",
+    NVSHMEM_IBGDA,
     "NVSHMEM_LIB_DIR",
     "NVSHMEM_SYMMETRIC_SIZE",
     "PYTORCH_ALLOC_CONF",
@@ -197,6 +200,18 @@ def nvshmem_heap_bytes(environ: Mapping[str, str] | None = None) -> int | None:
 def set_nvshmem_heap_bytes(num_bytes: int) -> None:
     """Tell NVSHMEM, which reads nothing but its variables, how large a heap to make when it starts."""
     os.environ[NVSHMEM_HEAP] = str(num_bytes)
+
+
+def ibgda_problem(environ: Mapping[str, str] | None = None) -> str | None:
+    """Why ODC refuses NVSHMEM with the value of ``NVSHMEM_IB_ENABLE_IBGDA``, or None: it is off."""
+    value = (os.environ if environ is None else environ).get(NVSHMEM_IBGDA)
+    if value is None or value[:1].lower() in ("0", "n", "f"):  # NVSHMEM takes anything else for yes, also nothing
+        return None
+    return (
+        f"{NVSHMEM_IBGDA}={shown(value)} lets GPUs drive the network card themselves (IBGDA), and the NVSHMEM device "
+        "library that ODC's kernels are linked with has no code for that: nothing would wait for their puts, and "
+        "gradients would be lost without an error"
+    )
 
 
 def foreign_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

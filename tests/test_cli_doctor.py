@@ -16,10 +16,12 @@ from doctor_rows import ERROR, H200, MISSING, NOT_NEEDED, OK, WARNING, says
 from typer.testing import CliRunner
 
 from odc.cli.app import app
+from odc.cli.doctor import summary
 from odc.config import foreign_variables
 from odc.doctor import CHECKS, Check, Facts, Finding, Status, examine
 from odc.doctor import checks as doctor_transports
 from odc.doctor.cuda import CudaDevice, CudaDriver
+from odc.doctor.finding import error
 from odc.doctor.nvshmem import RdmaPort
 from odc.doctor.software import TorchBuild
 from odc.transports import registry
@@ -113,6 +115,26 @@ def test_variables(name, value, status: Status, found: str, advice: str, monkeyp
     says(doctor_transports.variables(), status, found, advice)
 
 
+def test_an_error_that_only_gpus_have_is_no_word_on_cpu_training() -> None:
+    refused = [Check("options", lambda _: error("refused", "unset it"), gpus_only=True)]
+    fine = [Check("torch", lambda _: Finding(OK, "fine"), required=True)]
+    report = examine([*fine, *refused], Facts())
+    assert (report.ok, report.cpu_works) == (False, True)
+    assert summary(report) == "CPU training works here. Errors: options."
+    both = examine([Check("torch", failing, required=True), *refused], Facts())
+    assert (both.ok, both.cpu_works) == (False, False)
+    assert summary(both).startswith("CPU training does not work here. Errors: torch, options.")
+
+
+def test_a_variable_that_set_up_refuses_is_a_red_row(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
+    result = call("--json")
+    row = rows(result.stdout)["NVSHMEM options"]
+    assert (row["status"], result.exit_code) == ("error", 1)
+    assert "NVSHMEM_IB_ENABLE_IBGDA='1' lets GPUs drive the network card" in row["found"]
+    assert row["advice"] == "On all hosts: unset NVSHMEM_IB_ENABLE_IBGDA"
+
+
 def test_foreign_variables() -> None:
     assert foreign_variables({"NVSHMEM_HOME": "/n", "HOME": "/root"}) == {"NVSHMEM_HOME": "/n"}
 
@@ -150,6 +172,15 @@ def test_names_are_short_and_unique() -> None:
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= 16
+
+
+def test_rows_about_gpus_are_explained() -> None:
+    names = [check.name for check in CHECKS]
+    about = ["torch", "ODC variables", *names[names.index("CUDA driver") : names.index("CUDA transport") + 1]]
+    lines = (Path(__file__).parent.parent / "docs/gpu.md").read_text().splitlines()
+    explained = {name for line in lines for name in line.partition("|")[2].partition("|")[0].strip().split(", ")}
+    assert len(about) > 12
+    assert [name for name in about if name not in explained] == []
 
 
 @pytest.fixture

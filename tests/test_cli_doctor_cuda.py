@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctor_rows import DRIVER, FIX, H200, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
+from doctor_rows import DRIVER, ERROR, FIX, H200, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
 
 from odc.doctor import Status, cuda, nvshmem
 from odc.doctor.cuda import CudaDevice, CudaDriver
@@ -241,6 +241,7 @@ def test_nvshmem_library(library, wheels, has_gpu: bool, status: Status, found: 
         (host(3, 4, 5), device(3, 4, 5), True, OK, "fits", ""),
         (host(3, 4, 0), device(3, 4, 5), True, OK, "fits", ""),  # the patch number does not matter
         (host(3, 5, 0), device(3, 4, 5), True, OK, "fits", ""),
+        (host(3, 5, 21), device(3, 5, 21), True, WARNING, "newer than any tested", "Install NVSHMEM 3.4, with a torch"),
         (host(3, 4, 5), device(3, 5, 0), True, WARNING, "newer than the host library 3.4.5", "NVSHMEM_LIB_DIR"),
         (None, device(3, 4, 5), True, WARNING, "the host library is missing", FIX),
         (host(3, 4, 5), device(), True, WARNING, "a version is unknown", FIX),
@@ -250,6 +251,14 @@ def test_nvshmem_library(library, wheels, has_gpu: bool, status: Status, found: 
 )
 def test_nvshmem_bitcode(library, bitcode, has_gpu: bool, status: Status, found: str, advice: str) -> None:
     says(nvshmem.bitcode(library, bitcode, has_gpu=has_gpu, fix=FIX), status, found, advice)
+
+
+def test_nvshmem_options() -> None:
+    off, on = {"NVSHMEM_SYMMETRIC_SIZE": "1G"}, {"NVSHMEM_IB_ENABLE_IBGDA": "1"}
+    says(nvshmem.options({}, None, has_gpu=True), OK, "no variable")
+    says(nvshmem.options(off, None, has_gpu=True), OK, "NVSHMEM_SYMMETRIC_SIZE=1G")
+    says(nvshmem.options(on, "lost", has_gpu=True), ERROR, "lost", "unset NVSHMEM_IB_ENABLE_IBGDA")
+    says(nvshmem.options(on, "lost", has_gpu=False), NOT_NEEDED, "no CUDA device")
 
 
 # Network

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from doctor_rows import DRIVER, ERROR, FIX, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
@@ -82,14 +84,32 @@ def test_nvshmem4py() -> None:
 
 
 def test_triton_and_trainers() -> None:
-    says(software.triton({"triton": "3.5.0"}, has_gpu=False), OK, "3.5.0")
-    says(software.triton({}, has_gpu=False), NOT_NEEDED, "not installed")
-    says(software.triton({}, has_gpu=True), MISSING, "not installed", "pip install triton")
+    says(software.triton({"triton": "3.5.0"}, "no gcc", has_gpu=False), OK, "3.5.0")
+    says(software.triton({"triton": "3.5.0"}, None, has_gpu=True), OK, "3.5.0")
+    says(software.triton({"triton": "3.5.0"}, "no gcc", has_gpu=True), MISSING, "in C, but no gcc", "gcc python3-dev")
+    says(software.triton({}, None, has_gpu=False), NOT_NEEDED, "not installed")
+    says(software.triton({}, None, has_gpu=True), MISSING, "not installed", "pip install triton")
     says(software.trainer("transformers", {"transformers": "5.1.0"}), OK, "5.1.0")
     says(software.trainer("transformers", {"transformers": "4.57.0"}), WARNING, "4.57.0", "odc-fsdp[examples]")
     says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc-fsdp[examples]")
     says(software.trainer("trl", {}), NOT_NEEDED, "not installed", "pip install trl")
     says(software.trainer("trl", {"trl": "0.9"}), OK, "0.9")
+
+
+def test_what_triton_compiles_with(tmp_path: Path) -> None:
+    """A slim container has a GPU, and no compiler: the first kernel would say so, an hour later."""
+
+    def problem(*found: str, headers: bool = True, **variables: str) -> str | None:
+        (tmp_path / "Python.h").unlink(missing_ok=True)
+        if headers:
+            (tmp_path / "Python.h").touch()
+        return software.compiler_problem(variables, lambda name: name if name in found else None, tmp_path)
+
+    assert problem("gcc") is problem("clang") is problem("cc", CC="cc -O2") is None
+    assert problem() == "there is neither gcc nor clang"
+    assert problem("gcc", CC="icc") == "CC=icc is not found"
+    assert problem("gcc", CC="") == "CC= is not found"
+    assert problem("gcc", headers=False) == f"there is no Python.h in {tmp_path}"
 
 
 def test_versions_come_from_metadata() -> None:

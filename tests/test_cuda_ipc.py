@@ -6,12 +6,15 @@ real one, and ranks that die are real processes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,10 +117,51 @@ def test_a_handle_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_missing_package_is_named_with_the_command(broken: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime.importlib.util, "find_spec", lambda name: None if name == broken else object())
+    for name in ("cupy", "triton"):
+        monkeypatch.setitem(sys.modules, name, None if name == broken else types.ModuleType(name))
     reason = cuda_runtime.unavailable(torch.device("cuda"))
     assert reason is not None
     assert reason.startswith(words)
+
+
+@pytest.mark.parametrize("broken", ["cupy", "triton"])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise ImportError('libnvrtc.so.13: cannot open')", "ImportError: libnvrtc.so.13: cannot open"),
+        ("import fastrlock_that_is_gone", "ModuleNotFoundError: No module named 'fastrlock_that_is_gone'"),
+        ("raise OSError('libcudart')", "OSError: libcudart"),
+        ("None.runtime", "AttributeError: 'NoneType' object has no attribute 'runtime'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_a_reason(
+    broken: str, body: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not an exception on this rank, while the others wait for its answer."""
+    for name in ("cupy", "triton"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.delitem(sys.modules, broken)
+    (tmp_path / f"{broken}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    topology = Topology(0, ("h",), ("h",), (os.getpid(),))
+    reason = CudaIpcTransport.unavailable(topology, torch.device("cuda")) or ""
+    assert reason.startswith(f"{broken}, which ")
+    assert f"is installed but cannot be imported ({told}): uninstall it, and pip install" in reason
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("cudaErrorInsufficientDriver"), AttributeError("no runtime")])
+def test_a_cupy_that_the_driver_does_not_fit_is_a_reason(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise problem
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(driverGetVersion=lambda: 13000, getDeviceCount=fail)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_runtime, "driver_problem", lambda: None)
+    reason = cuda_runtime.unavailable(torch.device("cuda")) or ""
+    assert f"cupy cannot use the driver ({type(problem).__name__}: {problem}): update the driver" in reason
 
 
 def test_no_driver_and_an_old_one_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +196,36 @@ def test_a_driver_call_that_fails_is_named_with_its_reason(monkeypatch: pytest.M
     monkeypatch.setattr(cuda_runtime, "_library", Library)
     with pytest.raises(OdcError, match="cuStreamBatchMemOp_v2 failed with code 801: operation not supported"):
         cuda_runtime.wait_values(0, [(4096, 1)], False)
+
+
+def test_streams_need_nothing_that_cupy_13_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver: high priority, not blocked by the default stream, and used again once they are given back."""
+    made: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def cuStreamCreateWithPriority(stream: Any, flags: int, priority: int) -> int:
+            made.append((flags, priority))
+            stream._obj.value = 4096 + len(made)
+            return 0
+
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(deviceGetAttribute=lambda *_: 1, setDevice=lambda device: None)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_runtime, "_library", Library)
+    monkeypatch.setattr(cuda_runtime, "_spare_streams", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle, device=device)
+    )
+    runtime = cuda_runtime.CupyRuntime(torch.device("cuda", 0))
+    first, second = runtime._new_stream(), runtime._new_stream()
+    assert (first.cuda_stream, second.cuda_stream, made) == (4097, 4098, [(1, -1), (1, -1)])
+    runtime._give_back_stream(first)
+    assert runtime._new_stream().cuda_stream == 4097
+    assert len(made) == 2
 
 
 def test_cpu_tensors_are_not_its_business() -> None:

@@ -12,6 +12,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
 from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
-from odc.config import nvshmem_heap_bytes
+from odc.config import ibgda_problem, nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import Nvshmem4pyHeap, heap_problem
 
@@ -169,6 +170,45 @@ def test_an_nvshmem_of_another_group_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert "its PEs are [[1, 4]], the ranks of this one are 0 to 0" in str(result)
 
 
+@pytest.mark.parametrize("value", ["1", "yes", "off", ""])
+def test_gpus_that_drive_the_network_card_are_refused_before_anything_is_loaded(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVSHMEM takes "off" and an empty text for yes."""
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
+    heap = with_nvshmem(0, monkeypatch)
+    touched: list[str] = []
+    monkeypatch.setattr(sys.modules["nvshmem"].core, "get_version", lambda: touched.append("loaded"))
+    monkeypatch.setattr(sys.modules["nvshmem"].bindings, "init_status", lambda: touched.append("asked") or 0)
+    (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
+    assert isinstance(result, SetupError)
+    assert f"NVSHMEM_IB_ENABLE_IBGDA={value!r} lets GPUs drive the network card themselves" in str(result)
+    assert "Unset NVSHMEM_IB_ENABLE_IBGDA on all hosts" in str(result)
+    assert touched == []
+
+
+@pytest.mark.parametrize("value", [None, "0", "false", "No"])
+def test_a_proxy_that_drives_the_network_card_is_what_is_wanted(value: str | None) -> None:
+    assert ibgda_problem({} if value is None else {"NVSHMEM_IB_ENABLE_IBGDA": value}) is None
+
+
+def test_nothing_here_advises_what_is_refused() -> None:
+    root = Path(__file__).parent.parent
+    files = [*root.glob("bench/slurm/*"), *root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("examples/*")]
+    advised = [path for path in files if path.suffix != ".png" and "ENABLE_IBGDA=1" in path.read_text()]
+    assert len(files) > 10
+    assert advised == []
+
+
+def test_one_rank_whose_variable_is_set_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_nvshmem(0, monkeypatch)
+    refusals = iter(["IBGDA is on", None, None])
+    monkeypatch.setattr(nvshmem, "ibgda_problem", lambda: next(refusals))
+    heap = Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
+    results = run_threads(2, lambda exchange: heap.start(exchange, 1))
+    assert all(isinstance(result, SetupError) and "IBGDA is on" in str(result) for result in results), results
+
+
 def test_a_small_heap_is_refused_before_nvshmem_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1M")
     heap = with_nvshmem(0, monkeypatch)
@@ -202,8 +242,10 @@ with limit.time_limit("NVSHMEM's allocation", 1.0):
 def test_a_missing_piece_is_named_with_the_command(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem.runtime, "unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    present = None if missing == "nvshmem" else object()
-    monkeypatch.setattr(nvshmem.runtime.importlib.util, "find_spec", lambda name: present)
+    if missing == "nvshmem":
+        monkeypatch.setitem(sys.modules, "nvshmem", None)
+    else:
+        install_fakes(monkeypatch)
 
     def find_bitcode(arch: str, folder: str | None) -> None:
         assert arch == "sm_90"
@@ -213,4 +255,40 @@ def test_a_missing_piece_is_named_with_the_command(missing: str, monkeypatch: py
     reason = nvshmem.unavailable(torch.device("cuda"))
     assert reason is not None
     assert "pip install" in reason
-    assert ("nvshmem4py" in reason) == (missing == "nvshmem")
+    assert ("nvshmem4py) is not installed" in reason or "nvshmem4py), is not installed" in reason) == (
+        missing == "nvshmem"
+    )
+
+
+def install_fakes(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+    """nvshmem4py and cuda.core that can be imported; ``modules`` in their places, with __ for a dot."""
+    names = ("nvshmem", "nvshmem.bindings", "nvshmem.core", "cuda", "cuda.core")
+    for name in names:
+        fake: Any = types.ModuleType(name)
+        fake.Device = object
+        monkeypatch.setitem(sys.modules, name, modules.get(name.replace(".", "__"), fake))
+
+
+BROKEN = "raise ImportError('libnvshmem_host.so.3: cannot open shared object file')"
+
+
+def test_an_nvshmem4py_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvshmem.runtime, "unavailable", lambda device: None)
+    for name in ("nvshmem", "nvshmem.bindings", "nvshmem.core"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is restored; what is imported here goes again
+        del sys.modules[name]
+    (tmp_path / "nvshmem").mkdir()
+    (tmp_path / "nvshmem/__init__.py").touch()
+    (tmp_path / "nvshmem/bindings.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = nvshmem.unavailable(torch.device("cuda"))
+    assert reason is not None
+    assert "cannot be imported (ImportError: libnvshmem_host.so.3: cannot open shared object file)" in reason
+
+
+def test_a_cuda_core_that_is_too_old_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem.runtime, "unavailable", lambda device: None)
+    install_fakes(monkeypatch, cuda__core=types.ModuleType("cuda.core"))
+    reason = nvshmem.unavailable(torch.device("cuda"))
+    assert reason is not None
+    assert "cuda.core, which nvshmem4py takes devices from, is too old, it has no Device: pip install --up" in reason

@@ -5,7 +5,7 @@
 #
 # The environments stay in .venv-torch/<version> (5 to 7 GB each where only CUDA builds of torch are found), the whole
 # output in <version>/install.log and <version>/test.log beside them. Dependencies are those of constraints.txt without
-# its pin of torch. PYTHON chooses the interpreter. Exits with 1 if a version failed, with 2 if nothing could be run.
+# its pins of torch and of Triton, of which each torch demands its own. PYTHON chooses the interpreter. Exits with 1 if a version failed, with 2 if nothing could be run.
 set -uo pipefail
 
 readonly DEFAULT_VERSIONS=(2.9.1 2.10.0 2.11.0 2.12.1 2.13.0)
@@ -26,7 +26,7 @@ install() {
     fi
     rm -f "$env/.installed"
     { [[ -x $env/bin/python ]] || "$PYTHON" -m venv "$env"; } &&
-        grep -v '^torch[=<>~! ;]' constraints.txt > "$env/constraints.txt" &&
+        grep -vE '^(torch|triton)[=<>~! ;]' constraints.txt > "$env/constraints.txt" &&
         "$env/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c "$env/constraints.txt" \
             "torch==$version" -e '.[dev]' &&
         "$env/bin/python" -c 'import sys, torch; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' "$version" &&

@@ -1,8 +1,9 @@
 # What the jobs of this folder share; sourced by them, from the root of the repository.
 #
 # Every part runs even if one before it failed; the job's exit code says whether any did. Results go to
-# runs/slurm-<job>. The environment must hold odc with the extra for your CUDA, and the examples' libraries:
-#     pip install '.[cuda12,examples]'
+# runs/slurm-<job>. The environment must hold odc with the extra for torch's CUDA (docs/gpu.md), and the examples'
+# libraries, such as:
+#     pip install -c constraints.txt '.[cuda13,examples]'
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from odc.config import nvshmem_folder, nvshmem_heap_bytes, set_nvshmem_heap_bytes
+from odc.config import NVSHMEM_IBGDA, ibgda_problem, nvshmem_folder, nvshmem_heap_bytes, set_nvshmem_heap_bytes
 from odc.cuda import runtime
 from odc.cuda.runtime import extra
 from odc.errors import SetupError
@@ -35,7 +35,12 @@ def unavailable(device: torch.device) -> str | None:
     reason = runtime.unavailable(device)
     if reason is not None:
         return reason
-    reason = runtime.missing_module("nvshmem", "is the Python side of NVSHMEM (nvshmem4py)", extra())
+    python_side = "is the Python side of NVSHMEM (nvshmem4py)"
+    reason = (
+        runtime.module_problem("nvshmem.bindings", python_side, extra())
+        or runtime.module_problem("nvshmem.core", python_side, extra())
+        or runtime.module_problem("cuda.core", "nvshmem4py takes devices from", extra(), needs="Device")
+    )
     if reason is not None:
         return reason
     try:
@@ -183,6 +188,9 @@ class Nvshmem4pyHeap:
 
     def _load(self, needed_bytes: int) -> None:
         """Load NVSHMEM, and see to it that its heap will be large enough."""
+        refusal = ibgda_problem()
+        if refusal is not None:
+            raise SetupError(f"{refusal}. Unset {NVSHMEM_IBGDA} on all hosts: a thread of NVSHMEM drives the card then")
         import nvshmem.bindings
         import nvshmem.core
 
@@ -216,11 +224,11 @@ class Nvshmem4pyHeap:
         uid = together(exchange, lambda: self._core.get_unique_id(empty=not is_first))
         shared = exchange.all_gather(uid._data.tobytes() if is_first else b"")[0]
         uid._data.view(np.uint8)[:] = np.frombuffer(shared, dtype=np.uint8)
-        device = Device(self._device.index)
-        together(exchange, device.set_current)
+        own = Device(self._device.index)
+        together(exchange, own.set_current)
         size = exchange.world_size
         with time_limit("NVSHMEM's start", self._timeout_s):
-            self._core.init(device=device, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
+            self._core.init(device=own, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
         together(exchange, self._require_initialised)
 
     def _require_initialised(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -32,6 +32,8 @@ _WAIT_FLUSH = 1 << 30  # and writes of other devices that came before the word h
 _WRITE_DEFAULT = 0x0  # what the stream did before is visible to whoever sees the value
 _MOST_OPERATIONS = 256  # that one call takes
 _NATIVE_ATOMICS = 0x03  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_NON_BLOCKING = 0x1  # by the default stream
+_HIGH_PRIORITY = -1
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_ulonglong
 
 
@@ -68,6 +70,7 @@ def _library() -> ctypes.CDLL:
         library.cuMemGetAddressRange_v2.argtypes = [
             ctypes.POINTER(_ADDRESS), ctypes.POINTER(ctypes.c_size_t), _ADDRESS,
         ]  # fmt: skip
+        library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(_HANDLE), ctypes.c_uint, ctypes.c_int]
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     except OSError:
         raise SetupError("libcuda.so.1 was not found: install the NVIDIA driver (in docker: --gpus all)") from None
@@ -140,19 +143,37 @@ def allocation_base(address: int) -> int:
     return int(base.value)
 
 
+def create_stream() -> int:
+    """A stream of high priority in the current device's context. cupy makes none with a priority before version 14."""
+    found = _HANDLE()
+    _call_driver("cuStreamCreateWithPriority", ctypes.byref(found), _NON_BLOCKING, _HIGH_PRIORITY)
+    return int(found.value or 0)
+
+
 def unavailable(device: torch.device) -> str | None:
     """Why this rank cannot use CUDA IPC on ``device``, or None. Makes no context."""
     if device.type != "cuda":
         return f"it serves CUDA tensors, the model is on {device.type}"
-    return missing_module("cupy", "allocates the memory that is shared", extra()) or (
-        missing_module("triton", "compiles the kernels", "triton") or driver_problem() or _cupy_problem()
+    return module_problem("cupy", "allocates the memory that is shared", extra()) or (
+        module_problem("triton", "compiles the kernels", "triton") or driver_problem() or _cupy_problem()
     )
 
 
-def missing_module(name: str, purpose: str, package: str) -> str | None:
-    """What to say if a module is not installed; it is not imported."""
-    if importlib.util.find_spec(name) is None:
-        return f"{name}, which {purpose}, is not installed: pip install {package}"
+def module_problem(name: str, purpose: str, package: str, needs: str = "") -> str | None:
+    """Why a module cannot be imported, or does not have what is needed of it, or None. Never raises.
+
+    It is imported, because being installed is not enough: libraries that it loads may be missing, or of another CUDA.
+    """
+    subject = f"{name}, which {purpose},"
+    try:
+        module = importlib.import_module(name)
+    except Exception as problem:  # a broken installation raises OSError, AttributeError and others
+        if isinstance(problem, ModuleNotFoundError) and f"{name}.".startswith(f"{problem.name}."):
+            return f"{subject} is not installed: pip install {package}"
+        text = f"{type(problem).__name__}: {problem}"
+        return f"{subject} is installed but cannot be imported ({text}): uninstall it, and pip install {package}"
+    if needs and not hasattr(module, needs):
+        return f"{subject} is too old, it has no {needs}: pip install --upgrade {package}"
     return None
 
 
@@ -163,13 +184,15 @@ def extra() -> str:
 
 
 def _cupy_problem() -> str | None:
-    import cupy
-
+    """What :func:`module_problem` does not see: whether cupy and the driver fit."""
     try:
+        import cupy
+
         cupy.cuda.runtime.driverGetVersion()
         cupy.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        return f"cupy cannot use the driver ({error}): update the driver, or install the cupy for its CUDA version"
+    except Exception as problem:  # a CUDARuntimeError; whatever a broken installation raises
+        text = f"{type(problem).__name__}: {problem}"
+        return f"cupy cannot use the driver ({text}): update the driver, or install the cupy for its CUDA version"
     return None
 
 
@@ -180,8 +203,6 @@ GRANULARITY = 2 << 20
 _CAN_FLUSH_REMOTE_WRITES = 98  # cudaDeviceAttr of driver_types.h, as the next two
 _NEEDED = ((41, "unified addressing"), (99, "registration of host memory"))
 _REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
-_NON_BLOCKING = 0x1
-_HIGH_PRIORITY = -1
 _spare_streams: dict[int, list[int]] = {}  # by device; idle
 
 
@@ -293,8 +314,7 @@ class CupyRuntime:
         Of high priority, as FSDP's streams for communication: its kernels are short, and other ranks wait for them.
         """
         spare = _spare_streams.setdefault(self._device.index, [])
-        create = self._cupy.cuda.runtime.streamCreateWithPriority
-        handle = spare.pop() if spare else self._call(create, _NON_BLOCKING, _HIGH_PRIORITY)
+        handle = spare.pop() if spare else self._call(create_stream)
         stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
         return stream
 

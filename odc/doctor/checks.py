@@ -76,11 +76,12 @@ def for_cuda(*, has_gpu: bool) -> Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """One row. ``required``: CPU training does not work without."""
+    """One row. ``required``: CPU training does not work without. ``gpus_only``: it has nothing to do with it."""
 
     name: str
     run: Callable[[Facts], Finding]
     required: bool = False
+    gpus_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether CPU training works here."""
+        """Whether there is no error."""
         return not self.named(Status.ERROR)
+
+    @property
+    def cpu_works(self) -> bool:
+        """Whether CPU training works here."""
+        return not any(row.finding.status is Status.ERROR and not row.gpus_only for row in self.rows)
 
     def to_json(self) -> dict[str, object]:
         """``odc`` (its version), ``ok``, and ``rows`` of check, status, found and advice."""
@@ -107,7 +113,7 @@ def examine(checks: Iterable[Check] | None = None, facts: Facts | None = None) -
     """Run the checks (default: all). Never raises: a check that fails becomes a row with its error."""
     facts = Facts() if facts is None else facts
     checks = CHECKS if checks is None else checks
-    return Report(tuple(Row(check.name, _guarded(check, facts)) for check in checks))
+    return Report(tuple(Row(check.name, _guarded(check, facts), check.gpus_only) for check in checks))
 
 
 def _guarded(check: Check, facts: Facts) -> Finding:
@@ -127,6 +133,10 @@ def _system(_: Facts) -> Finding:
     return software.system(platform.system(), platform.release(), platform.machine())
 
 
+def _triton(facts: Facts) -> Finding:
+    return software.triton(facts.versions, software.compiler_problem(facts.variables), has_gpu=facts.has_gpu)
+
+
 def _nvshmem_library(facts: Facts) -> Finding:
     host = nvshmem.describe_file(nvshmem.find_host(facts.variables, nvshmem.wheel_folders()))
     wheels = {name: facts.versions[name] for name in nvshmem.WHEELS if name in facts.versions}
@@ -138,6 +148,12 @@ def _nvshmem_bitcode(facts: Facts) -> Finding:
     host = nvshmem.describe_file(nvshmem.find_host(facts.variables, wheels))
     device = nvshmem.describe_file(nvshmem.find_bitcode(facts.variables, wheels))
     return nvshmem.bitcode(host, device, has_gpu=facts.has_gpu, fix=software.fix(facts.cuda_major))
+
+
+def _nvshmem_options(facts: Facts) -> Finding:
+    from odc.config import ibgda_problem
+
+    return nvshmem.options(facts.variables, ibgda_problem(facts.variables), has_gpu=facts.has_gpu)
 
 
 def _cuda_ipc(facts: Facts) -> Finding:
@@ -199,12 +215,13 @@ CHECKS = (
     Check("CUDA driver", lambda facts: cuda.driver(facts.cuda, facts.torch.cuda)),
     Check("CUDA devices", lambda facts: cuda.devices(facts.cuda, facts.variables)),
     Check("peer access", lambda facts: cuda.peer_access(facts.cuda)),
-    Check("triton", lambda facts: software.triton(facts.versions, has_gpu=facts.has_gpu)),
+    Check("triton", _triton),
     Check("cupy", lambda facts: software.cupy(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
     Check("CUDA IPC", _cuda_ipc),
     Check("nvshmem4py", lambda facts: software.nvshmem4py(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
     Check("NVSHMEM library", _nvshmem_library),
     Check("NVSHMEM bitcode", _nvshmem_bitcode),
+    Check("NVSHMEM options", _nvshmem_options, gpus_only=True),
     Check("RDMA", lambda facts: nvshmem.ports(facts.rdma)),
     Check("locked memory", lambda facts: machine.locked_memory(_limit("RLIMIT_MEMLOCK"), has_rdma=bool(facts.rdma))),
     Check("CUDA transport", lambda facts: for_cuda(has_gpu=facts.has_gpu)),

@@ -16,7 +16,7 @@ class Status(str, enum.Enum):
     """Not here, and this machine could use it; CPU training works without."""
     NOT_NEEDED = "not needed"
     ERROR = "error"
-    """CPU training does not work until this is put right."""
+    """Something is refused until this is put right: CPU training, or what the row is about."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """A finding under the name of its check."""
+    """A finding under the name of its check. ``gpus_only``: CPU training has nothing to do with it."""
 
     check: str
     finding: Finding
+    gpus_only: bool = False
 
     def to_json(self) -> dict[str, str]:
         """``check``, ``status``, ``found`` and ``advice``, as text."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc.doctor.finding import Finding, missing, not_needed, ok, warning
+from odc.doctor.finding import Finding, error, missing, not_needed, ok, warning
 
 _CLASS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")
@@ -69,7 +69,7 @@ def ports(ports: Iterable[RdmaPort], accessible: bool | None = None) -> Finding:
 WHEELS = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
 _HOST = "libnvshmem_host.so*"
 _BITCODE = "libnvshmem_device*.bc"  # one for all, or one per architecture
-_OLDEST = (3, 3)
+_OLDEST, _NEWEST_TESTED = (3, 3), (3, 4)
 _SYSTEM = (Path("/usr/local/lib"), Path("/usr/lib"), Path("/opt/nvidia/nvshmem/lib"))
 _BANNER = re.compile(rb"NVSHMEM v(\d+)\.(\d+)\.(\d+)")  # what the host library prints with NVSHMEM_DEBUG=VERSION
 _HEADER = Path("include/non_abi/nvshmem_version.h")
@@ -170,4 +170,18 @@ def bitcode(host: NvshmemFile | None, device: NvshmemFile | None, *, has_gpu: bo
             f"{device.describe()} is newer than the host library {text(host.version)}",
             f"Unset NVSHMEM_LIB_DIR, or install both from one package: {fix}",
         )
+    if device.version[:2] > _NEWEST_TESTED:
+        found = f"{device.describe()} is newer than any tested: it also has code that drives network cards (IBGDA)"
+        return warning(found, f"Install NVSHMEM {text(_NEWEST_TESTED)}, with a torch that demands it: {fix}")
     return ok(f"{device.describe()} fits the host library")
+
+
+def options(variables: Mapping[str, str], refusal: str | None, *, has_gpu: bool) -> Finding:
+    """NVSHMEM's own variables; ``refusal`` says why set-up will not have them."""
+    named = [f"{name}={value}" for name, value in variables.items() if name.startswith("NVSHMEM_")]
+    found = ", ".join(named) or "no variable of NVSHMEM is set"
+    if refusal is None:
+        return ok(found)
+    if not has_gpu:
+        return not_needed(f"{found}; no CUDA device")
+    return error(refusal, "On all hosts: unset NVSHMEM_IB_ENABLE_IBGDA")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from odc._version import install_command
 from odc.doctor.cuda import CudaDriver, read_driver
@@ -101,6 +104,7 @@ class Facts:
 _OLDEST_PYTHON = (3, 10)
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 _OLDEST_CUPY = (13,)
+_OLDEST_NVSHMEM4PY = (0, 3)
 _OLDEST_TRANSFORMERS = (5,)
 _OLDEST_KERNEL = (5, 3)  # pidfd_open
 _TESTED_MACHINES = ("x86_64", "aarch64")
@@ -157,13 +161,29 @@ def torch(build: TorchBuild, *, has_gpu: bool) -> Finding:
     return ok(found)
 
 
-def triton(versions: Mapping[str, str], *, has_gpu: bool) -> Finding:
-    """The kernel compiler that torch's CUDA builds bring along."""
+def triton(versions: Mapping[str, str], no_compiler: str | None, *, has_gpu: bool) -> Finding:
+    """The kernel compiler that torch's CUDA builds bring along; ``no_compiler``: what :func:`compiler_problem` says."""
     if "triton" in versions:
+        if has_gpu and no_compiler is not None:
+            advice = "apt install gcc python3-dev, or what your system calls them; CC names another compiler"
+            return missing(f"{versions['triton']}, which compiles its launchers in C, but {no_compiler}", advice)
         return ok(versions["triton"])
     if not has_gpu:
         return not_needed("not installed; no CUDA device")
     return missing("not installed", "pip install triton")
+
+
+def compiler_problem(
+    variables: Mapping[str, str], which: Callable[[str], str | None] = shutil.which, headers: Path | None = None
+) -> str | None:
+    """What Triton lacks to compile C: a compiler (the one of ``CC``, gcc or clang), or Python's headers."""
+    named = variables.get("CC")
+    if named is not None and which(named.split()[0] if named.split() else "") is None:
+        return f"CC={named} is not found"
+    if named is None and not any(map(which, ("gcc", "clang"))):
+        return "there is neither gcc nor clang"
+    folder = headers or Path(sysconfig.get_paths()["include"])
+    return None if (folder / "Python.h").exists() else f"there is no Python.h in {folder}"
 
 
 def cupy(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Finding:
@@ -173,7 +193,7 @@ def cupy(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Find
 
 def nvshmem4py(versions: Mapping[str, str], cuda_major: int, *, has_gpu: bool) -> Finding:
     """The Python side of NVSHMEM."""
-    return _cuda_library(versions, _NVSHMEM4PY, cuda_major, (0, 1), has_gpu=has_gpu)
+    return _cuda_library(versions, _NVSHMEM4PY, cuda_major, _OLDEST_NVSHMEM4PY, has_gpu=has_gpu)
 
 
 def cupy_version(versions: Mapping[str, str]) -> str | None:
