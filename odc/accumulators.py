@@ -40,11 +40,14 @@ class StorePlan:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: RuntimeConfig, transport: Transport) -> StorePlan:
+    def of(cls, config: RuntimeConfig, transport: Transport, prefers_daemon: bool = False) -> StorePlan:
         """Between hosts the owner's daemon adds, since nobody else can. On one host "auto" is direct: one pass less
         over the gradient, and a client depends on nobody else. On devices that takes atomic additions over every link.
 
         Collective.
+
+        Args:
+            prefers_daemon: what "auto" does on devices that could do either, by measurements of this machine.
 
         Raises:
             ConfigError: "direct" was asked for where it cannot be: between hosts, on a device in float64, or where
@@ -60,7 +63,8 @@ class StorePlan:
             obstacle = f"would lose additions: {reason}"
         if config.accumulate == "direct" and obstacle is not None:
             raise ConfigError(f"accumulate='direct' {obstacle}: use 'daemon' or 'auto'")
-        is_direct = config.accumulate != "daemon" and obstacle is None
+        chooses_daemon = config.accumulate == "auto" and engine.has_streams and prefers_daemon
+        is_direct = config.accumulate != "daemon" and obstacle is None and not chooses_daemon
         return cls(PerClientStore if config.deterministic else SharedStore, is_direct, config.accumulate_dtype)
 
     def num_locks(self, units: Sequence[UnitSpec], engine: Engine) -> int:

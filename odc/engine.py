@@ -33,6 +33,8 @@ class TransferTable:
     """Rows of (up to so many bytes, "kernel" or "copy_engine"), in rising order; the last one has 0 bytes: no limit."""
 
     rows: tuple[tuple[int, str], ...]
+    accumulate: str = "direct"
+    """"direct" or "daemon": what accumulate="auto" means where additions to peers are atomic."""
 
     def __post_init__(self) -> None:
         limits = [limit for limit, _ in self.rows]
@@ -43,6 +45,8 @@ class TransferTable:
         unknown = {way for _, way in self.rows} - {KERNEL, COPY_ENGINE}
         if unknown:
             raise ConfigError(f"transfer table: {sorted(unknown)} is neither {KERNEL!r} nor {COPY_ENGINE!r}")
+        if self.accumulate not in ("direct", "daemon"):
+            raise ConfigError(f"transfer table: accumulate is {self.accumulate!r}, neither 'direct' nor 'daemon'")
 
     @classmethod
     def default(cls) -> TransferTable:
@@ -71,13 +75,14 @@ class TransferTable:
             ConfigError: the file cannot be read, or holds no such table.
         """
         try:
-            rows = json.loads(path.read_text())["transfer_table"]
-            return cls(tuple((int(limit), str(way)) for limit, way in rows))
+            document = json.loads(path.read_text())
+            rows, accumulate = document["transfer_table"], document.get("accumulate", "direct")
+            return cls(tuple((int(limit), str(way)) for limit, way in rows), accumulate)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise ConfigError(f"{path} holds no transfer table: {problem!r}") from None
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"transfer_table": self.rows}) + "\n")
+        path.write_text(json.dumps({"transfer_table": self.rows, "accumulate": self.accumulate}) + "\n")
 
     def by_kernel(self, num_bytes: int) -> bool:
         """Whether a kernel is the faster way to gather ``num_bytes``."""

@@ -28,7 +28,7 @@ from odc.copier import CopyThread
 from odc.daemon import AccumulationDaemon
 from odc.engine import TransferTable
 from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
-from odc.exchange import Exchange, raise_together, require_agreement, together
+from odc.exchange import Exchange, gather_json, raise_together, require_agreement, together
 from odc.faults import FaultInjector
 from odc.gloo import is_of_collective
 from odc.leaving import Closable, Leaving, give_up, shut_down
@@ -46,7 +46,9 @@ from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
 class Runtime:
     """One rank's end of on-demand communication. Build with :meth:`create` (collective)."""
 
-    def __init__(self, transport: Transport, config: RuntimeConfig, units: Sequence[UnitSpec]) -> None:
+    def __init__(
+        self, transport: Transport, config: RuntimeConfig, units: Sequence[UnitSpec], prefers_daemon: bool = False
+    ) -> None:
         topology = transport.topology
         self.config = config
         self.topology = topology
@@ -62,7 +64,7 @@ class Runtime:
         self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
         transport.use_check(self._waiter.check)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
-        plan = StorePlan.of(config, transport)
+        plan = StorePlan.of(config, transport, prefers_daemon)
         world_size, signals = topology.world_size, MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
@@ -115,7 +117,7 @@ class Runtime:
         require_agreement(exchange, {**_own_tables(config, units), **(agreement or {})})
         # What follows opens a file. Who is on this host is not known yet.
         together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
-        transfers = _load_transfers(exchange, config)
+        transfers, prefers_daemon = _load_transfers(exchange, config)
         topology = Topology.discover(exchange, config.host_id, config.address)
         device = device or HOST
         transport_class = registry.choose(config.transport, topology, device, exchange)
@@ -123,7 +125,7 @@ class Runtime:
         parts: list[Closable] = []
         transports = [transport]
         try:
-            runtime = cls(transport, config, units)
+            runtime = cls(transport, config, units, prefers_daemon)
             try:
                 runtime._complete(transfers)
                 if replicas is not None:
@@ -473,14 +475,15 @@ def _wants_copy_thread(config: RuntimeConfig, topology: Topology, published: Sym
     return len(os.sched_getaffinity(0)) > ranks_here
 
 
-def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> TransferTable | None:
+def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[TransferTable | None, bool]:
+    """This rank's table, and whether a rank's table says that daemons should add. Collective."""
     table, problem = None, None
     try:
         table = TransferTable.load(Path(config.transfer_table)) if config.transfer_table else None
     except ConfigError as error:
         problem = error
     raise_together(exchange, problem)
-    return table
+    return table, "daemon" in gather_json(exchange, table.accumulate if table is not None else "")
 
 
 def _own_tables(config: RuntimeConfig, units: Sequence[UnitSpec]) -> dict[str, dict[str, str]]:

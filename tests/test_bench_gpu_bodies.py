@@ -155,17 +155,17 @@ def test_sft_has_ranks_without_a_microbatch() -> None:
 
 def test_bandwidth() -> None:
     report = bandwidth.check_shared(WITHIN)
-    assert {row["operation"] for row in report.data["rows"]} == {"gather", "scatter_accumulate", "copy"}
+    assert {row["operation"] for row in report.data["rows"]} == {"gather", "push, direct", "push, daemon", "copy"}
     assert report.tables[0].title == "2 ranks"
     assert "transfers not compared" in report.figures
 
 
 def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
     measured = {"sizes": [1 << 20, 1 << 22], "seconds": {"kernel": [1e-5, 5e-5], "copy_engine": [2e-5, 4e-5]}}
-    tables, text = transfer_report(measured, str(tmp_path / "table.json"))
+    tables, text = transfer_report(measured, str(tmp_path / "table.json"), "daemon")
     assert [row[-1] for row in tables[0].rows] == ["kernel", "copy_engine"]
-    assert text == "gathers by kernel up to 2 MB, copy_engine beyond"
-    assert TransferTable.load(tmp_path / "table.json").rows == ((1 << 21, "kernel"), (0, "copy_engine"))
+    assert text == "gathers by kernel up to 2 MB, copy_engine beyond; additions: daemon"
+    assert TransferTable.load(tmp_path / "table.json") == TransferTable(((1 << 21, "kernel"), (0, "copy_engine")), "daemon")
 
 
 def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:

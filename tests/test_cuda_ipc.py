@@ -465,6 +465,20 @@ def test_where_additions_could_be_lost_direct_is_refused_and_auto_takes_the_daem
         assert str(result) == f"accumulate='direct' would lose additions: {reason}: use 'daemon' or 'auto'"
 
 
+def test_a_measured_table_may_prefer_the_daemon(tmp_path: Path) -> None:
+    """One rank's table is enough; who asks for "direct" gets it."""
+    TransferTable(((0, "copy_engine"),), "daemon").save(tmp_path / "table.json")
+
+    def slots(exchange: ThreadExchange, **options: Any) -> int:
+        table = str(tmp_path / "table.json") if exchange.rank == 1 else ""
+        return slots_of(create(exchange, transfer_table=table, **options))
+
+    assert min(values(run_threads(2, slots))) > 0
+    assert values(run_threads(2, lambda e: slots(e, accumulate="direct"))) == [0, 0]
+    with pytest.raises(ConfigError, match="accumulate is 'pigeon', neither"):
+        TransferTable(((0, "copy_engine"),), "pigeon")
+
+
 def test_one_rank_without_native_atomics_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_atomics(self: fake_cuda.FakeCuda, identity: str) -> str | None:
         return "no NVLink" if threading.current_thread() is slow[0] else None

@@ -4,9 +4,10 @@
 
 All ranks launch each operation together, after a barrier. A sample is the slowest rank's wall-clock time for several
 calls and the wait for its device behind them, divided by the calls; operations take turns, so that a drift of the
-machine meets all. ``gather`` keeps the rank's own shard in place, as FSDP2 does. The time of the pushes holds the end
-of the minibatch too: a push is complete when its owner has added it. "copy" is ``copy_`` of the whole size within a
-GPU. The GB/s column counts what a rank receives, (world_size - 1) / world_size of the size, and for "copy" the size.
+machine meets all. ``gather`` keeps the rank's own shard in place, as FSDP2 does. Pushes are measured with clients that
+add themselves ("direct") and with daemons; their time holds the end of the minibatch too: a push is complete when it is
+in the owner's sum. "copy" is ``copy_`` of the whole size within a GPU. The GB/s column counts what a rank receives,
+(world_size - 1) / world_size of the size, and for "copy" the size.
 
 NCCL is measured where every rank has a GPU of its own; it refuses to share one. The table of transfers compares the two
 ways of a gather, copy engines and a kernel, on the peers' memory itself: ``--transfer-table`` saves it.
@@ -31,7 +32,7 @@ from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import Report, Setting, TableData
 from odc.bench.gpu.timing import Spread, size_text
-from odc.bench.gpu.transfers import measure_transfers, transfer_report
+from odc.bench.gpu.transfers import choose_accumulate, measure_transfers, transfer_report
 from odc.config import LaunchEnvironment
 from odc.exchange import ProcessGroupExchange
 
@@ -39,6 +40,7 @@ SIZES = tuple(1 << shift for shift in range(20, 29))
 QUICK_SIZES = (1 << 20, 1 << 24)
 REPETITIONS, QUICK_REPETITIONS = 15, 5
 CALLS = 4
+PUSHES = {"direct": "push, direct", "daemon": "push, daemon"}
 # torch 2.13 renamed them.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -77,36 +79,53 @@ def _check(setting: Setting, worlds: Sequence[int]) -> Report:
         found, transfers = run_ranks(setting, world_size, measure_all, limit_s=600.0)[0]
         rows += found
     tables = tuple(table(rows, world_size) for world_size in worlds)
-    shown, text = transfer_report(transfers, setting.transfer_table)
+    shown, text = transfer_report(transfers, setting.transfer_table, accumulate_of(rows, max(worlds)))
     data = {"rows": [asdict(row) for row in rows], "transfers": transfers}
     return Report(f"{_fastest(rows)}; {text}", data, (*tables, *shown))
 
 
 def _fastest(rows: Sequence[Row]) -> str:
     words = []
-    for operation in ("gather", "scatter_accumulate"):
+    for operation in ("gather", *PUSHES.values()):
+        if all(row.operation != operation for row in rows):
+            continue
         rates = [row.received_bytes / row.time.median_s for row in rows if row.operation == operation]
         words.append(f"{operation} up to {max(rates) * 1e-9:.0f} GB/s")
     return ", ".join(words)
+
+
+def accumulate_of(rows: Sequence[Row], world_size: int) -> str:
+    """What "auto" should do on this machine."""
+    times: dict[str, list[float]] = {mode: [] for mode in PUSHES}
+    for row in sorted(rows, key=lambda row: row.num_bytes):
+        for mode, operation in PUSHES.items():
+            if row.operation == operation and row.world_size == world_size:
+                times[mode].append(row.time.median_s)
+    return choose_accumulate(times["direct"], times["daemon"])
 
 
 def measure_all(rank: Rank) -> tuple[list[Row], dict[str, Any]]:
     """All sizes, then the two ways of a gather. Collective; the same on every rank."""
     quick = rank.setting.quick
     sizes, repetitions = (QUICK_SIZES, QUICK_REPETITIONS) if quick else (SIZES, REPETITIONS)
-    rows = [row for size in sizes for row in measure(rank, size, repetitions)]
+    modes = [mode for mode in PUSHES if mode == "daemon" or _can_add_directly(rank)]
+    rows = [row for size in sizes for mode in modes for row in measure(rank, size, repetitions, mode, mode == modes[0])]
     return rows, measure_transfers(rank, sizes, repetitions)
 
 
 class Workload:
-    """The buffers of one size and the operations on them."""
+    """The buffers of one size and the operations on them.
 
-    def __init__(self, rank: Rank, num_bytes: int) -> None:
-        self.rank = rank
+    Args:
+        everything: not only the pushes of this ``mode``.
+    """
+
+    def __init__(self, rank: Rank, num_bytes: int, mode: str, everything: bool) -> None:
+        self.rank, self.mode, self.everything = rank, mode, everything
         numel = num_bytes // 4 // rank.world_size
         self.num_bytes = numel * 4 * rank.world_size
         unit = UnitSpec("bench", numel, torch.float32, (ParamSlice("weight", numel),))
-        config = RuntimeConfig.from_environment(transport=rank.setting.transport)
+        config = RuntimeConfig.from_environment(transport=rank.setting.transport, accumulate=mode)
         self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device)
         self.source = torch.randn(numel * rank.world_size, device=rank.device)
         self.out = torch.zeros_like(self.source)
@@ -118,21 +137,32 @@ class Workload:
         runtime, name = self.runtime, self.runtime.transport_name
         runtime.publish(0, lambda out: out.copy_(self.shard))
         runtime.begin()
-        yield "gather", name, lambda: runtime.gather(0, self.out, own_in_place=True), _nothing
-        yield "scatter_accumulate", name, lambda: runtime.scatter_accumulate(0, self.source), runtime.finish
+        if self.everything:
+            yield "gather", name, lambda: runtime.gather(0, self.out, own_in_place=True), _nothing
+        yield PUSHES[self.mode], name, lambda: runtime.scatter_accumulate(0, self.source), runtime.finish
+        if not self.everything:
+            return
         yield "copy", "torch", lambda: self.out.copy_(self.source), _nothing
         if dist.get_backend() != "gloo":
             yield "all_gather", "nccl", lambda: ALL_GATHER(self.out, self.own), _nothing
             yield "reduce_scatter", "nccl", lambda: REDUCE_SCATTER(self.shard, self.source), _nothing
 
 
+def _can_add_directly(rank: Rank) -> bool:
+    """Whether atomic additions reach all peers. Collective."""
+    unit = UnitSpec("probe", 64, torch.float32, (ParamSlice("weight", 64),))
+    config = RuntimeConfig.from_environment(transport=rank.setting.transport)
+    with Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device) as runtime:
+        return not runtime.memory()["slots"]
+
+
 def _nothing() -> None:
     return None
 
 
-def measure(rank: Rank, num_bytes: int, repetitions: int) -> list[Row]:
-    """All operations at one size."""
-    workload = Workload(rank, num_bytes)
+def measure(rank: Rank, num_bytes: int, repetitions: int, mode: str = "daemon", everything: bool = True) -> list[Row]:
+    """The pushes of one ``mode`` at one size; with ``everything``, the other operations too."""
+    workload = Workload(rank, num_bytes, mode, everything)
     samples: dict[tuple[str, str], list[float]] = {}
     with workload.runtime:
         for repetition in range(repetitions + 1):
@@ -159,7 +189,7 @@ def timed(rank: Rank, call: Callable[[], object], end: Callable[[], object] = _n
 def table(rows: Sequence[Row], world_size: int) -> TableData:
     """Medians with spread, bandwidths, and what a collective takes of the time of its rival."""
     by_key = {(row.operation, row.num_bytes): row for row in rows if row.world_size == world_size}
-    rivals = {"gather": "all_gather", "scatter_accumulate": "reduce_scatter"}
+    rivals = {"gather": "all_gather", **dict.fromkeys(PUSHES.values(), "reduce_scatter")}
     lines = []
     for (operation, num_bytes), row in sorted(by_key.items()):
         rival = by_key.get((rivals.get(operation, ""), num_bytes))
@@ -206,7 +236,7 @@ def main() -> None:
     rank = Rank(dist.get_rank(), dist.get_world_size(), setting, torch.device("cuda", local))
     rows, transfers = measure_all(rank)
     if rank.rank == 0:
-        shown, _ = transfer_report(transfers, arguments.transfer_table)
+        shown, _ = transfer_report(transfers, arguments.transfer_table, accumulate_of(rows, rank.world_size))
         print_tables([table(rows, rank.world_size), *shown])
         if arguments.json:
             document = {"environment": environment_of(), "rows": [asdict(row) for row in rows], "transfers": transfers}

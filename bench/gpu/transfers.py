@@ -1,10 +1,13 @@
-"""Copy engines or a kernel: the two ways of a gather on peers' memory, and the table that chooses between them."""
+"""The two ways of a gather on peers' memory, copy engines or a kernel; who adds pushes, clients or daemons; and the
+table that chooses.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from odc.topology import Topology
 from odc.transports import registry
 from odc.transports.base import SymmetricBuffer, Transport
 
+WORTH = 2.0
 _CALLS = 4
 _TIMEOUT_S = 60.0
 
@@ -81,12 +85,23 @@ def _by_copies(rank: Rank, engine: Engine, out: torch.Tensor, shards: Sequence[t
     return lambda: Engine.copy_rows(engine, out, shards, rank.rank, own_in_place=True)
 
 
-def transfer_report(transfers: dict[str, Any], path: str) -> tuple[tuple[TableData, ...], str]:
+def choose_accumulate(direct_s: Sequence[float], daemon_s: Sequence[float]) -> str:
+    """By the times of the same pushes, in rising order of size. Clients that add themselves depend on nobody, so they
+    may take :data:`WORTH` times as long at the largest size; without times of both it is "direct".
+
+    >>> choose_accumulate([1.0, 3.0], [2.0, 2.0]), choose_accumulate([1.0, 5.0], [2.0, 2.0])
+    ('direct', 'daemon')
+    """
+    return "daemon" if direct_s and daemon_s and direct_s[-1] > WORTH * daemon_s[-1] else "direct"
+
+
+def transfer_report(transfers: dict[str, Any], path: str, accumulate: str) -> tuple[tuple[TableData, ...], str]:
     """The measured table for people and in a word; saved if ``path`` is not empty and there is one."""
     if not transfers:
         return (), "transfers not compared"
     sizes, seconds = transfers["sizes"], transfers["seconds"]
     chosen = TransferTable.of_measurements(sizes, seconds[KERNEL], seconds[COPY_ENGINE])
+    chosen = replace(chosen, accumulate=accumulate)
     if path:
         chosen.save(Path(path))
     rows = tuple(
@@ -96,4 +111,4 @@ def transfer_report(transfers: dict[str, Any], path: str) -> tuple[tuple[TableDa
     text = ", ".join(f"{way} {f'up to {size_text(limit)}' if limit else 'beyond'}" for limit, way in chosen.rows)
     return (
         TableData("one gather, two ways", ("size", "kernel", "copy engines", "faster"), rows),
-    ), f"gathers by {text}"
+    ), f"gathers by {text}; additions: {accumulate}"
