@@ -35,7 +35,8 @@ def _fill_kernel(out: tl.tensor, value: tl.float32, numel: tl.int64, VECTOR: tl.
         tl.store(target, values.to(out.dtype.element_ty), mask=tl.max_constancy(lanes < whole, VECTOR))
         if VECTOR > 1 and whole < left:
             rest = whole + tl.arange(0, VECTOR)
-            tl.store(out + start + rest, value.to(out.dtype.element_ty), mask=rest < left)
+            last = tl.full([VECTOR], 0.0, tl.float32) + value
+            tl.store(out + start + rest, last.to(out.dtype.element_ty), mask=rest < left)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 

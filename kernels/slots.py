@@ -57,7 +57,6 @@ def _accumulate_slots_kernel(
         slot = (slots.to(tl.int64) + tl.load(word + 1)).to(tl.pointer_type(ADDEND))
         numel = tl.load(word + 2)
         which = tl.load(word + 3)
-        add = which >= 0
         arrived = which & 0x7FFFFFFFFFFFFFFF
         begin = tl.where(arrived == 0, 0, -2147483648).to(tl.int32).to(tl.float32, bitcast=True).to(TOTAL)
         while start < numel:
@@ -65,7 +64,8 @@ def _accumulate_slots_kernel(
             whole = left // VECTOR * VECTOR
             target = tl.multiple_of(total + start + lanes, VECTOR * TOTAL.primitive_bitwidth // 8)
             inside = tl.max_constancy(lanes < whole, VECTOR)
-            values = tl.load(target, mask=inside & add, other=begin)
+            read = tl.where(which < 0, 0, left)  # of the sum as it is
+            values = tl.load(target, mask=tl.max_constancy(lanes < read // VECTOR * VECTOR, VECTOR), other=begin)
             source = slot + start
             remaining = arrived
             while remaining != 0:
@@ -78,7 +78,7 @@ def _accumulate_slots_kernel(
             tl.store(target, values, mask=inside)
             if VECTOR > 1 and whole < left:
                 rest = whole + tl.arange(0, VECTOR)
-                last = tl.load(total + start + rest, mask=(rest < left) & add, other=begin)
+                last = tl.load(total + start + rest, mask=rest < read, other=begin)
                 source = slot + start
                 remaining = arrived
                 while remaining != 0:

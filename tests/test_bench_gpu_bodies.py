@@ -187,13 +187,23 @@ def test_bytes_that_a_kernel_must_move(name: str) -> None:
     assert candidate.moved_bytes(10) == 10 * expected
 
 
-KERNELS = ("fill", "copy_cast", "accumulate", "gather_from_peers", "scatter_accumulate_direct")
-HOMES = ("fill", "fill", "accumulate", "gather", "accumulate")
+HOMES = {
+    "fill": "fill",
+    "copy_cast": "fill",
+    "accumulate": "accumulate",
+    "gather_from_peers": "gather",
+    "scatter_accumulate_direct": "accumulate",
+    "scatter_to_peers": "scatter",
+    "SlotRow": "slots",
+    "write_rows": "slots",
+    "accumulate_slots": "slots",
+}
+"""Kernels, and what belongs to them, with the modules they come from."""
 
 
 def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     with interpreted() as loaded:
-        for name, home in zip(KERNELS, HOMES, strict=True):
+        for name, home in HOMES.items():
             monkeypatch.setattr(kernels, name, getattr(getattr(loaded, home), name))
         monkeypatch.setattr(kernels, "QUICK_SIZES", (7,))
         report = kernels.check(WITHIN)
@@ -210,6 +220,14 @@ def test_a_wrong_kernel_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, name, nearly)
     part = getattr(kernels, f"_{name}")
     with pytest.raises(CheckFailedError, match=f"{name} of 7"):
+        list(part(torch.device("cpu"), (7,)))
+
+
+@pytest.mark.parametrize("name", ["scatter_to_peers", "accumulate_slots"])
+def test_a_kernel_that_does_nothing_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, name, lambda *arguments, **options: None)
+    part = getattr(kernels, f"_{name.removesuffix('_to_peers')}")
+    with pytest.raises(CheckFailedError, match=" of 7 x"):
         list(part(torch.device("cpu"), (7,)))
 
 

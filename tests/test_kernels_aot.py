@@ -33,6 +33,7 @@ from odc.kernels import aot, aot_list
 from odc.kernels.aot import main
 from odc.kernels.aot_compile import file_stem, linked_version, read_usage
 from odc.kernels.launching import DTYPES
+from odc.kernels.sass import SassFacts, lanes_are_contiguous, read_facts
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 ENTRIES = {entry.name: entry for entry in aot_list.entries()}
@@ -275,11 +276,6 @@ def _narrow_kernel(out, other, BLOCK: tl.constexpr):
     tl.store(tl.multiple_of(out + lanes, 16), values.to(tl.float32))
 
 @triton.jit
-def _atomic_kernel(out, BLOCK: tl.constexpr):
-    lanes = tl.arange(0, BLOCK)
-    tl.atomic_add(tl.multiple_of(out + lanes, 16), lanes.to(tl.float32), sem="relaxed")
-
-@triton.jit
 def _all_functions_kernel(out: tl.int64, here: tl.int64, signal: tl.int64, pe: tl.int32):
     n = tl.full([], 64, tl.int64)
     device.getmem_block(here, out, n, pe)
@@ -298,7 +294,6 @@ def entries():
         entry("broken", _broken_kernel, {"out": "*i32"}, {"BLOCK": 64}, 4),
         entry("spilling", _spilling_kernel, {"out": "*fp64"}, {}, 1),
         entry("exchanged", _narrow_kernel, {"out": "*fp32", "other": "*bf16"}, {"BLOCK": 4096}, 8),
-        entry("strided", _atomic_kernel, {"out": "*fp32"}, {"BLOCK": 4096}, 8),
         entry("all_functions", _all_functions_kernel, {}, {}, 4, nvshmem=True),
         aot_entries()[0],
     ]
@@ -356,19 +351,50 @@ def test_a_spill_fails(others: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"spilling for sm_90: spills {result['spill_bytes']} bytes of registers" in capsys.readouterr().err
 
 
-def test_exchanged_and_strided_lanes_are_seen(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the facts above exclude, in kernels that do it: layouts of eight elements per thread, scalar atomics of
-    vectors."""
+def test_exchanged_lanes_are_seen(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the facts above exclude, in a kernel that does it: eight bf16 per thread to load, four fp32 to store."""
     file = tmp_path / "aot.json"
-    how = ("--arch", "sm_80", "sm_90", "--entries", others, "--json", str(file))
-    assert main([*how, "--kernels", "exchanged", "strided"]) == 0
-    found = {(r["kernel"], r["arch"]): r for r in json.loads(file.read_text())["results"]}
-    assert found["exchanged", "sm_80"]["shared_accesses"] > 0
-    assert found["strided", "sm_80"]["atomics"] == {"RED 32 GPU": 16}
-    assert found["strided", "sm_80"]["contiguous_lanes"] is False
-    assert found["strided", "sm_90"]["atomics"] == {"RED 128 GPU": 4}
-    assert found["strided", "sm_90"]["contiguous_lanes"] is True
-    assert re.search(r"strided +│ sm_80 .* RED 32 GPU +│ gaps", capsys.readouterr().out)
+    how = ("--arch", "sm_80", "--entries", others, "--json", str(file))
+    assert main([*how, "--kernels", "exchanged"]) == 0
+    (found,) = json.loads(file.read_text())["results"]
+    assert found["shared_accesses"] > 0
+    assert found["shared_bytes"] > 0
+    assert re.search(r"exchanged +│ sm_80 .* 128 +│ 128 +│ +│ contiguous", capsys.readouterr().out)
+
+
+LAYOUT = """
+#blocked = #ttg.blocked<{sizePerThread = [4], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]}>
+  %owner = tt.load %table : !tt.ptr<i64> loc(#loc)
+  %values = tt.load %source, %inside : tensor<4096x!tt.ptr<bf16>, #blocked> loc(#loc)
+  %old = tt.atomic_rmw fadd, relaxed, sys, %target, %values, %inside : (tensor<4096x!tt.ptr<f32>, #blocked>, \
+tensor<4096xf32, #blocked>, tensor<4096xi1, #blocked>) -> tensor<4096xf32, #blocked> loc(#loc)
+"""
+
+
+@pytest.mark.parametrize(
+    ("layout", "atomics", "contiguous"),
+    [
+        (LAYOUT, {"RED 128 SYS": 4}, True),
+        (LAYOUT, {"RED 32 SYS": 16}, False),  # four per thread one by one: lanes 16 bytes apart
+        (LAYOUT, {"RED 64 SYS": 8}, False),
+        (LAYOUT, {"RED 128 SYS": 4, "RED 32 SYS": 1}, False),  # one that no layout accounts for
+        (LAYOUT.replace("threadsPerWarp = [32]", "threadsPerWarp = [16]"), {"RED 128 SYS": 4}, False),
+        (LAYOUT.replace("order = [0]", "order = [1]"), {"RED 128 SYS": 4}, False),
+        (LAYOUT.replace("tensor<4096x!tt.ptr<f32>, #blocked>", "tensor<4096x!tt.ptr<f32>, #mma>"), {}, False),
+    ],
+)
+def test_strided_lanes_are_seen(layout: str, atomics: dict[str, int], contiguous: bool) -> None:
+    facts = SassFacts({64: 5}, {}, atomics, 0, 0)
+    assert lanes_are_contiguous(layout, facts) is contiguous
+
+
+def test_without_vectors_nothing_is_said_of_lanes() -> None:
+    assert lanes_are_contiguous("%owner = tt.load %table : !tt.ptr<i64>", SassFacts({64: 9}, {}, {}, 0, 0)) is None
+
+
+def test_machine_code_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no instructions in what nvdisasm printed"):
+        read_facts("nvdisasm fatal : no such file")
 
 
 def test_every_device_function_exists(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

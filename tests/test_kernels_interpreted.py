@@ -94,13 +94,16 @@ class TestGather:
         out = shifted(torch.full((2 * numel,), -7, dtype=BF16), shift)
         self.both(k, shards(2, numel + offset, BF16), numel, out, rank=0, offset=offset)
 
-    @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
-    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int) -> None:
-        room = torch.full((2 * numel + 2,), -7.0)
+    @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097, 4100])
+    @pytest.mark.parametrize("before", [1, 4])
+    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int, before: int) -> None:
+        room = shifted(torch.full((2 * numel + 2 * before,), -7.0), 0)
+        inner = room[before:-before]
         table = k.peers.PeerTable.of(buffers := shards(2, numel, FP32))
-        k.gather.gather_from_peers(room[1:-1], table, numel, rank=0, source_dtype=FP32)
-        assert room[0] == room[-1] == -7
-        assert torch.equal(room[1:-1], torch.cat(buffers))
+        k.gather.gather_from_peers(inner, table, numel, rank=0, source_dtype=FP32)
+        assert (room[:before] == -7).all()
+        assert (room[-before:] == -7).all()
+        assert torch.equal(inner, torch.cat(buffers))
         own = torch.full((2 * numel,), -7.0)  # the row of rank 1 comes first and must not reach into the next
         k.gather.gather_from_peers(own, table, numel, rank=1, source_dtype=FP32, own_in_place=True)
         assert (own[numel:] == -7).all()
@@ -194,11 +197,13 @@ class TestAccumulate:
         self.both(k, total, numbers(4097, BF16), True)
 
     @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
-    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int) -> None:
-        room = torch.full((numel + 2,), 5.0)
-        k.accumulate.accumulate(room[1:-1], torch.ones(numel + 2)[1:-1])
-        assert room[0] == room[-1] == 5
-        assert (room[1:-1] == 6).all()
+    @pytest.mark.parametrize("before", [1, 4])
+    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int, before: int) -> None:
+        room = shifted(torch.full((numel + 2 * before,), 5.0), 0)
+        k.accumulate.accumulate(room[before:-before], shifted(torch.ones(numel), 0))
+        assert (room[:before] == 5).all()
+        assert (room[-before:] == 5).all()
+        assert (room[before:-before] == 6).all()
 
     @pytest.mark.parametrize("first", [False, True])
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
@@ -280,11 +285,12 @@ class TestFillAndCopy:
     def test_fill(self, k: SimpleNamespace, dtype: torch.dtype, value: float) -> None:
         value = torch.tensor(value, dtype=FP32).item()
         for numel in SIZES:
-            room = torch.full((numel + 2,), 7, dtype=dtype)
-            twin = room.clone()
-            k.fill.fill(room[1:-1], value)
-            k.fill.fill_reference(twin[1:-1], value)
-            assert torch.equal(room, twin)
+            for shift in (0, 1):
+                room = shifted(torch.full((numel + 16,), 7, dtype=dtype), 0)
+                twin = room.clone()
+                k.fill.fill(room[8 + shift : 8 + shift + numel], value)
+                k.fill.fill_reference(twin[8 + shift : 8 + shift + numel], value)
+                assert torch.equal(room, twin)
 
     @pytest.mark.parametrize("source", FLOATS, ids=str)
     @pytest.mark.parametrize("out", FLOATS, ids=str)
@@ -314,11 +320,13 @@ class TestFillAndCopy:
         assert torch.equal(out, source.to(BF16))
 
     @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
-    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int) -> None:
-        room = torch.full((numel + 2,), 5.0)
-        k.fill.copy_cast(room[1:-1], torch.ones(numel + 2)[1:-1])
-        assert room[0] == room[-1] == 5
-        assert (room[1:-1] == 1).all()
+    @pytest.mark.parametrize("before", [1, 4])
+    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int, before: int) -> None:
+        room = shifted(torch.full((numel + 2 * before,), 5.0), 0)
+        k.fill.copy_cast(room[before:-before], shifted(torch.ones(numel), 0))
+        assert (room[:before] == 5).all()
+        assert (room[-before:] == 5).all()
+        assert (room[before:-before] == 1).all()
 
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
     def test_far_block(self, k: SimpleNamespace, far: SparseMemory, numel: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from odc.bench.gpu.device import new_stream
 from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.kernels.accumulate import (
+    PAIRS,
     accumulate,
     accumulate_reference,
     scatter_accumulate_direct,
@@ -26,6 +28,8 @@ from odc.kernels.arguments import FLOATS, MASTER_FLOATS
 from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
 from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
 from odc.kernels.peers import PeerTable
+from odc.kernels.scatter import scatter_to_peers, scatter_to_peers_reference
+from odc.kernels.slots import SlotRow, accumulate_slots, accumulate_slots_reference, write_rows
 
 SIZES = (1, 2, 7, 255, 4095, 4096, 4097, 12_289, 1_000_003)
 QUICK_SIZES = (1, 7, 4097)
@@ -35,6 +39,7 @@ _POISON = 7.0
 _SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1.00390625, 1.01171875, 65504.0, 6e-8, -3.0)
 _GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 _CLIENTS = 3
+_SLOT_PROGRAMS = 4  # the interpreter runs one after the other
 
 
 def check(setting: Setting) -> Report:
@@ -163,6 +168,80 @@ def _scatter_accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterato
             yield
 
 
+def _scatter_accumulate_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    """Some elements of rows that are longer."""
+    for numel, offset, other in _cases(sizes):
+        for dtype in _GRADIENTS:
+            totals = [torch.randn(numel + other) for _ in range(_CLIENTS)]
+            stride = numel + 2 * offset + other
+            grads = _values(_CLIENTS * stride, dtype)
+            found = [Guarded(numel + other, torch.float32, 0, device).filled(total) for total in totals]
+            pushed = Guarded(_CLIENTS * stride, dtype, 0, device).filled(grads)
+            words = {"rank": 1, "offset": other, "stride": stride, "start": offset, "numel": numel}
+            scatter_accumulate_direct(PeerTable.of([total.view for total in found]), pushed.view, **words)
+            scatter_accumulate_direct_reference(PeerTable.of(totals), grads, **words)
+            for owner in range(_CLIENTS):
+                found[owner].expect(totals[owner], f"scatter_accumulate of {numel} of {stride} x {dtype} to {owner}")
+            yield
+
+
+def _scatter(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    for numel, offset, other in _cases(sizes):
+        for dtype in FLOATS:
+            values = _values(_CLIENTS * numel, dtype)
+            found = [Guarded(numel + other, dtype, 0, device) for _ in range(_CLIENTS)]
+            wanted = [torch.full((numel + other,), _POISON, dtype=dtype) for _ in range(_CLIENTS)]
+            source = Guarded(_CLIENTS * numel, dtype, offset, device).filled(values)
+            low = other * dtype.itemsize
+            scatter_to_peers(PeerTable.of([out.view for out in found]), source.view, rank=1, offset_bytes=low)
+            scatter_to_peers_reference(PeerTable.of(wanted), values, rank=1, offset_bytes=low)
+            for owner in range(_CLIENTS):
+                found[owner].expect(wanted[owner], f"scatter of {numel} x {dtype} at {offset} to {owner} at {other}")
+            yield
+
+
+def _accumulate_slots(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    """Two sums per launch, by a table in pinned memory."""
+    for numel, offset, other in _cases(sizes):
+        for dtype, addend_dtype in PAIRS:
+            slot_bytes = -(-(numel + other) * addend_dtype.itemsize // 16) * 16
+            arrived = _values(_CLIENTS * slot_bytes // addend_dtype.itemsize, addend_dtype).view(torch.uint8)
+            sums = [_values(numel, dtype), _values(numel, dtype)]
+            found = [
+                Guarded(numel, dtype, at, device).filled(total) for at, total in zip((offset, 0), sums, strict=True)
+            ]
+            slots, places = arrived.to(device), [guarded.view for guarded in found]
+            rows, is_aligned = _slot_rows(places, slots, slot_bytes, other, addend_dtype)
+            dtypes: dict[str, Any] = {"total_dtype": dtype, "addend_dtype": addend_dtype}
+            accumulate_slots(
+                rows.data_ptr(), 2, slots, slot_bytes, aligned=is_aligned, num_programs=_SLOT_PROGRAMS, **dtypes
+            )
+            _wait(device)  # before the rows are freed
+            rows, _ = _slot_rows(sums, arrived, slot_bytes, other, addend_dtype)
+            accumulate_slots_reference(rows.data_ptr(), 2, arrived, slot_bytes, **dtypes)
+            for guarded, total in zip(found, sums, strict=True):
+                guarded.expect(total, f"accumulate_slots of {numel} x {addend_dtype} to {dtype} at {other}, {offset}")
+            yield
+
+
+def _slot_rows(
+    sums: list[torch.Tensor], slots: torch.Tensor, slot_bytes: int, offset: int, addend_dtype: torch.dtype
+) -> tuple[torch.Tensor, bool]:
+    """The table of two sums, of which the second is overwritten, and whether all is aligned."""
+    table = torch.zeros(2, 4, dtype=torch.int64, pin_memory=slots.is_cuda)
+    rows = [
+        SlotRow(total.data_ptr(), offset * addend_dtype.itemsize, total.numel(), which, first)
+        for total, which, first in zip(sums, (0b101, 0b111), (False, True), strict=True)
+    ]
+    dtypes = {"total_dtype": sums[0].dtype, "addend_dtype": addend_dtype}
+    return table, write_rows(table, rows, slots, slot_bytes, **dtypes)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _concurrent_atomics(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
     """Launches on many streams add to the same sums at the same time; whole numbers, so any order is exact."""
     for numel in sizes:
@@ -196,5 +275,8 @@ PARTS: tuple[Callable[[torch.device, tuple[int, ...]], Iterator[None]], ...] = (
     _accumulate,
     _gather,
     _scatter_accumulate,
+    _scatter_accumulate_parts,
+    _scatter,
+    _accumulate_slots,
     _concurrent_atomics,
 )
