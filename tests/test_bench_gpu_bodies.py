@@ -165,7 +165,9 @@ def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
     tables, text = transfer_report(measured, str(tmp_path / "table.json"), "daemon")
     assert [row[-1] for row in tables[0].rows] == ["kernel", "copy_engine"]
     assert text == "gathers by kernel up to 2 MB, copy_engine beyond; additions: daemon"
-    assert TransferTable.load(tmp_path / "table.json") == TransferTable(((1 << 21, "kernel"), (0, "copy_engine")), "daemon")
+    assert TransferTable.load(tmp_path / "table.json") == TransferTable(
+        ((1 << 21, "kernel"), (0, "copy_engine")), "daemon"
+    )
 
 
 def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:
