@@ -1,0 +1,69 @@
+"""Layer 3. The ``nvshmem`` transport on a real OpenSHMEM, that of Open MPI, on host memory (``openshmem_heap.py``).
+
+Ranks are processes that ``oshrun`` starts. Each runs the conformance suite and the minibatch protocol on streams
+(``openshmem_program.py``), with ranks that pose as hosts and with all on one. Then something is left out, and the same
+checks must fail. To leave out ``quiet`` alone would show nothing here: on shared memory a put is done when it returns.
+So what is put is held back instead.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openshmem_heap
+import pytest
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(openshmem_heap.why_not() is not None, reason=str(openshmem_heap.why_not())),
+]
+_LIMIT_S = 240
+
+
+def run(folder: Path, num_ranks: int, parts: str, broken: str = "") -> tuple[list[dict[str, Any]], str]:
+    """What each rank has written that came to its end, and what the job has said."""
+    program = Path(__file__).with_name("openshmem_program.py")
+    launch = [str(openshmem_heap.launcher()), "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none"]
+    done = subprocess.run(
+        [*launch, sys.executable, str(program), str(folder), parts, broken],
+        env=openshmem_heap.launch_environment(),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return found, f"{done.returncode}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_transport_and_the_protocol_hold_on_it(num_ranks: int, tmp_path: Path) -> None:
+    found, output = run(tmp_path, num_ranks, "conformance,protocol")
+    assert [rank["error"] for rank in found] == [None] * num_ranks, (found, output)
+    assert output.startswith("0:"), output
+    first = found[0]["passed"]
+    assert all(rank["passed"] == first for rank in found)
+    assert len([name for name in first if name.startswith("far")]) >= 16
+    assert len([name for name in first if name.startswith("near")]) >= 24
+    for rank in found:
+        assert {"shmem_putmem_nbi", "shmem_quiet", "shmem_getmem", "shmem_long_atomic_add"} <= set(rank["calls"])
+        assert {"shmem_ptr", "shmem_long_test", "shmem_calloc"} <= set(rank["calls"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("no add", "Violation: rank"),
+        ("late put", "was not read back"),
+        ("no wait", "Violation: rank"),
+    ],
+)
+def test_what_is_left_out_is_noticed(broken: str, words: str, tmp_path: Path) -> None:
+    found, output = run(tmp_path, 2, "protocol", broken)
+    assert found, output
+    assert all(rank["error"] is not None for rank in found), found
+    assert any(words in rank["error"] for rank in found), found
