@@ -38,6 +38,7 @@ _PROTOTYPES = {
     "shmem_putmem_nbi": (None, [_ADDRESS, _ADDRESS, _SIZE, _PE]),
     "shmem_quiet": (None, []),
     "shmem_long_atomic_add": (None, [_ADDRESS, _LONG, _PE]),
+    "shmem_long_atomic_set": (None, [_ADDRESS, _LONG, _PE]),
     "shmem_long_test": (_PE, [_ADDRESS, _PE, _LONG]),
     "shmem_finalize": (None, []),
 }

@@ -1,7 +1,8 @@
-"""What each process of ``test_nvshmem_openshmem.py`` runs, under oshrun: ``openshmem_program.py FOLDER PARTS BREAK``.
+"""What each process of ``test_nvshmem_openshmem.py`` runs: ``openshmem_program.py FOLDER HEAP PARTS BREAK`` by oshrun.
 
-``PARTS`` are keys of :data:`PARTS` with commas between them, ``BREAK`` is one of :func:`break_it` or nothing. Each
-writes to ``FOLDER/RANK.json`` what has ``passed``, the ``error`` or null, and the ``calls`` of the library by function.
+``HEAP`` is ``direct``, where a heap's operation is a call of the library, or ``kernels``, where the real heap launches
+its kernels. ``PARTS`` are keys of :data:`PARTS` with commas between them, ``BREAK`` is one of :func:`break_it` or
+nothing. Each writes to ``FOLDER/RANK.json`` what has ``passed``, the ``error`` or null, and the ``calls`` by function.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import fake_cuda
+import openshmem_kernels
 import pytest
 import test_stream_order as streams
 import test_transport_conformance as suite
@@ -42,6 +45,12 @@ class AnotherSizeError(Exception):
 
 def make_heap(transport: Any) -> NvshmemHeap:
     return OpenshmemHeap(transport.fake.engine().run)
+
+
+HEAPS = {
+    "direct": (make_heap, nullcontext),
+    "kernels": (openshmem_kernels.Heap, openshmem_kernels.nvshmem_on_openshmem),
+}
 
 
 def on_transport(name: str, world_size: int, body: Callable[..., Any], signals: int = 8, locks: int = 2) -> list[Any]:
@@ -120,12 +129,16 @@ def put_late(heap: OpenshmemHeap, source: torch.Tensor, own: torch.Tensor, rank:
     heap._run(work)
 
 
-def break_it(how: str) -> None:
+def break_it(how: str, kernels: Any) -> None:
     if how == "no add":
         OpenshmemHeap.wait_limit_s = 0.2
         OpenshmemHeap.signal = lambda self, address, rank: None  # type: ignore[method-assign]
     elif how == "late put":
         OpenshmemHeap.put = put_late  # type: ignore[method-assign]
+    elif how == "no quiet after a put":
+        kernels.signals.quiet_on_stream = lambda modules, device: None
+    elif how == "no quiet in kernels":
+        kernels.transfer.quiet = lambda: None
     elif how == "no wait":
         streams.without_order(pytest.MonkeyPatch(), NvshmemTransport, range(2))
     elif how:
@@ -135,20 +148,22 @@ def break_it(how: str) -> None:
 PARTS: dict[str, Callable[[], list[str]]] = {
     "conformance": lambda: conformance(far=True) + conformance(far=False),
     "protocol": lambda: protocol(near=False) + protocol(near=True),
+    "far protocol": lambda: protocol(near=False),
 }
 
 
 def main() -> None:
-    folder, parts, how = sys.argv[1:]
+    folder, heap, parts, how = sys.argv[1:]
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{word}"]) for word in ("RANK", "SIZE"))
     shmem = library()
     store = dist.FileStore(os.path.join(folder, "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    FakeNvshmemTransport._make_heap = make_heap  # type: ignore[method-assign]
-    break_it(how)
+    make, surroundings = HEAPS[heap]
+    FakeNvshmemTransport._make_heap = lambda transport: make(transport)  # type: ignore[method-assign]
     found: dict[str, Any] = {"passed": [], "error": None}
     try:
-        with fake_cuda.registered_fakes():
+        with fake_cuda.registered_fakes(), surroundings() as kernels:
+            break_it(how, kernels)
             for part in parts.split(","):
                 found["passed"] += PARTS[part]()
     except BaseException:

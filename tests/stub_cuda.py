@@ -37,7 +37,9 @@ _LINE = re.compile(r"(\d+) (\w+) (.*) -> (\d+)")
 
 
 def header() -> Path | None:
-    """NVIDIA's cuda.h, which Triton brings along."""
+    """NVIDIA's cuda.h: that of ``ODC_TEST_CUDA_HEADER`` or the one that Triton brings along."""
+    if os.environ.get("ODC_TEST_CUDA_HEADER"):
+        return Path(os.environ["ODC_TEST_CUDA_HEADER"])
     spec = importlib.util.find_spec("triton")
     found = Path(str(spec.origin)).parent / "backends/nvidia/include/cuda.h" if spec is not None else None
     return found if found is not None and found.is_file() else None
