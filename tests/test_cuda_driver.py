@@ -11,18 +11,21 @@ import ctypes
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stub_cuda
-from process_ranks import RankResult, run_ranks, start_ranks
+import torch
+from process_ranks import RankResult, run_ranks, start_ranks, wait_until
 from stub_cuda import Call, StubCudaTransport, StubRuntime, calls, stub_driver
 
-from odc import OdcError
+from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.cuda import runtime
 from odc.exchange import ProcessGroupExchange
 
@@ -288,6 +291,40 @@ def test_devices_that_do_not_reach_each_other_are_named(library: str, tmp_path: 
         words = "device 0000:02:00.0 has no peer access to 0000:01:00.0 (rank 1 to rank 0). Choose devices"
         assert words in str(result.error)
     assert [wrong(log) for log in logs] == [[], []]
+
+
+def die_before_writing(rank: int, world_size: int, library: str, folder: str) -> str:
+    """Rank 1 dies before its stream comes to the word that rank 0's stream waits for, inside the driver."""
+    with stub_driver(library, f"{folder}/{rank}.log") as stub:
+        units = [UnitSpec("w", 1000, torch.float32, (ParamSlice("w", 1000),))]
+        options = RuntimeConfig(transport=StubCudaTransport.name, timeout_s=10)
+        made = Runtime.create(ProcessGroupExchange(), units, options)
+        made.publish(0, lambda shard: time.sleep(30) if rank == 1 else shard.fill_(1.0))
+        waiting = Path(folder, "waiting")
+        if rank == 1:
+            wait_until(waiting.exists, "rank 0 has not come to wait")
+            os.kill(os.getpid(), signal.SIGKILL)
+        made.begin()
+        made.gather(0, torch.zeros(2000))
+        log = Path(folder, "0.log")
+        wait_until(lambda: any(call.name == "cuStreamWaitValue32" for call in calls(log)), "no stream waits")
+        waiting.touch()
+        assert made._transport.engine.synchronize(15.0), "the stream still waits for the dead rank"
+        with pytest.raises(OdcError) as caught:
+            made.finish()
+        made.close()
+        stub.stub_leftovers()
+        return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_stream_inside_the_driver_is_freed_when_its_peer_dies(library: str, tmp_path: Path) -> None:
+    """By a word that the host writes at its own address of it; and then nothing is given back that a stream may use."""
+    results = start_ranks(2, die_before_writing, library, str(tmp_path)).join(90.0, expendable=[1])
+    assert str(results[0].value).startswith("PeerDiedError: rank 0: rank 1 (host"), results[0]
+    log = calls(tmp_path / "0.log")
+    assert wrong(log) == []  # no wait came to its limit
+    assert not [call for call in log if call.name in ("cuMemFree", "cuMemHostUnregister", "cuIpcCloseMemHandle")]
+    assert left(log)["registered"] == "2"
 
 
 def misuse(rank: int, world_size: int, library: str, folder: str) -> list[str]:
