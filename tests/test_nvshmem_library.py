@@ -32,6 +32,7 @@ from odc import SetupError
 from odc.config import nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import Nvshmem4pyHeap
+from odc.doctor import nvshmem as doctor
 from odc.exchange import ProcessGroupExchange
 from odc.kernels.nvshmem.bitcode import WHEELS
 
@@ -128,6 +129,31 @@ def test_every_argument_has_the_place_that_the_bindings_give_it() -> None:
         "signal_op_on_stream": {"sig_addr": 33, "signal": 1, "sig_op": 10, "pe": 4, "cstrm": 77},  # NVSHMEM_SIGNAL_ADD
         "signal_wait_until_on_stream": {"sig_addr": 44, "cmp": 5, "cmp_value": 5, "cstream": 77},  # NVSHMEM_CMP_GE
     }
+
+
+def library_that_is_loaded(rank: int, world_size: int) -> tuple[list[str], str, str, str]:
+    """What this process has mapped, and what nvshmem4py and the doctor say of it."""
+    heap = new_heap()
+    copies = {str(path.resolve()) for folder in sys.path for path in Path(folder).glob("nvidia/nvshmem/lib/*host.so.3")}
+    if len(copies) > 1:  # cuda.pathfinder looks into site-packages first, importlib in the order of sys.path
+        return sorted(copies), "", "", ""
+    heap._load(1 << 20)
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nvshmem_host" in line}
+    found = doctor.describe_file(doctor.find_host({}, doctor.wheel_folders()))
+    assert found is not None
+    assert found.version is not None
+    version = ".".join(str(part) for part in found.version)
+    return sorted(mapped), str(found.path.resolve()), heap._core.get_version().libnvshmem_version, version
+
+
+@pytest.mark.extended
+@NEEDS_NVSHMEM4PY
+def test_the_doctor_names_the_library_that_nvshmem4py_loads() -> None:
+    ((mapped, named, version, described),) = run_ranks(1, library_that_is_loaded)
+    if len(mapped) > 1:
+        pytest.skip(f"the library is installed more than once: {mapped}")
+    assert mapped == [named]
+    assert version == described
 
 
 def start(rank: int, world_size: int) -> tuple[str, str, int, int, int]:
