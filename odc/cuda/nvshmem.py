@@ -191,23 +191,24 @@ class Nvshmem4pyHeap:
         refusal = ibgda_problem()
         if refusal is not None:
             raise SetupError(f"{refusal}. Unset {NVSHMEM_IBGDA} on all hosts: a thread of NVSHMEM drives the card then")
-        import nvshmem.bindings
-        import nvshmem.core
-
-        self._bindings, self._core = nvshmem.bindings, nvshmem.core
         try:
+            import nvshmem.bindings
+            import nvshmem.core
+
+            self._bindings, self._core = nvshmem.bindings, nvshmem.core
             self._core.get_version()  # loads the library, which the bindings take for granted
-        except Exception as problem:  # the loader's own kinds of error
+        except Exception as problem:  # a package of another version, or the loader's own kinds of error
             raise SetupError(
                 f"the NVSHMEM library cannot be loaded: {problem}. pip install {extra()}; `odc doctor` tells more"
             ) from problem
         if self._is_initialised():
             return
-        refusal = heap_problem(needed_bytes, nvshmem_heap_bytes())
+        heap_bytes = nvshmem_heap_bytes()
+        refusal = heap_problem(needed_bytes, heap_bytes)
         if refusal is not None:
             raise SetupError(refusal)
-        if nvshmem_heap_bytes() is None:
-            set_nvshmem_heap_bytes(needed_bytes)
+        # In plain bytes, also what the user has set: over "1 GB", with a blank, NVSHMEM ends the process.
+        set_nvshmem_heap_bytes(needed_bytes if heap_bytes is None else heap_bytes)
 
     def _is_initialised(self) -> bool:
         states = self._bindings.Init_status
@@ -216,25 +217,57 @@ class Nvshmem4pyHeap:
 
     def _initialise(self, exchange: Exchange) -> None:
         """Start NVSHMEM by unique id. Collective, by NVSHMEM itself too."""
-        from cuda.core import Device
-
         if any(gather_json(exchange, self._is_initialised())):
             raise SetupError("NVSHMEM is running in the processes of some ranks and not of others: start all alike")
         is_first = exchange.rank == 0
-        uid = together(exchange, lambda: self._core.get_unique_id(empty=not is_first))
+        uid = together(exchange, lambda: self._unique_id(is_first))
         shared = exchange.all_gather(uid._data.tobytes() if is_first else b"")[0]
         uid._data.view(np.uint8)[:] = np.frombuffer(shared, dtype=np.uint8)
-        own = Device(self._device.index)
-        together(exchange, own.set_current)
-        size = exchange.world_size
+        device = together(exchange, self._own_device)
         with time_limit("NVSHMEM's start", self._timeout_s):
-            self._core.init(device=own, uid=uid, rank=exchange.rank, nranks=size, initializer_method="uid")
+            self._init(device, uid, exchange)
         together(exchange, self._require_initialised)
+
+    def _unique_id(self, is_first: bool) -> Any:
+        """A new one on the first rank, room for it on the others."""
+        try:
+            return self._core.get_unique_id(empty=not is_first)
+        except Exception as problem:  # nvshmem4py's own kinds of error
+            raise SetupError(
+                f"NVSHMEM finds no network to start by ({problem}; its reason is on standard error). "
+                "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME chooses one (`ip addr` shows their names), else unset it"
+            ) from problem
+
+    def _own_device(self) -> Any:
+        """This rank's GPU, as nvshmem4py wants it; the thread's current one from now on."""
+        try:
+            from cuda.core import Device
+
+            own = Device(self._device.index)
+            own.set_current()
+        except Exception as problem:  # its own kinds of error, also of the loader of the driver
+            raise SetupError(
+                f"cuda.core, by which nvshmem4py is told the GPU, cannot use {self._device}: "
+                f"{type(problem).__name__}: {problem}. pip install {extra()}; `odc doctor` tells more"
+            ) from problem
+        return own
+
+    def _init(self, device: Any, uid: Any, exchange: Exchange) -> None:
+        rank, size = exchange.rank, exchange.world_size
+        try:
+            self._core.init(device=device, uid=uid, rank=rank, nranks=size, initializer_method="uid")
+        except Exception as problem:
+            # At once, and not together: the others may be inside, where nothing but their time limit ends them.
+            raise SetupError(
+                f"NVSHMEM did not start: {problem}; its reason is on standard error, NVSHMEM_DEBUG=WARN tells more"
+            ) from problem
 
     def _require_initialised(self) -> None:
         if not self._is_initialised():
             status = int(self._bindings.init_status())
-            raise SetupError(f"NVSHMEM did not start: its status is {status}. NVSHMEM_DEBUG=WARN tells more")
+            is_met = status == int(self._bindings.Init_status.STATUS_IS_BOOTSTRAPPED)
+            what = "the ranks have met, but it cannot use their GPUs" if is_met else f"its status is {status}"
+            raise SetupError(f"NVSHMEM did not start: {what}. NVSHMEM_DEBUG=WARN tells more")
 
     def _require_own_gpu(self) -> None:
         if int(self._bindings.init_status()) == int(self._bindings.Init_status.STATUS_LIMITED_MPG):

@@ -398,7 +398,11 @@ class CupyRuntime:
 
     def register(self, address: int, num_bytes: int) -> int:
         self._call(self._cupy.cuda.runtime.hostRegister, address, num_bytes, _REGISTER_PORTABLE_MAPPED)
-        return int(self._call(device_address, address))
+        try:
+            return int(self._call(device_address, address))
+        except OdcError:
+            self.unregister(address)
+            raise
 
     def unregister(self, address: int) -> None:
         self._call(self._cupy.cuda.runtime.hostUnregister, address)
