@@ -193,7 +193,8 @@ def accumulate_slots(
     that is mapped, or device memory. ``slots``: uint8 [num_slots * slot_bytes], dense; at most 63 slots, of more launch
     the next 63 on ``slots[63 * slot_bytes:]``, with ``first`` in the first launch only. ``total_dtype``: fp32 or fp64;
     ``addend_dtype``: bf16, fp16, fp32 or (for fp64) fp64. ``aligned``: what `write_rows` returned; wide accesses are
-    used then. The sum has the bits of `accumulate` called for one slot after the other, with ``first`` for the first.
+    used then. ``num_programs``: one per 4096 elements of all rows is enough; each reads the whole table. The sum has
+    the bits of `accumulate` called for one slot after the other, with ``first`` for the first.
 
     On return the kernel is enqueued on the current stream; the sums are there for what is enqueued there next. Until
     then, the table and the slots must stay as they are.
