@@ -10,7 +10,7 @@ from pathlib import Path
 WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 SYSTEM_FOLDERS = ("/opt/nvidia/nvshmem/lib", "/usr/local/nvshmem/lib", "/usr/local/cuda/lib64", "/usr/lib/nvshmem")
 READABLE = "nvidia-nvshmem-cu13==3.4.5"
-"""The release whose bitcode the supported Triton reads: later ones come from a newer LLVM than Triton's own."""
+"""What to install: the release that torch's CUDA build demands, whose bitcode every supported Triton reads."""
 
 
 def architecture(name: str) -> int:

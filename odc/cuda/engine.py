@@ -16,6 +16,7 @@ from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate, scatter_accumul
 from odc.kernels.arguments import FLOATS
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
+from odc.kernels.launching import LOCAL_PROGRAMS, blocks
 from odc.kernels.peers import PeerTable
 from odc.kernels.prepare import UnitDtypes, prepare_kernels
 from odc.kernels.scatter import scatter_to_peers
@@ -173,7 +174,14 @@ class CudaEngine(Engine):
             time.sleep(_POLL_S)
         aligned = write_rows(table, rows, slots, slot_bytes, total_dtype=total, addend_dtype=addend)
         accumulate_slots(
-            table.data_ptr(), len(rows), slots, slot_bytes, total_dtype=total, addend_dtype=addend, aligned=aligned
+            table.data_ptr(),
+            len(rows),
+            slots,
+            slot_bytes,
+            total_dtype=total,
+            addend_dtype=addend,
+            aligned=aligned,
+            num_programs=min(sum(blocks(row.numel) for row in rows), LOCAL_PROGRAMS) or 1,
         )
         done.record(torch.cuda.current_stream(self._device))
 

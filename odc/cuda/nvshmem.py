@@ -108,6 +108,7 @@ def _watch(returned: threading.Event, what: str, limit_s: float) -> None:
 
 
 _LIBRARY = "libnvshmem_host.so.3"  # which nvshmem4py has loaded
+_LAUNCHED = ("nvshmem_gather", "nvshmem_put_signal", "nvshmem_quiet")
 _MARGIN_BYTES = 64 << 20  # NVSHMEM keeps some of its heap for itself
 
 
@@ -286,9 +287,13 @@ class Nvshmem4pyHeap:
             )
 
     def _load_kernels(self) -> None:
-        from odc.kernels.nvshmem.modules import KernelModules  # needs triton
+        from odc.kernels.nvshmem import signals, transfer  # they need triton
+        from odc.kernels.nvshmem.modules import KernelModules
 
         self._modules = KernelModules(bitcode_for(self._device), self._initialise_module)
+        # Now: what a step would compile holds up all ranks, and takes seconds.
+        entries = [*transfer.aot_entries(), *signals.aot_entries()]
+        self._modules.prepare([entry for entry in entries if entry.name in _LAUNCHED])
 
     def _initialise_module(self, module: int) -> None:
         code = self._bindings.cumodule_init(module)
