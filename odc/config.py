@@ -54,8 +54,9 @@ class RuntimeConfig:
     """Name of a registered transport, or "auto": the first one that works for all ranks."""
 
     accumulate: str = "auto"
-    """"direct": the client adds into the owner's accumulator; "daemon": a thread of the owner does; "auto": the
-    faster one for the transport."""
+    """"direct": clients add into the owners' accumulators; "daemon": a thread of each owner adds what clients leave in
+    slots; "auto": direct where ranks share a host, on GPUs if all links have native atomics and no measured
+    :class:`~odc.engine.TransferTable` says otherwise."""
 
     accumulate_dtype: torch.dtype = torch.float32
     """dtype of the accumulators: float32 or float64. Sums in a 16-bit dtype would depend on arrival order."""
