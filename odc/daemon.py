@@ -85,13 +85,13 @@ class AccumulationDaemon:
         num_slots = end.world_size * NUM_SLOTS
         self._slots = end.transport.allocate(self.slots_bytes(units, end.world_size), "slots")
         self._headers = end.transport.allocate_host(num_slots * self._header_bytes, "slot headers")
-        self._near = [rank for rank in self._world if self._slots.reaches(rank)]
-        self._far = [rank for rank in self._world if not self._slots.reaches(rank)]
-        self._of_all = [self._slots.peer(rank) for rank in self._world] if not self._far else []
+        is_near = all(self._slots.reaches(rank) for rank in self._world)
+        self._of_all = [self._slots.peer(rank) for rank in self._world] if is_near else []
         self._header_views = [self._header_view(client) for client in self._world]
         self._sent = 0  # pushes of this rank; each goes to all owners
         self._has_room_for = NUM_SLOTS  # the last push for which all owners are known to have a slot
         self._kept: deque[_Push] = deque()
+        self._has_kept = False
         self._handled = [0] * end.world_size
         self._stopping = threading.Event()
         self._progress = threading.Event()  # of the thread
@@ -146,16 +146,26 @@ class AccumulationDaemon:
             self._keep(push)
 
     def _keep(self, push: _Push) -> None:
+        if not self._has_kept:
+            self._has_kept = True
+            logger.warning(
+                "odc: rank %d keeps pushes in memory of its own: for %g s, rank %d has not come to add earlier ones. A "
+                "collective of the script may hold up its streams: CUDA_DEVICE_MAX_CONNECTIONS=32 gives them more "
+                "hardware queues. (Said once.)",
+                self._end.name(self._rank),
+                self._patience_s,
+                self._end.name((self._owners_without_room() or [self._rank])[0]),
+            )
         try:
             with self._end.engine.take("kept pushes"):
                 kept = torch.empty_like(push.grads)
                 self._end.engine.copy(kept, push.grads)
-        except torch.OutOfMemoryError:
-            logger.warning("odc: no memory to keep a push in, so it waits until the owners have taken those before it")
+        except torch.OutOfMemoryError:  # then it has to wait, as if there were nothing to keep it in
             self.drain()
+            self._await_room(float("inf"))
             self._send(push)
-            return
-        self._kept.append(push._replace(grads=kept))
+        else:
+            self._kept.append(push._replace(grads=kept))
 
     def drain(self) -> None:
         """Return when this rank has sent all its pushes."""

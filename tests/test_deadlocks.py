@@ -314,6 +314,71 @@ def test_behind_a_stream_that_waits_for_pushes_all_do(monkeypatch: pytest.Monkey
         come_to_rest_without_rank_0("daemon", 1)
 
 
+def push_past_an_owner(exchange: ThreadExchange, number: int) -> list[float]:
+    """Rank 1 pushes ``number`` times while rank 0's daemon has no turn; what is in rank 0's sum then."""
+    unit = UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))
+    options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=20, accumulate="daemon")
+    with Runtime.create(exchange, [unit], options) as runtime:
+        engine, release = runtime._transport.engine, threading.Event()
+        assert isinstance(engine, FakeEngine)
+        if exchange.rank == 0:
+            engine._stream("daemon").submit(lambda: release.wait(15))
+        exchange.all_gather(b"")
+        runtime.publish(0, lambda shard: shard.zero_())
+        runtime.begin()
+        for value in range(number) if exchange.rank else ():
+            grads = torch.full((2 * NUMEL,), value + 1.0)
+            runtime.scatter_accumulate(0, grads)
+            engine.run(lambda grads=grads: grads.fill_(float("nan")))  # type: ignore[misc]
+        exchange.all_gather(b"")
+        release.set()
+        runtime.finish()
+        found = runtime.gradient(0)
+        assert engine.synchronize(15)
+        assert found is not None
+        return found[0].tolist()
+
+
+def test_pushes_that_find_no_slot_are_kept_and_come_in_later(caplog: pytest.LogCaptureFixture) -> None:
+    for found in values(run_threads(2, lambda exchange: push_past_an_owner(exchange, 9))):
+        assert found == [45.0] * NUMEL
+    (said,) = [record.message for record in caplog.records if "keeps pushes" in record.message]
+    assert "rank 1 keeps pushes in memory of its own: for 0.005 s, rank 0 has not come to add earlier ones" in said
+
+
+def test_without_memory_to_keep_them_pushes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner's turn comes after a while, here; where it does not, that is a deadlock, and ends at the time limit."""
+    owners: list[threading.Event] = []
+
+    def no_memory(like: torch.Tensor) -> torch.Tensor:
+        threading.Timer(0.1, owners[0].set).start()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    unit = UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))
+
+    def body(exchange: ThreadExchange) -> list[float]:
+        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=20, accumulate="daemon")
+        with Runtime.create(exchange, [unit], options) as runtime:
+            engine = runtime._transport.engine
+            assert isinstance(engine, FakeEngine)
+            if exchange.rank == 0:
+                owners.append(threading.Event())
+                engine._stream("daemon").submit(lambda: owners[0].wait(15))
+            exchange.all_gather(b"")
+            runtime.publish(0, lambda shard: shard.zero_())
+            runtime.begin()
+            for value in range(5) if exchange.rank else ():
+                runtime.scatter_accumulate(0, torch.full((2 * NUMEL,), value + 1.0))
+            runtime.finish()
+            found = runtime.gradient(0)
+            assert engine.synchronize(15)
+            assert found is not None
+            return found[0].tolist()
+
+    monkeypatch.setattr(torch, "empty_like", no_memory)
+    assert values(run_threads(2, body)) == [[15.0] * NUMEL] * 2
+
+
 def test_the_buffers_of_a_daemon_are_two_slots_of_each_client() -> None:
     def body(exchange: ThreadExchange) -> int:
         units = [UnitSpec("u", 100, torch.float32, (ParamSlice("w", 100),))]
