@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,8 @@ class Nvml:
         return 0
 
     def _nvmlDeviceGetP2PStatus(self, one, other, capability, status) -> int:
-        status._obj.value = 0 if one.value == 1 or capability == 0 else 5  # 1 -> 0 can be read, not written
+        # 1 -> 0 can be read, not written; 0 -> 1 has no atomics.
+        status._obj.value = 0 if (capability != 3 and one.value == 1) or capability == 0 else 5
         return 0
 
 
@@ -80,6 +82,7 @@ def test_the_driver_is_asked() -> None:
         "12.8",
         (H200, CudaDevice("NVIDIA H200", 141 << 30, (9, 0), mig=True)),
         frozenset({(1, 0)}),
+        frozenset({(0, 1), (1, 0)}),
     )
     assert library.shut_down
 
@@ -147,7 +150,9 @@ def test_devices() -> None:
 def test_peer_access() -> None:
     says(cuda.peer_access(NO_DRIVER), NOT_NEEDED, "0 devices")
     says(cuda.peer_access(CudaDriver("580", "13.0", (H200,))), NOT_NEEDED, "1 device:")
-    says(cuda.peer_access(DRIVER), OK, "each of the 2 devices")
+    says(cuda.peer_access(DRIVER), OK, "each of the 2 devices reads and writes all others, and adds to them atomically")
+    over_pcie = replace(DRIVER, without_atomics=frozenset({(0, 1)}))
+    says(cuda.peer_access(over_pcie), OK, "others, not atomically all of them, so their owners add gradients")
     partly = CudaDriver("580", "13.0", (H200,) * 3, frozenset({(0, 2), (2, 0), (2, 1)}))
     says(cuda.peer_access(partly), WARNING, "0: -x.\n1: x-x\n2: ..-", "nvidia-smi topo -p2p rw")
     assert cuda.peer_access(CudaDriver("580", "13.0", (H200,) * 11, frozenset({(0, 1)}))).found.startswith(" 0: -.x")

@@ -13,6 +13,7 @@ from odc.doctor.finding import Finding, missing, not_needed, ok, warning
 _NVML_SUCCESS = 0
 _P2P_CAPS_READ = 0
 _P2P_CAPS_WRITE = 1
+_P2P_CAPS_ATOMICS = 3
 _NAME_BYTES = 96
 _OLDEST_CAPABILITY = (7, 0)  # of NVSHMEM and Triton
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -45,6 +46,9 @@ class CudaDriver:
     devices: tuple[CudaDevice, ...] = ()
     unreachable: frozenset[tuple[int, int]] = frozenset()
     """Pairs (from, to) of devices without peer access for both reading and writing."""
+
+    without_atomics: frozenset[tuple[int, int]] = frozenset()
+    """Pairs (from, to) of devices between which additions are not atomic."""
 
     problem: str = ""
 
@@ -86,7 +90,8 @@ def _ask(library: Any) -> CudaDriver:
         version=version.value.decode(errors="replace"),
         cuda_version=f"{cuda.value // 1000}.{cuda.value % 1000 // 10}",
         devices=tuple(_device(library, handle) for handle in handles),
-        unreachable=frozenset(_unreachable(library, handles)),
+        unreachable=frozenset(_pairs_without(library, handles, _P2P_CAPS_READ, _P2P_CAPS_WRITE)),
+        without_atomics=frozenset(_pairs_without(library, handles, _P2P_CAPS_ATOMICS)),
     )
 
 
@@ -111,10 +116,10 @@ def _device(library: Any, handle: ctypes.c_void_p) -> CudaDevice:
     )
 
 
-def _unreachable(library: Any, handles: list[ctypes.c_void_p]) -> Iterable[tuple[int, int]]:
+def _pairs_without(library: Any, handles: list[ctypes.c_void_p], *capabilities: int) -> Iterable[tuple[int, int]]:
     for source, one in enumerate(handles):
         for target, other in enumerate(handles):
-            if source != target and not all(_p2p(library, one, other, c) for c in (_P2P_CAPS_READ, _P2P_CAPS_WRITE)):
+            if source != target and not all(_p2p(library, one, other, c) for c in capabilities):
                 yield source, target
 
 
@@ -181,7 +186,12 @@ def peer_access(driver: CudaDriver) -> Finding:
     if count < 2:
         return not_needed(f"{count} device{'' if count == 1 else 's'}: no peers")
     if not driver.unreachable:
-        return ok(f"each of the {count} devices reads and writes all others")
+        how = (
+            "not atomically all of them, so their owners add gradients (accumulate='daemon')"
+            if driver.without_atomics
+            else "and adds to them atomically"
+        )
+        return ok(f"each of the {count} devices reads and writes all others, {how}")
     return warning(
         _matrix(count, driver.unreachable),
         "Row: from, column: to; a dot is a pair without peer access. Use devices that all reach each other "
