@@ -150,6 +150,12 @@ class AccumulatorStore(ABC):
         views = [flat[start : start + unit.grad_numel] for start, unit in starts]
         return [views[client * len(self._units) : (client + 1) * len(self._units)] for client in range(self._clients())]
 
+    def _own_sums(self, unit: int) -> torch.Tensor:
+        """This rank's sums of a unit, a row for each."""
+        size, start = self._offsets[-1], self._offsets[unit]
+        flat = self._buffer.local[: self._clients() * size * self._dtype.itemsize].view(self._dtype)
+        return flat.view(self._clients(), size)[:, start : start + self._units[unit].grad_numel]
+
     def _places(self) -> list[tuple[int, UnitSpec]]:
         return list(zip(self._offsets, self._units, strict=False))
 
@@ -240,10 +246,9 @@ class AccumulatorStore(ABC):
 
     def open(self, unit: int, minibatch: int) -> None:
         """From now on pushes of ``minibatch`` to ``unit`` are welcome. Called before the other ranks are told so."""
-        own = self._of(self._rank)
-        for sums in own.sums if self._by_atomics else ():
-            self._engine.zero(sums[unit])
-        own.accepts[unit] = minibatch
+        if self._by_atomics:
+            self._engine.run(self._own_sums(unit).zero_)
+        self._of(self._rank).accepts[unit] = minibatch
 
     def close(self, minibatch: int) -> None:
         """From now on pushes of ``minibatch`` are late, to any unit; those of the next one are early."""
