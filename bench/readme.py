@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/reliability.md, from the committed results.
+"""The figures of README.md and of documents, from the committed results.
 
     python -m odc.bench.readme            # after measuring anew: writes the figures into them
     python -m odc.bench.readme --check    # changes nothing, status 1 if a figure is not its file's
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 README, RELIABILITY, STREAMS = Path("README.md"), Path("docs/reliability.md"), Path("docs/streams.md")
+GPU = Path("docs/gpu.md")
 RESULTS = Path("bench/results")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -62,6 +63,9 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
         (README, "host_time", _host_time),
         (README, "emulated", _emulated),
+        (GPU, "uneven", _uneven),
+        (GPU, "uneven_before", _uneven_before),
+        (GPU, "host_time_streams", _host_time_streams),
         (RELIABILITY, "chaos", _chaos),
         (RELIABILITY, "parity", _parity),
     ):
@@ -312,6 +316,42 @@ def _host_time(result: dict[str, Any]) -> Figures:
             yield f"| {cell['ranks']} |", f" {costs} | {1e3 * cell['setup']['cpu_s']['median']:.0f} ms |"
 
 
+def _uneven(result: dict[str, Any]) -> Figures:
+    slower, longer = ({cell["accumulate"]: cell for cell in part} for part in _halves(result["cells"]))
+    yield (
+        "",
+        f"the others need {slower['direct']['of_own']:.2f} times their own computation to their last push where "
+        f"clients add, {slower['daemon']['of_own']:.2f} times where daemons do",
+    )
+    yield (
+        "",
+        f"takes {longer['direct']['of_longest']:.2f} and {longer['daemon']['of_longest']:.2f} times the longest "
+        f"computation, and would take {longer['direct']['lockstep_s'] / longer['direct']['longest_s']:.2f} times in "
+        "lockstep",
+    )
+
+
+def _uneven_before(result: dict[str, Any]) -> Figures:
+    slower, longer = ({cell["accumulate"]: cell for cell in part} for part in _halves(result["cells"]))
+    yield "", f"it was {slower['daemon']['of_own']:.1f} and {longer['daemon']['of_longest']:.2f} times with daemons"
+
+
+def _halves(cells: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the first plan, those of the second one."""
+    return [cell for cell in cells if cell["plan"] == cells[0]["plan"]], [
+        cell for cell in cells if cell["plan"] != cells[0]["plan"]
+    ]
+
+
+def _host_time_streams(result: dict[str, Any]) -> Figures:
+    cells = {(cell["ranks"], cell["accumulate"]): cell["operations"] for cell in result["cells"]}
+    for ranks in sorted({ranks for ranks, _ in cells}):
+        direct, daemon = cells[ranks, "direct"], cells[ranks, "daemon"]
+        rows = [direct["publish"], direct["gather"], direct["push"], daemon["push"]]
+        costs = " | ".join(f"{row['cpu_us']['median']:.0f} us, {row['driver_calls']:.0f}" for row in rows)
+        yield f"| {ranks} |", f" {costs} |"
+
+
 def _emulated(result: dict[str, Any]) -> Figures:
     settings, run = result["settings"], result["runs"]["lb-mini"]
     planned, measured, waiting = (100 * run[key] for key in ("planned_bubble", "bubble", "waiting"))
@@ -352,7 +392,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    texts = {document: document.read_text() for document in (README, RELIABILITY, STREAMS)}
+    texts = {document: document.read_text() for document in (README, RELIABILITY, STREAMS, GPU)}
     changed, lost = update(texts, figures())
     for figure in changed:
         print(f"{figure.source}: {figure.words}")

@@ -40,7 +40,8 @@ NUM_SLOTS = 2
 _HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
 _IDLE_S = 1.0
 _PATIENCE_S = 1.0  # on a device; on a host nothing can hold up an owner's thread
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
+_GLANCE_S = 2e-3
 
 
 class _Push(NamedTuple):
@@ -87,9 +88,10 @@ class AccumulationDaemon:
         self._headers = end.transport.allocate_host(num_slots * self._header_bytes, "slot headers")
         is_near = all(self._slots.reaches(rank) for rank in self._world)
         self._of_all = [self._slots.peer(rank) for rank in self._world] if is_near else []
+        self._elsewhere = end.transport.topology.ranks_elsewhere()
         self._header_views = [self._header_view(client) for client in self._world]
         self._sent = 0  # pushes of this rank; each goes to all owners
-        self._has_room_for = NUM_SLOTS  # the last push for which all owners are known to have a slot
+        self._num_emptied = 0  # owners that are known to have emptied the slot that comes next
         self._kept: deque[_Push] = deque()
         self._has_kept = False
         self._handled = [0] * end.world_size
@@ -154,7 +156,7 @@ class AccumulationDaemon:
                 "hardware queues. (Said once.)",
                 self._end.name(self._rank),
                 self._patience_s,
-                self._end.name((self._owners_without_room() or [self._rank])[0]),
+                self._end.name(self._owner_without_room() or 0),
             )
         try:
             with self._end.engine.take("kept pushes"):
@@ -180,26 +182,33 @@ class AccumulationDaemon:
             self._end.engine.hold(push.grads)
 
     def _has_room(self) -> bool:
-        """Whether all owners have acknowledged the push whose slot comes next."""
-        return self._sent < self._has_room_for or not self._owners_without_room()
+        """Whether all owners have emptied the slot that comes next."""
+        return self._owner_without_room() is None
 
-    def _owners_without_room(self) -> list[int]:
-        needed, has_arrived = self._sent + 1 - NUM_SLOTS, self._transport.has_arrived
-        signal = self._acked_at + self._rank
-        late = [owner for owner in self._world if not has_arrived(owner, signal, needed)]
-        if not late:
-            self._has_room_for = self._sent + 1
-        return late
+    def _owner_without_room(self) -> int | None:
+        """The first that has not acknowledged the push that was in the slot before; those in front of it have."""
+        needed, signal = self._sent + 1 - NUM_SLOTS, self._acked_at + self._rank
+        while self._num_emptied < len(self._world):
+            if not self._transport.has_arrived(self._num_emptied, signal, needed):
+                return self._num_emptied
+            self._num_emptied += 1
+        return None
 
     def _await_room(self, patience_s: float) -> bool:
         """Whether there is room, within ``patience_s``."""
         deadline = time.monotonic() + patience_s
 
         def late() -> list[int]:
-            return [] if time.monotonic() > deadline else self._owners_without_room()
+            owner = self._owner_without_room()
+            return [] if owner is None or time.monotonic() > deadline else [owner]
 
-        text = f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet"
-        self._end.waiter.wait(late, lambda: text, block=self._poll(late))
+        def what() -> str:
+            return f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet"
+
+        poll = self._poll(late)
+        if poll is not None:
+            poll(_GLANCE_S)  # mostly it takes no longer, and the care of a wait costs more than that
+        self._end.waiter.wait(late, what, block=poll)
         return self._has_room()
 
     def _poll(self, pending: Callable[[], Sequence[int]]) -> Callable[[float], None] | None:
@@ -230,12 +239,14 @@ class AccumulationDaemon:
                 rows = push.grads.view(len(self._world), -1).unbind()
                 for owner in transport.topology.rotation():
                     transport.write(self._slots, owner, slot * self._slot_bytes, rows[owner], after_chunk)
-            for owner in (self._rank, *transport.topology.ranks_elsewhere()):
+            start = number % NUM_SLOTS * self._header_bytes
+            self._header_views[self._rank][start : start + len(header)] = header
+            for owner in self._elsewhere:
                 transport.write_host(self._headers, owner, slot * self._header_bytes, header)
         except GONE as error:
             raise self._end.waiter.explain(error, f"push to unit {self._units[push.unit].name!r}") from None
         self._end.faults.hit("scatter.before_post")
-        self._sent = number
+        self._sent, self._num_emptied = number, 0
         transport.post(self._posted, daemon=True)
 
     # The owner

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
-from odc.bench.readme import README, RELIABILITY, STREAMS, Figure, figures, update
+from odc.bench.readme import GPU, README, RELIABILITY, STREAMS, Figure, figures, update
 from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def test_every_hint_to_install_names_this_project() -> None:
 
 
 def test_every_figure_of_a_document_is_its_files() -> None:
-    texts = {document: (ROOT / document).read_text() for document in (README, RELIABILITY, STREAMS)}
+    texts = {document: (ROOT / document).read_text() for document in (README, RELIABILITY, STREAMS, GPU)}
     changed, lost = update(texts, figures(ROOT / "bench" / "results"))
     assert [figure.words for figure in lost] == []
     assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
