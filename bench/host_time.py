@@ -29,7 +29,8 @@ Operations, per call (one unit), and that over the number of owners it deals wit
     gather_first  the first of a unit in a minibatch, which looks whether each owner has published; all have, long ago
     gather        a later one. As FSDP2 calls it: one's own shard is in its place, so ranks - 1 owners
     push          scatter_accumulate, to all owners (one's own sum included); no other rank pushes, so no lock is waited
-                  for. With the daemon a push waits until all owners have taken the one before the last (``waits``)
+                  for. With the daemon a push waits until all owners have taken the one before the last (``waits``);
+                 with --streams there are slots for all pushes of a turn, and it does not
     finish        per minibatch: of the last rank to come, which waits for nobody; another one each time. In its wall
                   time the ranks that it wakes want the cores, too
     gradient      of one unit, one's own sum
@@ -64,7 +65,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec, daemon
 from odc.bench.environment import describe_environment
 from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
 from odc.bench.progress import progress_bar
@@ -158,6 +159,7 @@ def measure_rank(
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
     if settings.streams:
         register_prompt_fakes()
+        daemon.NUM_SLOTS = settings.num_units + 1  # what the looks at slots cost depends on how long owners take
     results = []
     for mode in modes:
         runtime, result = _set_up(rank, world_size, settings, mode)

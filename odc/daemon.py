@@ -41,6 +41,7 @@ _HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
 _IDLE_S = 1.0
 _PATIENCE_S = 1.0  # on a device; on a host nothing can hold up an owner's thread
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
+_PAUSE_S = 200e-6  # the same, of a client: what it waits for takes a while
 _GLANCE_S = 2e-3
 
 
@@ -217,7 +218,7 @@ class AccumulationDaemon:
             return None
 
         def poll(limit_s: float) -> None:
-            deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+            deadline, pause_s = time.monotonic() + limit_s, _PAUSE_S
             while pending() and time.monotonic() < deadline:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -64,9 +64,10 @@ class _Timespec(ctypes.Structure):
 
 
 @functools.cache
-def _futex() -> tuple[Callable[..., int], int]:
-    """The system call, and its number. It releases the interpreter's lock."""
-    call = ctypes.CDLL(None).syscall
+def _futex(sleeps: bool) -> tuple[Callable[..., int], int]:
+    """The system call, and its number. To sleep it releases the interpreter's lock; to wake others is too short for
+    that, and whoever gave it up would have to compete for it with those who were woken."""
+    call = (ctypes.CDLL if sleeps else ctypes.PyDLL)(None).syscall
     call.restype = ctypes.c_long
     word, number = ctypes.c_void_p, ctypes.c_int
     call.argtypes = [ctypes.c_long, word, number, number, ctypes.POINTER(_Timespec), word, number]
@@ -117,12 +118,12 @@ class SleepWord:
 
     def advance(self) -> None:
         """Change it, and wake all who sleep on it: one call, in which the kernel adds as one whole."""
-        call, number = _futex()
+        call, number = _futex(sleeps=False)
         call(number, self._address, _FUTEX_WAKE_OP, _ALL, None, self._address, _ADD_ONE)
 
     def sleep(self, ticket: int, timeout_s: float) -> None:
         """Until it is advanced, if it has not been since ``ticket``, or a signal handler runs; may return early."""
-        call, number = _futex()
+        call, number = _futex(sleeps=True)
         signed = ticket - (1 << 32) if ticket >= 1 << 31 else ticket
         call(number, self._address, _FUTEX_WAIT, signed, _Timespec.of(max(timeout_s, 0.0)), None, 0)
 
