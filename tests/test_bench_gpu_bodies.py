@@ -31,6 +31,7 @@ from odc.bench.gpu import (
     sft,
     soak,
     transport,
+    uneven,
 )
 from odc.bench.gpu.minibatches import Case, RandomRun
 from odc.bench.gpu.ranks import Rank, run_ranks
@@ -96,6 +97,33 @@ def test_transport(setting: Setting) -> None:
 def test_transport_sees_a_lost_order() -> None:
     with pytest.raises(CheckFailedError, match="after turn"):
         transport.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+
+
+def test_uneven_minibatches_are_measured_beside_their_computation() -> None:
+    plan = uneven.Plan("tiny", (1, 3), (0.004, 0.001))
+    for mode in uneven.MODES:
+        row = uneven.measure(STREAMS, plan, mode, 2)
+        assert row["fast_s"]["median"] >= row["fast_alone_s"]["median"] > 3 * uneven.NUM_UNITS * 0.001
+        assert row["total_s"]["median"] >= row["longest_s"] == pytest.approx(uneven.NUM_UNITS * 0.004)
+        assert row["lockstep_s"] == pytest.approx(uneven.NUM_UNITS * (0.004 + 2 * 0.001))
+        assert row["of_own"] >= 1
+
+
+@pytest.mark.parametrize(("of_own", "of_longest"), [(1.31, 1.0), (1.0, 1.16)])
+def test_a_device_that_waits_for_a_slow_one_is_seen(
+    of_own: float, of_longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(setting: Setting, plan: uneven.Plan, mode: str, repetitions: int) -> dict[str, Any]:
+        ratios = (of_own, of_longest) if mode == "daemon" else (1.0, 1.0)
+        summary = {"median": 1.0, "p20": 1.0, "p80": 1.0}
+        found = {"plan": plan.name, "accumulate": mode, "fast_s": summary, "total_s": summary, "lockstep_s": 1.0}
+        return {**found, "of_own": ratios[0], "of_longest": ratios[1]}
+
+    monkeypatch.setattr(uneven, "measure", measured)
+    with pytest.raises(CheckFailedError, match="one rank 10x slower, daemon: ranks took"):
+        uneven.check(STREAMS)
+    of_own = of_longest = 1.0
+    assert "at most 1.00 times" in uneven.check(STREAMS).figures
 
 
 def test_hosts_run_ahead() -> None:
