@@ -36,7 +36,7 @@ def interpreted() -> Iterator[SimpleNamespace]:
     try:
         loaded = {name: importlib.import_module(f"odc.kernels.{name}") for name in (*MODULES, *NVSHMEM_MODULES)}
         _restore_variable(variable)
-        with _rounding_casts():
+        with rounding_casts():
             yield SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in loaded.items()})
     finally:
         _restore_variable(variable)
@@ -50,7 +50,7 @@ def interpreted() -> Iterator[SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def _rounding_casts() -> Iterator[None]:
+def rounding_casts() -> Iterator[None]:
     """Casts from fp32 to bf16 that round to nearest even: the interpreter's own cuts the low bits off.
 
     Compiled kernels round (``cvt.rn.bf16``, which test_kernels_aot.py looks for).

@@ -26,6 +26,11 @@ _POLL_S = 1e-3
 _ROW_TABLES, _ROWS = 128, 64
 
 
+def _has_kernels(source: torch.dtype, out: torch.dtype) -> bool:
+    """Whether kernels know both dtypes, and round once from one to the other. torch itself copies all others."""
+    return source in FLOATS and out in FLOATS and out.itemsize * 2 >= source.itemsize
+
+
 def _row(addition: Addition, low: int) -> SlotRow | None:
     """What of ``addition`` lies in the :data:`MAX_SLOTS` slots from ``low`` on; None: nothing."""
     here = [slot - low for slot in addition.slots if low <= slot < low + MAX_SLOTS]
@@ -60,7 +65,7 @@ class CudaEngine(Engine):
         self._row_tables = deque((table, torch.cuda.Event()) for table in memory)  # type: ignore[no-untyped-call]
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        if out.dtype != source.dtype and out.is_floating_point() and out.itemsize * 2 >= source.itemsize:
+        if out.dtype != source.dtype and _has_kernels(source.dtype, out.dtype):
             copy_cast(out, source)
         else:
             out.copy_(source)  # cudaMemcpyAsync: a copy engine where memory of two devices is involved
@@ -87,10 +92,10 @@ class CudaEngine(Engine):
         own_in_place: bool,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        if not out.is_floating_point() or not self._transfers.by_kernel(out.nbytes):
+        dtype, numel = shards[0].dtype, shards[0].numel()
+        if not _has_kernels(dtype, out.dtype) or not self._transfers.by_kernel(out.nbytes):
             super().copy_rows(out, shards, rank, own_in_place, after_chunk)
             return
-        dtype, numel = shards[0].dtype, shards[0].numel()
         table, offset = self._table_of(shards)
         gather_from_peers(out, table, numel, rank=rank, source_dtype=dtype, offset=offset, own_in_place=own_in_place)
         after_chunk()
@@ -107,7 +112,7 @@ class CudaEngine(Engine):
             return self._tables[addresses], int(parts[0].storage_offset())
 
     def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        if addend.itemsize <= total.itemsize:
+        if (total.dtype, addend.dtype) in PAIRS:
             accumulate(total, addend)
         else:
             total.add_(addend)
@@ -186,7 +191,10 @@ class CudaEngine(Engine):
         done.record(torch.cuda.current_stream(self._device))
 
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        fill(out)
+        if out.dtype in FLOATS:
+            fill(out)
+        else:
+            out.zero_()
         after_chunk()
 
     def run(self, work: Callable[[], object]) -> None:

@@ -1,0 +1,372 @@
+"""Layer 1: the real CudaEngine, operation by operation, on host memory (``host_cuda.py``). No processes, no GPU.
+
+Its kernels are interpreted, and nothing happens before the test lets its streams go on. What this cannot show: that the
+compiled kernels and torch's own operations on a GPU do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_rig import DEVICE, INDEX, Rig
+from host_cuda import HostCuda, interpreted_engine
+from kernel_cases import numbers
+from kernel_driver import no_gpu
+
+from odc.engine import COPY_ENGINE, KERNEL, Addition, TransferTable
+from odc.errors import SetupError
+from odc.kernels import fill, prepare
+from odc.kernels.aot_entry import AotEntry
+
+BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
+FP8 = torch.float8_e4m3fn
+FLOATS = (BF16, FP16, FP32, FP64)
+BY_KERNEL, BY_COPIES = TransferTable(((0, KERNEL),)), TransferTable(((0, COPY_ENGINE),))
+
+
+@pytest.fixture(scope="module")
+def k() -> Iterator[SimpleNamespace]:
+    with interpreted_engine() as modules:
+        yield modules
+
+
+@pytest.fixture
+def rig(k: SimpleNamespace) -> Iterator[Rig]:
+    cuda = HostCuda()
+    with cuda.installed(k):
+        yield Rig(k, cuda)
+
+
+def on(rig: Rig, engine: Any, values: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """``values`` where this engine has its memory."""
+    return rig.put(values, shift) if engine is rig.engine else values
+
+
+def integers(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(numel) * 7 % 100 - 50).to(dtype)
+
+
+def some(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return numbers(numel, dtype, seed) if dtype in FLOATS else integers(numel, torch.int8).to(dtype)
+
+
+# One tensor
+
+
+@pytest.mark.parametrize(
+    ("out", "source", "kernel"),
+    [
+        (FP32, FP32, False),
+        (FP32, BF16, True),
+        (BF16, FP32, True),
+        (FP64, FP16, True),
+        (FP32, FP64, True),
+        (BF16, FP64, False),  # a kernel would round twice
+        (I64, I64, False),
+        (FP32, I64, False),
+        (FP32, torch.int32, False),
+        (I64, FP32, False),
+        (FP8, FP8, False),
+        (FP8, BF16, False),
+        (BF16, FP8, False),
+    ],
+    ids=str,
+)
+def test_copy(rig: Rig, out: torch.dtype, source: torch.dtype, kernel: bool) -> None:
+    values, calls = some(5001, source), list[Any]()
+
+    def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        for shift in (0, 3):
+            engine.copy(outs[shift], on(rig, engine, values, shift), lambda: calls.append(engine))
+
+    rig.same_as_cpu([some(5001, out, 9) for _ in range(4)], copy)
+    assert rig.cuda.launches == ["_copy_cast_kernel"] * 2 * kernel
+    assert calls.count(rig.engine) == 2
+
+
+@pytest.mark.parametrize(
+    ("total", "addend", "kernel"),
+    [
+        (FP32, FP32, True),
+        (FP32, BF16, True),
+        (FP64, FP32, True),
+        (FP64, FP64, True),
+        (FP32, FP64, False),
+        (FP32, I64, False),
+        (FP32, torch.int32, False),
+        (I64, I64, False),
+        (BF16, BF16, False),
+    ],
+    ids=str,
+)
+def test_add(rig: Rig, total: torch.dtype, addend: torch.dtype, kernel: bool) -> None:
+    values = some(4099, addend, 1)
+    rig.same_as_cpu([some(4099, total)], lambda engine, outs: engine.add(outs[0], on(rig, engine, values)))
+    assert rig.cuda.launches == ["_accumulate_kernel"] * kernel
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, I64, torch.uint8, FP8, torch.bool], ids=str)
+def test_zero(rig: Rig, dtype: torch.dtype) -> None:
+    rig.same_as_cpu([some(4099, dtype)], lambda engine, outs: engine.zero(outs[0][1:-1]))
+
+
+# All ranks
+
+
+@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
+@pytest.mark.parametrize(
+    ("out", "shards", "numel", "before"),
+    [
+        (BF16, BF16, 4097, 0),
+        (BF16, BF16, 33, 1),
+        (FP32, FP32, 5, 8),
+        (BF16, FP32, 1023, 4),
+        (BF16, FP64, 17, 0),
+        (FP64, FP64, 9, 1),
+        (I64, I64, 129, 3),
+        (FP8, FP8, 129, 3),
+        (FP32, FP8, 129, 3),
+        (torch.uint8, torch.uint8, 77, 1),
+    ],
+    ids=str,
+)
+def test_copy_rows(
+    rig: Rig, way: TransferTable, out: torch.dtype, shards: torch.dtype, numel: int, before: int
+) -> None:
+    """Each rank's row lies at the same place of its memory."""
+    memory = [some(before + numel + 5, shards, 10 + rank) for rank in range(3)]
+
+    def copy_rows(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        places = [on(rig, engine, one)[before : before + numel] for one in memory]
+        engine.copy_rows(outs[0], places, 2, False)
+        engine.copy_rows(outs[1], places, 1, True)
+
+    rig.engine.choose_by(way)
+    rig.same_as_cpu([some(3 * numel, out, 98), some(3 * numel, out, 99)], copy_rows)
+    is_known = {out, shards} <= set(FLOATS) and (out, shards) != (BF16, FP64)
+    assert rig.cuda.launches.count("_gather_kernel") == 2 * (way is BY_KERNEL and is_known)
+
+
+def test_the_table_of_transfers_decides_by_the_bytes_of_all_rows(rig: Rig) -> None:
+    rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
+    for numel in (20, 21):
+        shards = [rig.put(some(numel, FP32, rank)) for rank in range(3)]
+        rig.engine.copy_rows(rig.put(torch.zeros(3 * numel)), shards, 0, False)
+        rig.engine.copy_to_peers([s.view(torch.uint8) for s in shards], 0, rig.put(torch.zeros(3 * numel)), 0)
+    rig.cuda.run()
+    assert rig.cuda.launches == ["_gather_kernel", "_scatter_kernel"]
+
+
+def test_addresses_of_peers_are_sent_to_the_device_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sends them waits for the device."""
+    build, sent = rig.k.peers.PeerTable.build, list[Any]()
+
+    def noted(*arguments: Any) -> Any:
+        sent.append(arguments)
+        return build(*arguments)
+
+    monkeypatch.setattr(rig.k.engine.PeerTable, "build", noted)
+    memory = [rig.put(some(64, FP32, rank)) for rank in range(2)]
+    for low in (0, 8, 32):
+        out = rig.put(torch.zeros(16))
+        rig.engine.copy_rows(out, [one[low : low + 8] for one in memory], 0, False)
+        wanted = torch.cat([rig.cuda.read(one)[low : low + 8] for one in memory])
+        assert torch.equal(rig.done(out), wanted)
+        rig.engine.add_to_peers([one.view(torch.uint8) for one in memory], 4 * low, rig.put(torch.zeros(2, 8)), 0)
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
+@pytest.mark.parametrize(
+    ("dtype", "numel", "offset", "shift"),
+    [
+        (BF16, 4097, 0, 0),
+        (BF16, 33, 2, 1),
+        (FP16, 5, 6, 3),
+        (FP32, 1023, 4, 0),
+        (FP32, 4, 16, 1),
+        (FP64, 129, 8, 1),
+        (I64, 129, 24, 1),
+        (FP8, 77, 3, 1),
+        (torch.uint8, 77, 13, 1),
+    ],
+    ids=str,
+)
+def test_copy_to_peers(rig: Rig, way: TransferTable, dtype: torch.dtype, numel: int, offset: int, shift: int) -> None:
+    source = some(3 * numel, dtype)
+
+    def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        engine.copy_to_peers(outs, offset, on(rig, engine, source, shift), 1)
+
+    rig.engine.choose_by(way)
+    rig.same_as_cpu([integers(offset + numel * 8 + 9, torch.uint8) for _ in range(3)], copy)
+    assert rig.cuda.launches == ["_scatter_kernel"] * (way is BY_KERNEL and dtype in FLOATS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    ("numel", "start", "stride", "offset"),
+    [(4097, 0, 4097, 0), (33, 5, 77, 12), (1, 3, 9, 4), (1, 0, 1, 4), (8, 8, 16, 1024)],
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_add_to_peers(
+    rig: Rig, world_size: int, dtype: torch.dtype, numel: int, start: int, stride: int, offset: int
+) -> None:
+    """Parts of rows, that lie apart, at any place of the sums."""
+    sums = [some(offset // 4 + numel + 3, FP32, 50 + rank) for rank in range(world_size)]
+    grads = some(world_size * stride, dtype)
+    ours = [rig.put(total, 4) for total in sums]
+    rows = rig.put(grads, 1).view(world_size, stride)[:, start : start + numel]
+    rig.engine.add_to_peers([one.view(torch.uint8) for one in ours], offset, rows, world_size - 1)
+    del rows  # the caller's; what the engine has cast is not its business
+    rig.cuda.run()
+    for rank, (mine, total) in enumerate(zip(ours, sums, strict=True)):
+        wanted = total.clone()
+        part = grads.view(world_size, stride)[rank, start : start + numel]
+        wanted[offset // 4 : offset // 4 + numel] += part.float()
+        assert torch.equal(rig.cuda.read(mine), wanted)
+
+
+# Slots
+
+
+def additions_of(totals: Sequence[torch.Tensor], rows: Sequence[tuple[Sequence[int], int, bool]]) -> list[Addition]:
+    return [Addition(total, slots, low, first) for total, (slots, low, first) in zip(totals, rows, strict=True)]
+
+
+ROWS: dict[str, list[tuple[Sequence[int], int, bool]]] = {
+    "one unit": [((0, 2, 3), 0, True)],
+    "several units": [((0, 3), 0, False), ((1,), 0, True), ((2,), 0, False)],
+    "first without any": [((), 0, True), ((1,), 8, False), ((), 0, False)],
+    "parts": [((2,), 0, True), ((), 0, True), ((2,), 104, True), ((2,), 160, False)],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    ("total", "addend", "kernel"),
+    [
+        (FP32, FP32, True),
+        (FP32, BF16, True),
+        (FP64, FP16, True),
+        (FP64, FP64, True),
+        (FP32, FP64, False),
+        (FP32, I64, False),
+        (I64, I64, False),
+    ],
+    ids=str,
+)
+def test_add_slots(
+    rig: Rig,
+    rows: list[tuple[Sequence[int], int, bool]],
+    total: torch.dtype,
+    addend: torch.dtype,
+    kernel: bool,
+) -> None:
+    slot_bytes = 1024
+    slots = some(4 * slot_bytes // addend.itemsize, addend).view(torch.uint8)
+    totals = [some(40 + 9 * number, total, number) for number in range(len(rows))]
+
+    def add(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        engine.add_slots(on(rig, engine, slots), slot_bytes, addend, additions_of(outs, rows))
+
+    rig.same_as_cpu(totals, add)
+    assert ("_accumulate_slots_kernel" in rig.cuda.launches) == kernel
+    assert not kernel or len(rig.cuda.launches) == 1
+
+
+def test_more_slots_than_one_launch_adds(rig: Rig) -> None:
+    """33 ranks of two slots each."""
+    rows: list[tuple[Sequence[int], int, bool]] = [
+        (range(66), 0, True),
+        ((1, 62, 63, 65), 4, False),
+        ((63,), 8, True),
+        ((64, 65), 0, False),
+        ((), 0, True),
+        ((5,), 0, True),
+    ]
+    slots = torch.cat([some(16, FP32, 3 + slot) for slot in range(66)]).view(torch.uint8)
+
+    def add(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        engine.add_slots(on(rig, engine, slots), 64, FP32, additions_of(outs, rows))
+
+    rig.same_as_cpu([some(11 + number, FP32, number) for number in range(len(rows))], add)
+    assert len(rig.cuda.launches) == 2
+
+
+def test_more_sums_than_a_table_has_rows(rig: Rig) -> None:
+    slots = some(64, FP32).view(torch.uint8)
+    rows: list[tuple[Sequence[int], int, bool]] = [((n % 4,), 4 * (n % 8), n % 3 == 0) for n in range(131)]
+
+    def add(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        engine.add_slots(on(rig, engine, slots), 64, FP32, additions_of(outs, rows))
+
+    wanted = {0, 30, 62, 63, 64, 65, 127, 128, 130}  # the others are empty: each program looks at each row
+    rig.same_as_cpu([some(5 if number in wanted else 0, FP32, number) for number in range(131)], add)
+    assert len(rig.cuda.launches) == 3
+
+
+def test_a_table_is_written_anew_when_its_launch_is_over(rig: Rig) -> None:
+    """The host is ahead by as many launches as there are tables; the next one waits for the first."""
+    engine, cuda = rig.engine, rig.cuda
+    num_tables = len(engine._row_tables)
+    slots, total = rig.put(torch.tensor([1.0, 2.0]).view(torch.uint8)), rig.put(torch.zeros(num_tables + 40, 1))
+    asked: list[int] = []
+
+    def on_query(event: Any) -> None:
+        if event.mark is None or event.mark.is_passed:
+            return
+        asked.append(len(cuda.launches))
+        if len(asked) % 3 == 0:  # the device is slow
+            while not event.mark.is_passed:
+                assert cuda.step(cuda.streams)
+
+    cuda.on_query = on_query
+    for number in range(num_tables + 40):
+        engine.add_slots(slots, 4, FP32, [Addition(total[number], [number % 2], 0, False)])
+    assert sorted(set(asked)) == list(range(num_tables, num_tables + 40))
+    assert len(asked) == 3 * 40
+    wanted = torch.tensor([1.0 + number % 2 for number in range(num_tables + 40)])
+    assert torch.equal(rig.done(total).flatten(), wanted)
+
+
+# Set-up
+
+
+def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the engine's device, whichever is current, all that is needed is compiled, and one kernel launched."""
+    from odc.cuda.engine import CudaEngine
+
+    loaded: list[tuple[str, int]] = []
+    cuda = HostCuda()
+
+    def load(entry: AotEntry) -> None:
+        loaded.append((entry.name, cuda.current_device()))
+
+    monkeypatch.setattr(prepare, "load_entry", load)
+    monkeypatch.setattr(fill, "device_of", lambda kernel, tensor, advice: cuda.device(cuda.device_of(tensor)))
+    units = [(BF16, BF16, FP32), (FP8, FP32, FP32)]
+    needed = prepare.needed_entries([prepare.UnitDtypes(shard, shard, grads, sums) for shard, grads, sums in units])
+    with cuda.installed():
+        new_stream: Any = functools.partial(cuda.new_stream, INDEX)
+        engine = CudaEngine(DEVICE, new_stream, lambda stream: None)
+        with no_gpu(monkeypatch, tmp_path) as driver:
+            engine.prepare(units)
+            assert loaded == [(entry.name, INDEX) for entry in needed]
+            assert driver.launched == ["_fill_kernel"]
+            assert cuda.current_device() == 0
+        for where in ("prepare_kernels", "fill"):
+            monkeypatch.setattr(f"odc.cuda.engine.{where}", no_gcc)
+            with pytest.raises(SetupError, match=r"RuntimeError: no gcc.*TRITON_CACHE_DIR"):
+                engine.prepare(units)
+            monkeypatch.setattr(f"odc.cuda.engine.{where}", lambda *arguments: 0)
+
+
+def no_gcc(*arguments: object) -> None:
+    raise RuntimeError("no gcc")
