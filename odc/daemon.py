@@ -153,9 +153,11 @@ class AccumulationDaemon:
         except torch.OutOfMemoryError:
             logger.warning("odc: no memory to keep a push in, so it waits until the owners have taken those before it")
             self.drain()
+            self._await_room(float("inf"))
             self._send(push)
             return
-        self._kept.append(push._replace(grads=kept))
+        present = None if push.present is None else tuple(push.present)  # a list of the caller's
+        self._kept.append(push._replace(grads=kept, present=present))
 
     def drain(self) -> None:
         """Return when this rank has sent all its pushes."""
@@ -206,6 +208,13 @@ class AccumulationDaemon:
         return poll
 
     def _send(self, push: _Push) -> None:
+        # Pushes may come from several streams (FSDP has one for each root). They arrive in the order of their numbers:
+        # a word that says that one is there says so of all before it. (Staging memory and the counters of a put are
+        # one stream's at a time, too.)
+        with self._end.engine.take("order of pushes"):
+            self._send_in_order(push)
+
+    def _send_in_order(self, push: _Push) -> None:
         number, transport = self._sent + 1, self._transport
         slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
         numel = push.grads.numel() // len(self._world)
@@ -246,6 +255,7 @@ class AccumulationDaemon:
 
         # What is left is the work of this rank's own thread.
         self._end.waiter.wait(is_behind, lambda: "pushes that have arrived", block=self._await_progress)
+        self._end.waiter.check()  # words that were set free after a failure look as if all had arrived
         self._end.engine.join_background()
 
     def _await_progress(self, limit_s: float) -> None:

@@ -176,7 +176,7 @@ class CudaIpcTransport(HostsTransport):
 
     # [Note: A signal has one poster] A word is set, not added to, so two posts of one signal must come from one stream,
     # or from streams that are ordered: else the second could be overtaken by the first. They are: a unit is published
-    # and a push acknowledged by one stream, and the next push to an owner waits for its acknowledgement.
+    # and a push acknowledged by one stream, and each push is ordered after the one before it by who sends them.
 
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
         self._cuda.write_values([(self._word_addresses[self._rank] + 4 * index, self._next_value(index))])
