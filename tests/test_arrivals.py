@@ -125,3 +125,27 @@ def test_words_that_were_set_free_are_no_arrivals(monkeypatch: pytest.MonkeyPatc
 
     results = run_threads(2, body)
     assert isinstance(results[1], AbortedError), results
+
+
+def test_however_many_ranks_set_words_free_they_hold_nobody_back() -> None:
+    """All that are left do so after a death, and each of them again at its end."""
+
+    def body(exchange: ThreadExchange) -> list[bool]:
+        units = [UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
+        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=15, accumulate="daemon")
+        with Runtime.create(exchange, units, options) as runtime:
+            transport, reached = runtime._transport, list[bool]()
+            for _ in range(2):
+                runtime.publish(0, lambda shard: shard.zero_())
+                runtime.begin()
+                runtime.finish()
+            assert transport.engine.synchronize(15)
+            for rank in range(5):
+                exchange.all_gather(b"")
+                if rank == exchange.rank:
+                    transport.release_streams()
+                exchange.all_gather(b"")
+                reached += [transport.has_arrived(other, 0, count) for other in range(5) for count in (1, 2, 3)]
+            return reached
+
+    assert values(run_threads(5, body)) == [[True] * 75] * 5

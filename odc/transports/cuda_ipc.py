@@ -53,7 +53,6 @@ class CudaIpcTransport(HostsTransport):
         self._seen: dict[int, memoryview] = {}  # the same, read one at a time
         self._word_addresses: dict[int, int] = {}
         self._extra_bytes = 0
-        self._released: dict[int, npt.NDArray[np.uint32]] = {}  # words that hold nobody back
         self._posted: dict[int, int] = {}
         super().__init__(exchange, topology, timeout_s, device)
         try:
@@ -215,9 +214,9 @@ class CudaIpcTransport(HostsTransport):
     def release_streams(self) -> None:
         self._failing = True
         for rank, words in self._words.items():
-            if rank not in self._released:
-                self._released[rank] = words + np.uint32(_FAR)
-            words[:] = self._released[rank]
+            # From what hosts have counted, beyond which nobody waits: not from the words, which others set free, too.
+            counts = [self._blocks[rank].count(index) for index in range(len(words))]
+            words[:] = [(count + _FAR) % (2 * _HALF) for count in counts]
 
     # The end
 
