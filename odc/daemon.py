@@ -94,7 +94,9 @@ class AccumulationDaemon:
         self._sent = 0  # pushes of this rank; each goes to all owners
         self._num_emptied = 0  # owners that are known to have emptied the slot that comes next
         self._kept: deque[_Push] = deque()
-        self._has_kept = False
+        self._has_kept, self._kept_bytes = False, 0
+        gradients = sum(unit.grad_numel * unit.grad_dtype.itemsize for unit in units)
+        self._most_kept_bytes = end.world_size * gradients  # of all units, unsharded; more only where owners are stuck
         self._handled = [0] * end.world_size
         self._stopping = threading.Event()
         self._progress = threading.Event()  # of the thread
@@ -145,8 +147,11 @@ class AccumulationDaemon:
             self._send_kept()
         if not self._kept and (self._has_room() or self._await_room(self._patience_s)):
             self._send(push)
-        else:
-            self._keep(push)
+            return
+        # An owner that is slow, and not stuck, must not have its clients fill their memory: they slow down to its pace.
+        while self._kept_bytes > self._most_kept_bytes and self._await_room(self._patience_s):
+            self._send_kept()
+        self._keep(push)
 
     def _keep(self, push: _Push) -> None:
         if not self._has_kept:
@@ -168,7 +173,9 @@ class AccumulationDaemon:
             self._await_room(float("inf"))
             self._send(push)
         else:
-            self._kept.append(push._replace(grads=kept))
+            present = None if push.present is None else tuple(push.present)  # a list of the caller's
+            self._kept.append(push._replace(grads=kept, present=present))
+            self._kept_bytes += kept.nbytes
 
     def drain(self) -> None:
         """Return when this rank has sent all its pushes."""
@@ -178,6 +185,7 @@ class AccumulationDaemon:
 
     def _send_kept(self) -> None:
         push = self._kept.popleft()
+        self._kept_bytes -= push.grads.nbytes
         with self._end.engine.take("kept pushes"):
             self._send(push)
             self._end.engine.hold(push.grads)
@@ -204,7 +212,10 @@ class AccumulationDaemon:
             return [] if owner is None or time.monotonic() > deadline else [owner]
 
         def what() -> str:
-            return f"slot for push {self._sent + 1}: its owner has not added push {self._sent + 1 - NUM_SLOTS} yet"
+            before = self._sent + 1 - NUM_SLOTS
+            is_there = self._transport.has_arrived(self._rank, self._posted, before)
+            late = "its owner has not added" if is_there else "this rank's own device has not come to"
+            return f"slot for push {self._sent + 1}: {late} push {before} yet"
 
         poll = self._poll(late)
         if poll is not None:
@@ -226,6 +237,13 @@ class AccumulationDaemon:
         return poll
 
     def _send(self, push: _Push) -> None:
+        # Pushes may come from several streams (FSDP has one for each root). They arrive in the order of their numbers:
+        # a word that says that one is there says so of all before it. (Staging memory and the counters of a put are
+        # one stream's at a time, too.)
+        with self._end.engine.take("order of pushes"):
+            self._send_in_order(push)
+
+    def _send_in_order(self, push: _Push) -> None:
         number, transport = self._sent + 1, self._transport
         slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
         numel = push.grads.numel() // len(self._world)
@@ -268,6 +286,7 @@ class AccumulationDaemon:
 
         # What is left is the work of this rank's own thread.
         self._end.waiter.wait(is_behind, lambda: "pushes that have arrived", block=self._await_progress)
+        self._end.waiter.check()  # words that were set free after a failure look as if all had arrived
         self._end.engine.join_background()
 
     def _await_progress(self, limit_s: float) -> None:

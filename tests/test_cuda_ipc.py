@@ -421,12 +421,12 @@ def test_words_wrap(start: int) -> None:
         try:
             transport.open(num_signals=1, num_locks=0)
             transport._words[exchange.rank][:] = start % 2**32
-            transport._posted[0] = start
+            transport._posted[0] = transport._own._signals[0] = start
             exchange.all_gather(b"")
             peer = 1 - exchange.rank
             for count in range(1, 6):
                 transport.post(0)
-                while transport.count(peer, 0) < count:
+                while transport.count(peer, 0) < start + count:
                     time.sleep(1e-3)
                 transport.order_after([peer], 0, start + count)
                 assert not transport.fake.waits  # already there: the device is not asked

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,14 +321,14 @@ def test_behind_a_stream_that_waits_for_pushes_all_do(monkeypatch: pytest.Monkey
         come_to_rest_without_rank_0("daemon", 1)
 
 
-def push_past_an_owner(exchange: ThreadExchange, number: int) -> list[float]:
-    """Rank 1 pushes ``number`` times while rank 0's daemon has no turn; what is in rank 0's sum then."""
+def push_past_an_owner(exchange: ThreadExchange, number: int, is_stuck: bool = True) -> list[float]:
+    """Rank 1 pushes ``number`` times, while rank 0's daemon has no turn if it is stuck; what is in the sums then."""
     unit = UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))
     options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=20, accumulate="daemon")
     with Runtime.create(exchange, [unit], options) as runtime:
         engine, release = runtime._transport.engine, threading.Event()
         assert isinstance(engine, FakeEngine)
-        if exchange.rank == 0:
+        if exchange.rank == 0 and is_stuck:
             engine._stream("daemon").submit(lambda: release.wait(15))
         exchange.all_gather(b"")
         runtime.publish(0, lambda shard: shard.zero_())
@@ -351,6 +351,37 @@ def test_pushes_that_find_no_slot_are_kept_and_come_in_later(caplog: pytest.LogC
         assert found == [45.0] * NUMEL
     (said,) = [record.message for record in caplog.records if "keeps pushes" in record.message]
     assert "rank 1 keeps pushes in memory of its own: for 0.005 s, rank 0 has not come to add earlier ones" in said
+
+
+def test_a_slow_owner_slows_its_clients_before_they_keep_more_than_all_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most: list[int] = []
+    keep = AccumulationDaemon._keep
+
+    def note(self: AccumulationDaemon, push: object) -> None:
+        keep(self, push)  # type: ignore[arg-type]
+        most.append(self._kept_bytes)
+
+    monkeypatch.setattr(AccumulationDaemon, "_keep", note)
+    add_slots = FakeEngine.add_slots
+
+    def add_slowly(self: FakeEngine, *arguments: Any) -> None:
+        self.run(lambda: time.sleep(0.02))
+        add_slots(self, *arguments)
+
+    monkeypatch.setattr(FakeEngine, "add_slots", add_slowly)
+    monkeypatch.setattr("odc.daemon._PATIENCE_S", 10.0)
+    monkeypatch.setattr(AccumulationDaemon, "_await_room", impatient(AccumulationDaemon._await_room))
+    for found in values(run_threads(2, lambda exchange: push_past_an_owner(exchange, 20, is_stuck=False))):
+        assert found == [210.0] * NUMEL
+    one = 2 * NUMEL * 4  # bytes of a push, which is of all units
+    assert one < max(most) <= 2 * one
+
+
+def impatient(original: Callable[[AccumulationDaemon, float], bool]) -> Callable[[AccumulationDaemon, float], bool]:
+    """With patience for what is kept already only."""
+    return lambda self, patience_s: original(self, patience_s if self._kept else 0.0)
 
 
 def test_without_memory_to_keep_them_pushes_wait(monkeypatch: pytest.MonkeyPatch) -> None:

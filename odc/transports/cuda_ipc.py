@@ -53,7 +53,6 @@ class CudaIpcTransport(HostsTransport):
         self._seen: dict[int, memoryview] = {}  # the same, read one at a time
         self._word_addresses: dict[int, int] = {}
         self._extra_bytes = 0
-        self._released: dict[int, npt.NDArray[np.uint32]] = {}  # words that hold nobody back
         self._posted: dict[int, int] = {}
         super().__init__(exchange, topology, timeout_s, device)
         try:
@@ -176,7 +175,7 @@ class CudaIpcTransport(HostsTransport):
 
     # [Note: A signal has one poster] A word is set, not added to, so two posts of one signal must come from one stream,
     # or from streams that are ordered: else the second could be overtaken by the first. They are: a unit is published
-    # and a push acknowledged by one stream, and the next push to an owner waits for its acknowledgement.
+    # and a push acknowledged by one stream, and each push is ordered after the one before it by who sends them.
 
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
         self._cuda.write_values([(self._word_addresses[self._rank] + 4 * index, self._next_value(index))])
@@ -215,9 +214,9 @@ class CudaIpcTransport(HostsTransport):
     def release_streams(self) -> None:
         self._failing = True
         for rank, words in self._words.items():
-            if rank not in self._released:
-                self._released[rank] = words + np.uint32(_FAR)
-            words[:] = self._released[rank]
+            # From what hosts have counted, beyond which nobody waits: not from the words, which others set free, too.
+            counts = [self._blocks[rank].count(index) for index in range(len(words))]
+            words[:] = [(count + _FAR) % (2 * _HALF) for count in counts]
 
     # The end
 
