@@ -99,7 +99,7 @@ class FakeEngine(Engine):
         self._making = threading.Lock()
         self._here = threading.local()
         self._used: set[str] = set()
-        self._taken: dict[str, threading.Event] = {}
+        self._taken: dict[str, tuple[str, threading.Event]] = {}
 
     @property
     def is_asynchronous(self) -> bool:
@@ -244,12 +244,12 @@ class FakeEngine(Engine):
 
     @contextmanager
     def take(self, memory: str) -> Iterator[None]:
-        before = self._taken.get(memory)
-        if before is not None:
-            self.run(lambda: before.wait(WAIT_LIMIT_S))
+        name, before = self._taken.get(memory, (self.current, None))
+        if before is not None and name != self.current:
+            self.run(partial(before.wait, WAIT_LIMIT_S))
         yield
         if self.is_asynchronous:
-            self._taken[memory] = self._stream(self.current).event()
+            self._taken[memory] = self.current, self._stream(self.current).event()
 
     def synchronize(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -58,7 +58,7 @@ class CudaEngine(Engine):
         self._give_back_stream = give_back_stream
         self._used: dict[int, torch.cuda.Stream] = {}
         self._home: torch.cuda.Stream | None = None
-        self._taken: dict[str, torch.cuda.Event] = {}
+        self._taken: dict[str, tuple[int, torch.cuda.Event]] = {}  # by which stream, until when
         self._lock = threading.Lock()  # backward runs in a thread of its own
         self._tables: dict[tuple[int, ...], PeerTable] = {}
         memory = torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, pin_memory=True)
@@ -250,10 +250,11 @@ class CudaEngine(Engine):
     @contextmanager
     def take(self, memory: str) -> Iterator[None]:
         stream = torch.cuda.current_stream(self._device)
-        if memory in self._taken:
-            stream.wait_event(self._taken[memory])
+        handle, end = self._taken.get(memory, (stream.cuda_stream, None))
+        if end is not None and handle != stream.cuda_stream:
+            stream.wait_event(end)
         yield
-        self._taken[memory] = stream.record_event()
+        self._taken[memory] = stream.cuda_stream, stream.record_event()
 
     def synchronize(self, timeout_s: float) -> bool:
         streams = {torch.cuda.current_stream(self._device), self._background, self._aside, *self._used.values()}
