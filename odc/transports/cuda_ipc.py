@@ -36,7 +36,7 @@ _FAR = 1 << 30  # further than any wait that can be under way
 _CLOSE_S = 30.0  # work of the last minibatch may still be under way
 
 # Of transports that could not let go of their device. Memory that is still registered must keep its address: what is
-# mapped there next could not be registered.
+# mapped there next could not be registered. And what an engine has pinned may still be read.
 _still_registered: list[object] = []
 
 
@@ -234,7 +234,7 @@ class CudaIpcTransport(HostsTransport):
                     f"{self.topology.whoami}: its device has not come to rest within {_CLOSE_S:g} s of close()"
                 )
             self.release_streams()
-            _still_registered.append(self._words)
+            _still_registered.append((self._words, self._engine))
             return False
         for release, addresses in ((self._cuda.unmap, self._mapped), (self._cuda.unregister, self._registered)):
             self._for_each(release, addresses)
