@@ -182,7 +182,7 @@ class AccumulatorStore(ABC):
             ProtocolError: an owner is not accepting pushes of ``minibatch``.
         """
         owners = [self._of(owner) for owner in range(self._end.world_size)]
-        if any(sums.accepts[unit] != minibatch for sums in owners):
+        if minibatch <= 0 or any(sums.accepts[unit] != minibatch for sums in owners):
             for owner in range(len(owners)):
                 self._check_open(owner, minibatch, unit, self._rank)
         number, rows = self._sum_of(self._rank), grads.view(len(owners), -1)
@@ -213,9 +213,10 @@ class AccumulatorStore(ABC):
             is_first = own.pushed[number].units[unit] != group[0].minibatch
             addition = Addition(own.sums[number][unit], [push.slot for push in group], 0, is_first)
             additions.setdefault(self._units[unit].grad_dtype, []).append(addition)
-            self._note(own.pushed[number], unit, None, group[0].minibatch)
         for dtype, rows in additions.items():
             self._engine.add_slots(slots, slot_bytes, dtype, rows, self._after_chunk)
+        for (number, unit), group in whole.items():
+            self._note(own.pushed[number], unit, None, group[0].minibatch)
         for push in pushes:
             if push.present is not None:
                 self._add_parts(push, push.present, slots, slot_bytes)
