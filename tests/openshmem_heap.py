@@ -2,7 +2,7 @@
 
 NVSHMEM is OpenSHMEM for GPUs: symmetric addresses, put, get, quiet, atomic additions, ``ptr``. Here the library behind
 these calls is not ours: it looks up every symmetric address itself and refuses what does not lie in its heap. Streams
-are those of ``fake_cuda.py``. What this cannot show: that NVSHMEM, its kernels and a network do the same.
+are those of ``bench/fake``. What this cannot show: that NVSHMEM, its kernels and a network do the same.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Layer 3: ranks as processes. FSDP over ``cuda_ipc`` and ``nvshmem``, on the fakes of ``fake_cuda.py`` and
-``fake_nvshmem.py``.
+"""Layer 3: ranks as processes. FSDP over ``cuda_ipc`` and ``nvshmem``, on the fakes of ``bench/fake``.
 
 The model computes on the CPU, so the streams do their work within the call (what lags is tested in
 ``test_stream_order.py``). What runs for real: the transport's memory by handles between processes, the daemon and the

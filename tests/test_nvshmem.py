@@ -1,6 +1,6 @@
 """Layers 1 and 2. The ``nvshmem`` transport: what it refuses, how it sizes the heap, what it moves how.
 
-There is neither a GPU nor a second host where CI runs: a fake heap (``fake_nvshmem.py``) stands in. That streams keep
+There is neither a GPU nor a second host where CI runs: a fake heap (``bench/fake``) stands in. That streams keep
 their order over it is in ``test_stream_order.py``, that it is a transport in ``test_transport_conformance.py``.
 """
 

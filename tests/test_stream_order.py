@@ -1,6 +1,6 @@
 """Layer 2: ranks as threads. The minibatch protocol where work happens later than the call: on streams.
 
-The streams are those of ``fake_cuda.py``, which lag behind the host at random and run beside each other; the transport,
+The streams are those of ``bench/fake``, which lag behind the host at random and run beside each other; the transport,
 the protocol, the daemon and the stores are the real ones. As under FSDP a rank gathers on one stream, pushes on another
 and steps on a third. The last tests take one order away at a time and check that wrong numbers are then seen.
 """

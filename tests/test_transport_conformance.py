@@ -1,9 +1,9 @@
 """Layer 2: ranks as threads. What every transport must do; a new transport adds its name to ``TRANSPORTS``.
 
 ``shm`` and ``tcp`` run everywhere (the latter between ranks that pose as hosts), ``cuda_ipc`` where there is a GPU,
-which all ranks share. Without one its host logic runs against the fake CUDA runtime of ``fake_cuda.py``, whose streams
+which all ranks share. Without one its host logic runs against the fake CUDA runtime of ``bench/fake``, whose streams
 work within the call (``fake_cuda``) or behind it (``fake_cuda_streams``), and that of ``nvshmem`` against the heap of
-``fake_nvshmem.py``: that shows what a transport asks for and in which order, not that a device does it.
+``bench/fake``: that shows what a transport asks for and in which order, not that a device does it.
 """
 
 from __future__ import annotations

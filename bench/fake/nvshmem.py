@@ -1,4 +1,4 @@
-"""An NVSHMEM heap without NVSHMEM: what the ``nvshmem`` transport asks of it, on the host memory of ``fake_cuda.py``.
+"""An NVSHMEM heap without NVSHMEM: what the ``nvshmem`` transport asks of it, on the host memory of ``cuda.py``.
 
 Ranks pose as hosts. The heap reaches all of them behind the transport's back; the transport itself is given addresses
 of its own host's ranks only, and has to get, put and signal for the others. What this cannot show: that NVSHMEM, its
