@@ -9,8 +9,8 @@ gives its stream only those.
 [Note: Nobody waits for a slot forever] For the same reason an acknowledgement may be stuck at an owner whose stream
 shares a queue with a kernel that waits for this very client to come to a collective. So a client waits for a slot for a
 moment only. Then it keeps its pushes in memory of its own until slots are free, at the end of its minibatch at the
-latest: by then it has come to every collective that others may wait in. When it keeps as much as all gradients together,
-it waits for that moment before each further push: an owner that is only slow sets the pace.
+latest: by then it has come to every collective that others may wait in. When it keeps as much as all gradients
+together, it waits for that moment before each further push: an owner that is only slow sets the pace.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +149,9 @@ class Workload:
 
 
 def _can_add_directly(rank: Rank) -> bool:
-    """Whether atomic additions reach all peers. Collective."""
+    """Whether atomic additions reach all peers, whatever was chosen by an earlier measurement. Collective."""
     unit = UnitSpec("probe", 64, torch.float32, (ParamSlice("weight", 64),))
-    config = RuntimeConfig.from_environment(transport=rank.setting.transport)
+    config = replace(RuntimeConfig.from_environment(transport=rank.setting.transport), transfer_table="")
     with Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device) as runtime:
         return not runtime.memory()["slots"]
 
