@@ -35,6 +35,7 @@ from odc.balance.grouping import (
 from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
+from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
     from odc.balance.data.stream import StreamLoader
+    from odc.balance.rearrange.exchange import Received, exchange
 
 __all__ = [
     "ActivationMemory",
@@ -58,6 +60,8 @@ __all__ = [
     "PlannedMinibatch",
     "Policy",
     "QuadraticCost",
+    "Rearrangement",
+    "Received",
     "Scenario",
     "ShardedState",
     "Simulation",
@@ -70,6 +74,7 @@ __all__ = [
     "count_loss_tokens",
     "even_lengths",
     "exact_partition",
+    "exchange",
     "fit_cost",
     "get_policy",
     "karmarkar_karp",
@@ -89,7 +94,9 @@ __all__ = [
 _NEED_TORCH = {
     "Minibatch": "odc.balance.data.loader",
     "MinibatchLoader": "odc.balance.data.loader",
+    "Received": "odc.balance.rearrange.exchange",
     "count_loss_tokens": "odc.balance.data.collate",
+    "exchange": "odc.balance.rearrange.exchange",
     "StreamLoader": "odc.balance.data.stream",
     "loss_scale": "odc.balance.data.loader",
     "stream": "odc.balance.data.from_torch",

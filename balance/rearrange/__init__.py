@@ -1,0 +1,1 @@
+"""Move items between ranks: who gets which, on which node, and the moving itself."""

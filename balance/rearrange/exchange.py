@@ -1,0 +1,358 @@
+"""Move tensors between ranks by all-to-all of the process group, with gradients. (Needs torch.)
+
+Source: OrchMLLM section 5.2.1. Only what moves is sent: a rank's part of an all-to-all is at most its own batch and the
+batch that it gets (equation 4), where an all-gather would carry all batches to all ranks (equation 3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.errors import AbortedError, PeerDiedError, ProtocolError, shorten
+
+_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MAX_DIMS = 6
+_META = 3 + _MAX_DIMS
+"""What is said of a tensor: dtype, whether it has a gradient, number of dimensions, and these."""
+_FORWARD, _BACKWARD = 1, 2
+_FRAME, _TEXT_BYTES = 8, 1024
+_ROLL_CALL_S, _LOOK_EVERY_S = 3.0, 0.05
+_GONE = ("closed by peer", "reset by peer", "timed out", "broken pipe", "refused")
+T = TypeVar("T")
+
+
+def exchange(
+    tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, group: dist.ProcessGroup | None = None
+) -> Received:
+    """Give away this rank's tensors and get those that the rearrangement has for it. Collective, as its backward is.
+
+    Every rank calls it, with its own tensors and the same rearrangement, also one that has or gets nothing. Tensors
+    travel as they are, in whatever shape (a first dimension of 0, too) and dtype; those that stay do not go through the
+    process group. What they are is told by their sender, so shapes may differ from item to item.
+
+    Args:
+        tensors: one for each item of ``rearrangement.source[rank]``, in that order; at most 6 dimensions, all on one
+            device, that of the group.
+        rearrangement: from where to where; the ranks are those of the group.
+        group: default: all of ``torch.distributed``.
+
+    Returns:
+        One tensor for each item of ``rearrangement.target[rank]``, in that order. They are part of the graph:
+        see :class:`Received` for how gradients go back.
+
+    Raises:
+        ValueError: on all ranks, before anything is sent: a rank's tensors do not fit the rearrangement, or ranks have
+            different rearrangements; the first difference is named.
+        ProtocolError: another rank is at another exchange, or at the backward of one.
+        OdcError: a rank is gone.
+    """
+    return Received(_Meeting(group), list(tensors), rearrangement)
+
+
+class Received(Sequence[torch.Tensor]):
+    """The tensors that this rank got, in order. Made by :func:`exchange`.
+
+    The backward is collective, too: what every rank got must send its gradient home. Where a loss depends on what was
+    received, ``loss.backward()`` does that. A rank that got nothing, or whose loss depends on nothing of it, calls
+    :meth:`backward`, and so sends zeros. To run several microbatches on what was received, compute with
+    :attr:`leaves`, which collect gradients, and call :meth:`backward` after the last one. Calling it once more than
+    needed does nothing; that a rank has not come is told by name where it goes on to another exchange.
+    """
+
+    def __init__(self, meeting: _Meeting, tensors: list[torch.Tensor], rearrangement: Rearrangement) -> None:
+        self._journey = _Journey(meeting, tensors, rearrangement)
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        self._anchor, *self._tensors = _Exchange.apply(self._journey, anchor, *tensors)  # type: ignore[no-untyped-call]
+        self._leaves: list[torch.Tensor] | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        found: torch.Tensor | list[torch.Tensor] = self._tensors[index]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._tensors)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The same tensors as leaves of graphs of their own; their ``.grad`` is what :meth:`backward` sends home."""
+        if self._leaves is None:
+            self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self._tensors]
+        return self._leaves
+
+    def backward(self) -> None:
+        """Send the gradients of what was received home, and go on with the backward of what was given away. Collective.
+
+        Does nothing where a backward has come through what was received before, and where no rank gave anything away
+        that has a gradient.
+        """
+        if self._journey.has_returned or not self._journey.has_gradients:
+            return
+        pairs = [
+            (tensor, leaf.grad)
+            for tensor, leaf in zip(self._tensors, self._leaves or (), strict=False)
+            if tensor.requires_grad and leaf.grad is not None
+        ]
+        tensors, gradients = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
+        torch.autograd.backward([self._anchor, *tensors], [torch.zeros(()), *gradients])
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange as an operation of a graph. The anchor lets a rank take part that has no tensor with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.journey = journey
+        out = journey.go(tensors)
+        ctx.mark_non_differentiable(*[t for t, has in zip(out, journey.gets_gradients, strict=True) if not has])
+        return (torch.zeros(()), *out)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.journey.come_back(gradients))
+
+
+class _Journey:
+    """One exchange: forward, and at most once backward."""
+
+    def __init__(self, meeting: _Meeting, tensors: Sequence[torch.Tensor], rearrangement: Rearrangement) -> None:
+        self._meeting = meeting
+        self._route = rearrangement
+        self.has_returned = False
+        problem = _problem_of(tensors, rearrangement, meeting)
+        has = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        self.has_gradients = meeting.agree(rearrangement, problem, has)
+        """Whether any rank has given a tensor away that has a gradient."""
+        self.gets_gradients: list[bool] = []
+        self._sent_gradients = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
+        self._sent_like: list[tuple[torch.Size, torch.dtype]] = [(t.shape, t.dtype) for t in tensors]
+
+    def go(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows = [_describe(t, has) for t, has in zip(tensors, self._sent_gradients, strict=True)]
+        described = [torch.tensor(row, dtype=torch.int64, device=self._meeting.device) for row in rows]
+        meta = self._move(described, self._route, lambda item: ((_META,), torch.int64))
+        shapes = {}
+        for item, row in zip(self._route.target[self._meeting.rank].tolist(), meta, strict=True):
+            dtype, has, num_dims, *dims = row.tolist()
+            self.gets_gradients.append(bool(has))
+            shapes[item] = (tuple(dims[:num_dims]), _DTYPES[dtype])
+        return self._move([t.detach() for t in tensors], self._route, shapes.__getitem__)
+
+    def come_back(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        if self.has_returned:
+            raise ProtocolError(
+                "a second backward through one exchange: the gradients of what was received go home once. For several "
+                "microbatches compute with received.leaves, and call received.backward() after the last one"
+            )
+        self.has_returned = True
+        self._meeting.come_back(self._route)
+        rank = self._meeting.rank
+        # What has no gradient stays where it is, as nothing.
+        like = {
+            item: (tuple(shape) if has else (0,), dtype)
+            for item, (shape, dtype), has in zip(
+                self._route.source[rank].tolist(), self._sent_like, self._sent_gradients, strict=True
+            )
+        }
+        given = [g if has else g.new_empty(0) for g, has in zip(gradients, self.gets_gradients, strict=True)]
+        home = self._move(given, self._route.inverse(), like.__getitem__)
+        return [g if has else None for g, has in zip(home, self._sent_gradients, strict=True)]
+
+    def _move(
+        self,
+        tensors: Sequence[torch.Tensor],
+        route: Rearrangement,
+        shape_of: Callable[[int], tuple[tuple[int, ...], torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """This rank's items after ``route``; ``shape_of`` tells shape and dtype of those that come."""
+        meeting, rank = self._meeting, self._meeting.rank
+        mine = dict(zip(route.source[rank].tolist(), tensors, strict=True))
+        others = [r for r in range(route.num_ranks) if r != rank]
+        out_bytes: list[torch.Tensor] = []
+        sends, receives = [0] * route.num_ranks, [0] * route.num_ranks
+        for to in others:
+            parts = [mine[item].contiguous().reshape(-1).view(torch.uint8) for item in route.sends(rank, to)]
+            sends[to] = sum(part.numel() for part in parts)
+            out_bytes += parts
+        coming = {r: route.sends(r, rank) for r in others}
+        for r, items in coming.items():
+            receives[r] = sum(_num_bytes(*shape_of(item)) for item in items)
+        empty = torch.empty(0, dtype=torch.uint8, device=meeting.device)
+        came = meeting.all_to_all(torch.cat(out_bytes) if out_bytes else empty, sends, receives)
+        found: dict[int, torch.Tensor] = {}
+        offset = 0
+        for r in others:
+            for item in coming[r]:
+                shape, dtype = shape_of(item)
+                size = _num_bytes(shape, dtype)
+                # Memory of its own: neighbours of other dtypes would leave it at an odd address.
+                found[item] = came[offset : offset + size].clone().view(dtype).view(shape)
+                offset += size
+        return [found[item] if item in found else mine[item].clone() for item in route.target[rank].tolist()]
+
+
+class _Meeting:
+    """The ranks of a group, and what they say to each other before they exchange."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("exchange() needs ranks: call torch.distributed.init_process_group first")
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        backend = dist.get_backend(group)
+        on_cpu = "gloo" in backend or "cpu" in backend or "mpi" in backend
+        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def agree(self, rearrangement: Rearrangement, problem: ValueError | None, has_gradients: bool) -> bool:
+        """Whether any rank has gradients to come home; refused on all ranks where one has something else in mind.
+
+        Raises:
+            ValueError, ProtocolError: see :func:`exchange`.
+        """
+        rows = self._swap_frames(_FORWARD, rearrangement, problem is not None, has_gradients)
+        if any(row[2] for row in rows):
+            texts = self._swap_texts(str(problem) if problem is not None else "")
+            if problem is not None:
+                raise problem
+            rank = next(rank for rank, row in enumerate(rows) if row[2])
+            raise AbortedError(f"rank {rank} has refused an exchange: {texts[rank]}")
+        if len({tuple(row[4:]) for row in rows}) > 1:
+            raise ValueError(self._difference(rearrangement))
+        return any(row[3] for row in rows)
+
+    def come_back(self, rearrangement: Rearrangement) -> None:
+        """All ranks are at the backward of one exchange.
+
+        Raises:
+            ProtocolError: another one is somewhere else.
+        """
+        rows = self._swap_frames(_BACKWARD, rearrangement, False, False)
+        if len({tuple(row[4:]) for row in rows}) > 1:
+            raise ProtocolError(
+                "ranks go back through different exchanges: backwards must come in the same order on all of them"
+            )
+
+    def _swap_frames(self, kind: int, rearrangement: Rearrangement, is_bad: bool, has: bool) -> list[list[int]]:
+        digest = np.frombuffer(rearrangement.digest(), dtype="<i8").tolist()
+        frame = torch.tensor([kind, 0, is_bad, has, *digest], dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(frame) for _ in range(self.world_size)]
+        self._named(lambda: dist.all_gather(rows, frame, group=self.group))
+        table = [row.tolist() for row in rows]
+        for rank, row in enumerate(table):
+            if row[0] != kind:
+                late, ahead = (rank, self.rank) if row[0] == _BACKWARD else (self.rank, rank)
+                raise ProtocolError(
+                    f"rank {late} is at the backward of an exchange, while rank {ahead} begins another one: its loss "
+                    "did not depend on what it had received; call received.backward() on every rank after its last "
+                    "backward"
+                )
+        return table
+
+    def _swap_texts(self, text: str) -> list[str]:
+        data = shorten(text, _TEXT_BYTES // 4).encode()[:_TEXT_BYTES]
+        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self.device)
+        mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._named(lambda: dist.all_gather(rows, mine, group=self.group))
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def _difference(self, mine: Rearrangement) -> str:
+        """What two ranks differ in; they exchange all they have."""
+        lists = [[items.tolist() for items in end] for end in (mine.source, mine.target)]
+        data = torch.frombuffer(bytearray(json.dumps(lists).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        own_size = torch.tensor([data.numel()], device=self.device)
+        self._named(lambda: dist.all_gather(sizes, own_size, group=self.group))
+        most = max(int(size) for size in sizes)
+        padded = torch.zeros(most, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._named(lambda: dist.all_gather(rows, padded, group=self.group))
+        texts = [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        first, second = (Rearrangement.between(*json.loads(texts[rank])) for rank in (0, other))
+        return f"ranks 0 and {other} have different rearrangements: {first.difference(second)}"
+
+    def all_to_all(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        """Bytes to all ranks, back to back, and from all; (sum(receives),) uint8."""
+        out = torch.empty(sum(receives), dtype=torch.uint8, device=data.device)
+        self._named(lambda: dist.all_to_all_single(out, data, receives, sends, group=self.group))
+        return out
+
+    def _named(self, operation: Callable[[], T]) -> T:
+        """``operation``; where a connection breaks, the error says who is gone."""
+        try:
+            return operation()
+        except RuntimeError as error:
+            if not any(word in str(error).lower() for word in _GONE):
+                raise
+            raise PeerDiedError(f"{self._who_is_gone()} ({shorten(str(error))})") from error
+
+    def _who_is_gone(self) -> str:
+        """Every rank of a broken exchange gets an error, and says so in the store; who is gone does not."""
+        ranks = dist.get_process_group_ranks(self.group or dist.GroupMember.WORLD)
+        name, silent = f"odc/exchange/{hash(tuple(ranks))}", [r for r in range(self.world_size) if r != self.rank]
+        try:
+            store = _get_default_store()
+            store.set(f"{name}/{self.rank}", "alive")
+            until = time.monotonic() + _ROLL_CALL_S
+            while silent and time.monotonic() < until:
+                silent = [rank for rank in silent if not store.check([f"{name}/{rank}"])]
+                time.sleep(_LOOK_EVERY_S)
+        except (RuntimeError, ValueError):
+            return "a rank is gone in the middle of an exchange of items, and with it the store of the process group"
+        if not silent:
+            return "the connections between the ranks broke in the middle of an exchange of items; all ranks are alive"
+        numbers = " and ".join(str(ranks[rank]) for rank in silent)
+        return f"rank{'s' if len(silent) > 1 else ''} {numbers} gone in the middle of an exchange of items"
+
+
+def _problem_of(tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
+    """Why these tensors cannot be exchanged. Not raised here: the other ranks wait for this one's answer."""
+    if rearrangement.num_ranks != meeting.world_size:
+        return ValueError(
+            f"the rearrangement is one of {rearrangement.num_ranks} ranks, the group has {meeting.world_size}"
+        )
+    items = rearrangement.source[meeting.rank].tolist()
+    if len(tensors) != len(items):
+        return ValueError(
+            f"rank {meeting.rank} gives {len(tensors)} tensors for {len(items)} items: expected one for each item of "
+            "rearrangement.source"
+        )
+    for item, tensor in zip(items, tensors, strict=True):
+        where = f"item {item} of rank {meeting.rank}"
+        if tensor.dtype not in _DTYPES:
+            return ValueError(f"{where} has dtype {tensor.dtype}: expected one of {', '.join(map(str, _DTYPES))}")
+        if tensor.dim() > _MAX_DIMS:
+            return ValueError(f"{where} has {tensor.dim()} dimensions: expected at most {_MAX_DIMS}")
+        if tensor.device.type != meeting.device.type:
+            return ValueError(f"{where} is on {tensor.device}: the group communicates on {meeting.device.type}")
+    return None
+
+
+def _describe(tensor: torch.Tensor, has_gradient: bool) -> list[int]:
+    padding = [0] * (_MAX_DIMS - tensor.dim())
+    return [_DTYPES.index(tensor.dtype), has_gradient, tensor.dim(), *tensor.shape, *padding]
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

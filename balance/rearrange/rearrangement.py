@@ -1,0 +1,182 @@
+"""Which rank has which items, and which rank shall have them: the rearrangement of OrchMLLM (section 5.1)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance.checks import MAX_PARTS, IntArray, as_integer
+from odc.errors import shown
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Rearrangement:
+    """From where each of ``num_items`` items comes, and where it goes; the same object on every rank.
+
+    Make one by :meth:`between`. Rearrangements compose (:meth:`then`), and each has an inverse, so that what goes to
+    one place and on from there to another can be moved at once (OrchMLLM section 6, rearrangement composition).
+    """
+
+    source: tuple[IntArray, ...]
+    """``source[rank]``: the items that the rank has, in the order in which it has them."""
+
+    target: tuple[IntArray, ...]
+    """``target[rank]``: the items that the rank shall have, in the order in which it wants them."""
+
+    @classmethod
+    def between(cls, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]) -> Rearrangement:
+        """From one distribution of items 0 .. n - 1 over the ranks to another.
+
+        Args:
+            source, target: item numbers per rank, in order; each number once in each of the two.
+
+        Raises:
+            ValueError: they are of different numbers of ranks, or one of them is no permutation of the items: the first
+                items that are missing, repeated or unknown are named.
+        """
+        if not len(source) or len(source) > MAX_PARTS:
+            raise ValueError(f"source has {len(source)} ranks: expected 1 to {MAX_PARTS}")
+        if len(source) != len(target):
+            raise ValueError(f"source has {len(source)} ranks, target {len(target)}: expected as many")
+        num_items = sum(map(len, source))
+        return cls(_checked(source, num_items, "source"), _checked(target, num_items, "target"))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.source)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items of all ranks."""
+        return sum(len(items) for items in self.source)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no item leaves its rank; the order within ranks may change."""
+        return bool((owners(self.source) == owners(self.target)).all())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rearrangement):
+            return NotImplemented
+        return self.num_ranks == other.num_ranks and all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in zip((*self.source, *self.target), (*other.source, *other.target), strict=True)
+        )
+
+    def inverse(self) -> Rearrangement:
+        """Back again."""
+        return Rearrangement(self.target, self.source)
+
+    def then(self, other: Rearrangement) -> Rearrangement:
+        """This one and then ``other``, in one go.
+
+        Raises:
+            ValueError: ``other`` does not begin where this one ends; the first rank at which they differ is named.
+        """
+        if self.num_ranks != other.num_ranks:
+            raise ValueError(f"{other.num_ranks} ranks cannot follow {self.num_ranks}: expected as many")
+        for rank, (mine, theirs) in enumerate(zip(self.target, other.source, strict=True)):
+            if not np.array_equal(mine, theirs):
+                raise ValueError(
+                    f"the second rearrangement begins with items {_few(theirs)} on rank {rank}, where the first one "
+                    f"ends with {_few(mine)}: expected the same items in the same order"
+                )
+        return Rearrangement(self.source, other.target)
+
+    def volume(self, sizes: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """What goes from each rank to each, (num_ranks, num_ranks) float64: row i, column j from rank i to rank j.
+
+        On the diagonal is what stays.
+
+        Args:
+            sizes: of each item in any unit (rows, bytes), (num_items,).
+
+        Raises:
+            ValueError: not one number of at least 0 per item.
+        """
+        weights = np.asarray(sizes, dtype=np.float64)
+        if weights.shape != (self.num_items,):
+            raise ValueError(f"sizes has shape {weights.shape}: expected one number for each of {self.num_items} items")
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            bad = int(np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))[0])
+            raise ValueError(f"sizes[{bad}] is {weights[bad]}: expected a finite number of at least 0")
+        pairs = owners(self.source) * self.num_ranks + owners(self.target)
+        total = np.bincount(pairs, weights=weights, minlength=self.num_ranks**2)
+        return total.reshape(self.num_ranks, self.num_ranks).astype(np.float64, copy=False)
+
+    def sends(self, rank: int, to: int) -> list[int]:
+        """The items that go from ``rank`` to ``to``, in the order in which ``to`` wants them."""
+        mine = set(self.source[rank].tolist())
+        return [item for item in self.target[to].tolist() if item in mine]
+
+    def digest(self) -> bytes:
+        """32 bytes that are the same on two ranks exactly if their rearrangements are."""
+        found = hashlib.sha256(np.array([self.num_ranks, self.num_items], dtype="<i8").tobytes())
+        for items in (*self.source, *self.target):
+            found.update(np.array([items.size, *items], dtype="<i8").tobytes())
+        return found.digest()
+
+    def difference(self, other: Rearrangement) -> str:
+        """The first difference of two rearrangements, for messages: what this one says, and what the other."""
+        if self.num_ranks != other.num_ranks or self.num_items != other.num_items:
+            return (
+                f"{self.num_items} items on {self.num_ranks} ranks against "
+                f"{other.num_items} items on {other.num_ranks} ranks"
+            )
+        for name, mine, theirs in (("from", self.source, other.source), ("to", self.target, other.target)):
+            changed = np.flatnonzero(owners(mine) != owners(theirs))
+            if changed.size:
+                item = int(changed[0])
+                ranks = f"rank {owners(mine)[item]} against rank {owners(theirs)[item]}"
+                return f"item {item} goes {name} {ranks}"
+            for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if not np.array_equal(a, b):
+                    end = "source" if name == "from" else "target"
+                    return f"{end}[{rank}] is {_few(a)} against {_few(b)}"
+        return "none"
+
+
+def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple[IntArray, ...]:
+    found = tuple(_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks))
+    together = np.concatenate(found)
+    counts = np.bincount(together[together < num_items], minlength=num_items)
+    unknown = together[together >= num_items]
+    missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
+    if unknown.size or missing.size or repeated.size:
+        raise ValueError(
+            f"{name} is no permutation: expected each of the items 0..{num_items - 1} once; missing: {_few(missing)}, "
+            f"repeated: {_few(repeated)}, unknown: {_few(unknown)}"
+        )
+    for items in found:
+        items.flags.writeable = False
+    return found
+
+
+def _as_items(items: Sequence[int], name: str) -> IntArray:
+    array = np.array(items, dtype=object if not len(items) else None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        bad = next((item for item in items if as_integer(item, 0) is None), items)
+        raise ValueError(f"{name} holds {shown(bad)}: expected item numbers, integers from 0 on")
+    if array.size and array.min() < 0:
+        raise ValueError(f"{name} holds {array.min()}: expected item numbers, integers from 0 on")
+    return array.astype(np.int64)
+
+
+def owners(ranks: Sequence[IntArray]) -> IntArray:
+    """The rank of each item, (num_items,)."""
+    found = np.zeros(sum(len(items) for items in ranks), dtype=np.int64)
+    for rank, items in enumerate(ranks):
+        found[items] = rank
+    return found
+
+
+def _few(items: IntArray) -> str:
+    some = ", ".join(map(str, items[:_SHOWN].tolist()))
+    return f"[{some}{', ...' if items.size > _SHOWN else ''}]"
