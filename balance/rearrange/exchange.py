@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.rearrange.rearrangement import Rearrangement
-from odc.errors import AbortedError, PeerDiedError, ProtocolError, shorten
+from odc.errors import AbortedError, PeerDiedError, ProtocolError, shorten, shown
 
-_DTYPES = (
+DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
@@ -59,7 +59,7 @@ def exchange(
         ProtocolError: another rank is at another exchange, or at the backward of one.
         OdcError: a rank is gone.
     """
-    return Received(_Meeting(group), list(tensors), rearrangement)
+    return Received.of_group(group, list(tensors), rearrangement)
 
 
 class Received(Sequence[torch.Tensor]):
@@ -72,11 +72,22 @@ class Received(Sequence[torch.Tensor]):
     needed does nothing; that a rank has not come is told by name where it goes on to another exchange.
     """
 
-    def __init__(self, meeting: _Meeting, tensors: list[torch.Tensor], rearrangement: Rearrangement) -> None:
-        self._journey = _Journey(meeting, tensors, rearrangement)
+    def __init__(self, journey: _Journey, tensors: Sequence[torch.Tensor]) -> None:
+        self._journey = journey
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        self._anchor, *self._tensors = _Exchange.apply(self._journey, anchor, *tensors)  # type: ignore[no-untyped-call]
+        self._anchor, *self._tensors = _Exchange.apply(journey, anchor, *tensors)  # type: ignore[no-untyped-call]
         self._leaves: list[torch.Tensor] | None = None
+
+    @classmethod
+    def of_group(
+        cls,
+        group: dist.ProcessGroup | None,
+        tensors: Sequence[torch.Tensor],
+        rearrangement: Rearrangement,
+        problem: ValueError | None = None,
+    ) -> Received:
+        """:func:`exchange`; or its refusal on all ranks, because of a ``problem`` that this one has."""
+        return cls(_Journey(_Meeting(group), tensors, rearrangement, problem), tensors)
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...
@@ -134,11 +145,17 @@ class _Exchange(torch.autograd.Function):
 class _Journey:
     """One exchange: forward, and at most once backward."""
 
-    def __init__(self, meeting: _Meeting, tensors: Sequence[torch.Tensor], rearrangement: Rearrangement) -> None:
+    def __init__(
+        self,
+        meeting: _Meeting,
+        tensors: Sequence[torch.Tensor],
+        rearrangement: Rearrangement,
+        problem: ValueError | None = None,
+    ) -> None:
         self._meeting = meeting
         self._route = rearrangement
         self.has_returned = False
-        problem = _problem_of(tensors, rearrangement, meeting)
+        problem = problem or _problem_of(tensors, rearrangement, meeting)
         has = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         self.has_gradients = meeting.agree(rearrangement, problem, has)
         """Whether any rank has given a tensor away that has a gradient."""
@@ -154,7 +171,7 @@ class _Journey:
         for item, row in zip(self._route.target[self._meeting.rank].tolist(), meta, strict=True):
             dtype, has, num_dims, *dims = row.tolist()
             self.gets_gradients.append(bool(has))
-            shapes[item] = (tuple(dims[:num_dims]), _DTYPES[dtype])
+            shapes[item] = (tuple(dims[:num_dims]), DTYPES[dtype])
         return self._move([t.detach() for t in tensors], self._route, shapes.__getitem__)
 
     def come_back(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -326,7 +343,7 @@ class _Meeting:
         return f"rank{'s' if len(silent) > 1 else ''} {numbers} gone in the middle of an exchange of items"
 
 
-def _problem_of(tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
+def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
     """Why these tensors cannot be exchanged. Not raised here: the other ranks wait for this one's answer."""
     if rearrangement.num_ranks != meeting.world_size:
         return ValueError(
@@ -340,8 +357,10 @@ def _problem_of(tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, m
         )
     for item, tensor in zip(items, tensors, strict=True):
         where = f"item {item} of rank {meeting.rank}"
-        if tensor.dtype not in _DTYPES:
-            return ValueError(f"{where} has dtype {tensor.dtype}: expected one of {', '.join(map(str, _DTYPES))}")
+        if not isinstance(tensor, torch.Tensor):
+            return ValueError(f"{where} is {shown(tensor)}: expected a tensor")
+        if tensor.dtype not in DTYPES:
+            return ValueError(f"{where} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
         if tensor.dim() > _MAX_DIMS:
             return ValueError(f"{where} has {tensor.dim()} dimensions: expected at most {_MAX_DIMS}")
         if tensor.device.type != meeting.device.type:
@@ -351,7 +370,7 @@ def _problem_of(tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, m
 
 def _describe(tensor: torch.Tensor, has_gradient: bool) -> list[int]:
     padding = [0] * (_MAX_DIMS - tensor.dim())
-    return [_DTYPES.index(tensor.dtype), has_gradient, tensor.dim(), *tensor.shape, *padding]
+    return [DTYPES.index(tensor.dtype), has_gradient, tensor.dim(), *tensor.shape, *padding]
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

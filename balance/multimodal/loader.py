@@ -1,0 +1,284 @@
+"""Feed an orchestrator from a loader: measure, tell the other ranks, plan, all of it one minibatch ahead. (Needs torch.)
+
+Source: OrchMLLM section 6, computation overhead overlapping: lengths are known as soon as a minibatch is drawn, so
+the plans are made beside the training on the minibatch before, and cost it nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from typing import Any, Generic, Protocol
+
+import numpy as np
+import torch.distributed as dist
+
+from odc.balance.checks import FloatArray, as_count
+from odc.balance.data.exchange import VectorExchange, ranks_that_share
+from odc.balance.data.iteration import Iterations
+from odc.balance.data.loader import Minibatch
+from odc.balance.data.microbatches import SampleT
+from odc.balance.data.reader import name_samples
+from odc.balance.multimodal.lengths import MinibatchLengths, RankLengths
+from odc.balance.multimodal.orchestrator import MinibatchSchedule, Orchestrator
+from odc.balance.multimodal.payload import SampleParts, check_parts, count_bytes, named
+from odc.balance.multimodal.run import MultimodalMinibatch
+from odc.errors import shown
+
+_LOOK_EVERY_S = 0.1
+_LONGEST_END_S = 2.0
+
+
+class Feed(Protocol[SampleT]):
+    """A loader of lists of samples: a MinibatchLoader or a StreamLoader whose ``collate`` is ``list``."""
+
+    def __iter__(self) -> Iterator[Minibatch[list[SampleT]]]: ...
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """One minibatch, with the state of the loader behind it; or how the iteration has ended."""
+
+    minibatch: MultimodalMinibatch | None
+    state: Any
+    planning_s: float = 0.0
+    error: BaseException | None = None
+
+
+class MultimodalLoader(Generic[SampleT]):
+    """Iterates over minibatches of several modalities: those of a loader, with a schedule of all phases.
+
+    A thread draws the next minibatch of the loader while this one is trained on, takes its samples apart, all-gathers
+    their lengths, and plans. Ranks that plan differently, although they have the same lengths, are refused on all of
+    them. There is one iteration at a time.
+
+    Args:
+        loader: a :class:`~odc.balance.MinibatchLoader` or a :class:`~odc.balance.StreamLoader` whose ``collate`` is
+            ``list``. Its lengths are those of whole interleaved sequences.
+        split: takes a sample apart; called in the thread, for the samples of this rank.
+        orchestrator: the same on all ranks.
+        rank: of this process, among those that share the data.
+        group: their process group; default: all of ``torch.distributed``. It is not communicated in.
+        exchange_timeout_s: most seconds to wait for the other ranks.
+        prefetch: minibatches that are ready in advance, at least 1.
+
+    Raises:
+        ValueError: ``rank`` is none of the orchestrator's. While iterating: a sample has no length for an item, or is
+            of a modality that the orchestrator does not know; ranks have different orchestrators or plans.
+        OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
+    """
+
+    def __init__(
+        self,
+        loader: Feed[SampleT],
+        split: Callable[[SampleT], SampleParts],
+        orchestrator: Orchestrator,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        exchange_timeout_s: float = 600.0,
+        prefetch: int = 1,
+    ) -> None:
+        self.loader = loader
+        self.orchestrator = orchestrator
+        self.rank = as_count(rank, "rank", minimum=0)
+        if self.rank >= orchestrator.num_ranks:
+            raise ValueError(f"rank={rank}: expected less than the orchestrator's num_ranks={orchestrator.num_ranks}")
+        if not callable(split):
+            raise TypeError(f"split={shown(split)}: expected a function that takes a sample apart")
+        self._split = split
+        self._prefetch = as_count(prefetch, "prefetch")
+        self._group = group
+        self._timeout_s = exchange_timeout_s
+        self._exchange: VectorExchange | None = None
+        self._iterations = Iterations()
+        self._state: Any = loader.state_dict()
+        self.planning_s: list[float] = []
+        """What planning took for each minibatch handed out, lengths exchanged: beside the training, not in it."""
+
+    def __iter__(self) -> Iterator[MultimodalMinibatch]:
+        self._state = self.loader.state_dict()
+        return self._iterate()
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch. Call it before each, on every rank; see the loader's."""
+        self._iterations.begin()
+        self.loader.set_epoch(epoch)
+        self._state = self.loader.state_dict()
+
+    def state_dict(self) -> Any:
+        """Where the loader is: a minibatch counts as done once it was handed out here."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken."""
+        self._iterations.begin()
+        self.loader.load_state_dict(state)
+        self._state = self.loader.state_dict()
+
+    def close(self) -> None:
+        """End the iteration and the connections to other ranks. Call it on every rank."""
+        self._iterations.begin()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _iterate(self) -> Iterator[MultimodalMinibatch]:
+        number = self._iterations.begin()
+        exchange = self._own_exchange()
+        begun = 0 if exchange is None else exchange.begin(self.orchestrator.identity(), {})
+        ready: Queue[_Ready] = Queue(self._prefetch)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._prepare, args=(iter(self.loader), exchange, ready, stop), name="odc-multimodal", daemon=True
+        )
+        thread.start()
+        num_done, is_over = 0, False
+        try:
+            while True:
+                found = _take(ready, thread)
+                if found.error is not None:
+                    is_over = True
+                    raise found.error
+                self._state = found.state
+                if found.minibatch is None:
+                    is_over = True
+                    return
+                self.planning_s.append(found.planning_s)
+                num_done += 1
+                yield found.minibatch
+                self._iterations.check(number, num_done)
+        finally:
+            stop.set()
+            if exchange is not None and not is_over:
+                exchange.tell_left(begun, num_done)
+            thread.join(_LONGEST_END_S)  # one that waits for a rank which does not come is left
+
+    def _own_exchange(self) -> VectorExchange | None:
+        world_size = self.orchestrator.num_ranks
+        if world_size == 1:
+            return None
+        if self._exchange is None:
+            self._exchange = VectorExchange(ranks_that_share(self._group, self.rank, world_size), self._timeout_s)
+        return self._exchange
+
+    # In the thread.
+
+    def _prepare(
+        self,
+        minibatches: Iterator[Minibatch[list[SampleT]]],
+        exchange: VectorExchange | None,
+        ready: Queue[_Ready],
+        stop: threading.Event,
+    ) -> None:
+        try:
+            while not stop.is_set():
+                drawn = next(minibatches, None)
+                state = self.loader.state_dict()
+                if drawn is None:
+                    self._end_together(exchange)
+                    _put(ready, _Ready(None, state), stop)
+                    return
+                started = time.monotonic()
+                minibatch = self._planned(drawn, exchange)
+                _put(ready, _Ready(minibatch, state, time.monotonic() - started), stop)
+        except BaseException as error:  # raised where minibatches are asked for
+            if exchange is not None and not exchange.has_failed:
+                exchange.tell_failure(error)
+            _put(ready, _Ready(None, None, error=error), stop)
+        finally:
+            close = getattr(minibatches, "close", None)
+            if close is not None:
+                close()
+
+    def _planned(self, drawn: Minibatch[list[SampleT]], exchange: VectorExchange | None) -> MultimodalMinibatch:
+        parts = [[self._take_apart(sample) for sample in microbatch] for microbatch in drawn.microbatches]
+        flat = [part for microbatch in parts for part in microbatch]
+        modalities = self.orchestrator.modalities
+        # Bytes are what would be moved; those of samples that stay on their rank are nobody's business.
+        moves = self.orchestrator.num_ranks > 1
+        num_bytes = [count_bytes(named(part.text)) if moves else 0 for part in flat]
+        item_bytes = {
+            name: [count_bytes(item) if moves else 0 for part in flat for item in part.items.get(name, ())]
+            for name in modalities
+        }
+        lengths = [[part.lengths for part in microbatch] for microbatch in parts]
+        mine = RankLengths.of_samples(lengths, modalities, num_bytes, item_bytes)
+        rows = [mine] if exchange is None else self._gathered(mine, exchange)
+        schedule = self.orchestrator.plan(MinibatchLengths.of_ranks(rows, modalities))
+        if exchange is not None:
+            self._require_same(schedule, exchange)
+        return MultimodalMinibatch(
+            schedule, self.rank, flat, drawn.loss_scale, drawn.num_loss_tokens, drawn.num_samples
+        )
+
+    def _take_apart(self, sample: SampleT) -> SampleParts:
+        try:
+            parts = self._split(sample)
+            check_parts(parts, "a sample")
+        except Exception as error:
+            name_samples(error, f"when a sample of rank {self.rank} was taken apart: {shown(sample)}")
+            raise
+        return parts
+
+    def _gathered(self, mine: RankLengths, exchange: VectorExchange) -> list[RankLengths]:
+        """What all ranks have."""
+        vector = mine.as_vector()
+        sizes = exchange.gather(np.array([vector.size], dtype=np.float64))[:, 0]
+        if not sizes.all():
+            raise RuntimeError("a rank has no further minibatch, and others have: their loaders must be the same")
+        padded: FloatArray = np.zeros(int(sizes.max()))
+        padded[: vector.size] = vector
+        return [RankLengths.of_vector(row, self.orchestrator.modalities) for row in exchange.gather(padded)]
+
+    @staticmethod
+    def _end_together(exchange: VectorExchange | None) -> None:
+        """All ranks have come to the end of their loaders at the same minibatch."""
+        if exchange is not None and exchange.gather(np.zeros(1)).any():
+            raise RuntimeError("this rank has no further minibatch, and others have: their loaders must be the same")
+
+    def _require_same(self, schedule: MinibatchSchedule, exchange: VectorExchange) -> None:
+        """Plans come from the same lengths by the same rules; if they differ all the same, no rank goes on.
+
+        Raises:
+            ValueError: on all ranks, naming two ranks and the first difference of their plans.
+        """
+        marks = exchange.gather(np.array([schedule.fingerprint()], dtype=np.float64))[:, 0]
+        if (marks == marks[0]).all():
+            return
+        table = exchange.gather(schedule.as_vector().astype(np.float64))
+        other = int(np.flatnonzero(marks != marks[self.rank])[0])
+        raise ValueError(
+            f"ranks {self.rank} and {other} have planned a minibatch differently: "
+            f"{schedule.difference(table[other].astype(np.int64))}"
+        )
+
+
+def _take(ready: Queue[_Ready], thread: threading.Thread) -> _Ready:
+    while True:
+        try:
+            return ready.get(timeout=_LOOK_EVERY_S)
+        except Empty:
+            if not thread.is_alive() and ready.empty():
+                raise RuntimeError("the thread that prepares minibatches has ended without a word") from None
+
+
+def _put(ready: Queue[_Ready], what: _Ready, stop: threading.Event) -> None:
+    while not stop.is_set():
+        try:
+            ready.put(what, timeout=_LOOK_EVERY_S)
+            return
+        except Full:
+            continue

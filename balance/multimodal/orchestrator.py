@@ -1,0 +1,302 @@
+"""Plan a minibatch of several modalities: a distribution over the ranks for each phase, and what moves between them.
+
+Source: OrchMLLM section 6. Every phase (an encoder, the language model) has a plan of its own; what an encoder makes
+goes from where it was made to where its sample's sequence is, in one step (rearrangement composition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit, fingerprint
+from odc.balance.costs import QuadraticCost, evaluate
+from odc.balance.layout import microbatch_tokens
+from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
+from odc.balance.partition import karmarkar_karp
+from odc.balance.partition.differencing import Parts
+from odc.balance.plan import Comm, Plan
+from odc.balance.policies import Policy, get_policy
+from odc.balance.policies.base import costliest_first, renumber
+from odc.balance.policies.packing import pack
+from odc.balance.rearrange.nodes import place_on_nodes
+from odc.balance.rearrange.post_balance import post_balance
+from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.errors import shown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class MinibatchSchedule:
+    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank."""
+
+    lengths: MinibatchLengths
+    """What it was made of."""
+
+    language: Plan
+    """Of samples: microbatches of the language model."""
+
+    encoders: Mapping[str, Plan]
+    """Of items: microbatches of each encoder."""
+
+    samples: Rearrangement
+    """Of samples, without their items: from who has read them to who runs the language model on them."""
+
+    inputs: Mapping[str, Rearrangement]
+    """Of the items of each modality: from who has read them to who encodes them."""
+
+    outputs: Mapping[str, Rearrangement]
+    """Of encoders' outputs: from who has made them to who runs the language model on their sample, in the order of
+    that one's microbatches. Gradients go the same way back."""
+
+    frozen: Mapping[str, bool]
+    """Which encoders are not trained."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.language.world_size
+
+    def items_of(self, modality: str, rank: int, microbatch: int) -> list[int]:
+        """The items of ``modality`` that a microbatch of the language model on ``rank`` needs, in order."""
+        return self.lengths.items[modality].of_samples(self.language.microbatches[rank][microbatch])
+
+    def as_vector(self) -> IntArray:
+        """All decisions as numbers: two schedules are the same exactly if these are."""
+        parts: list[IntArray] = []
+        for plan in (self.language, *self.encoders.values()):
+            ranks, places = _places(plan)
+            parts += [ranks, places]
+        return np.concatenate(parts)
+
+    def fingerprint(self) -> int:
+        """48 bits that differ where decisions do."""
+        return fingerprint(self.as_vector().tobytes())
+
+    def difference(self, other: IntArray) -> str:
+        """The first decision in which this schedule differs from that of another rank, given :meth:`as_vector`."""
+        at = 0
+        for name, plan in (("language model", self.language), *self.encoders.items()):
+            ranks, places = _places(plan)
+            theirs = other[at : at + ranks.size]
+            at += ranks.size + places.size
+            if theirs.size != ranks.size:
+                break
+            if (changed := np.flatnonzero(theirs != ranks)).size:
+                number = int(changed[0])
+                what = f"sample {number}" if plan is self.language else self.lengths.name(name, number)
+                return f"phase {name!r}: {what} goes to rank {ranks[number]} here, to rank {theirs[number]} there"
+        return "their microbatches are not the same"
+
+
+def _places(plan: Plan) -> tuple[IntArray, IntArray]:
+    """The rank of each item of a plan, and its microbatch there."""
+    ranks, microbatches = np.zeros((2, plan.num_samples), dtype=np.int64)
+    for rank, mine in enumerate(plan.microbatches):
+        for number, microbatch in enumerate(mine):
+            ranks[microbatch], microbatches[microbatch] = rank, number
+    return ranks, microbatches
+
+
+class Orchestrator:
+    """Plans the phases of minibatches of several modalities. Stateless and deterministic: every rank computes the same.
+
+    Args:
+        encoders: one phase per modality; no encoders at all are allowed.
+        language: the phase in which all modalities meet.
+        num_ranks: how many ranks share a minibatch.
+        policy: which samples the language model of each rank gets, and in which microbatches: a policy of
+            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. None: those that its loader has, in
+            the loader's microbatches (a :class:`~odc.balance.MinibatchLoader` has balanced them already).
+        balance_encoders: each encoder's items are shared out anew, so that its cost is the same on all ranks
+            (post-balancing). False: items are encoded where their sample's sequence is, as in pre-balancing.
+        ranks_per_node: where nodes have several ranks, batches are given to the ranks in such a way that little moves
+            between nodes (algorithm 3). None: all ranks are on one node, and what counts is what stays on its rank.
+        comm: "odc": ranks may have different numbers of microbatches in every phase. "collective": ranks with fewer
+            get empty ones, so that all have as many, as FSDP's collectives need.
+
+    Raises:
+        ValueError: names that are not distinct, a number out of range, or a policy without a limit.
+    """
+
+    def __init__(
+        self,
+        encoders: Sequence[Phase],
+        language: Phase,
+        num_ranks: int,
+        *,
+        policy: str | Policy | None = None,
+        balance_encoders: bool = True,
+        ranks_per_node: int | None = None,
+        comm: Comm = "odc",
+    ) -> None:
+        self.encoders = {phase.name: phase for phase in encoders}
+        self.language = language
+        self.num_ranks = as_count(num_ranks, "num_ranks")
+        names = [phase.name for phase in (*encoders, language)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"phases are called {', '.join(map(repr, names))}: expected names that are all different")
+        for phase in encoders:
+            if phase.layout != "packed" and not isinstance(phase.cost, QuadraticCost):
+                raise ValueError(
+                    f"phase {phase.name!r} has layout {phase.layout!r} and cost {shown(phase.cost)}: expected a "
+                    "QuadraticCost, whose parts padding affects in a known way"
+                )
+        if language.layout != "packed":
+            raise ValueError(f"phase {language.name!r} has layout {language.layout!r}: expected 'packed'")
+        self.policy = get_policy(policy) if isinstance(policy, str) else policy
+        if self.policy is not None and language.max_tokens is None:
+            raise ValueError(f"policy {self.policy.name!r} needs max_tokens of phase {language.name!r}")
+        self.balance_encoders = balance_encoders
+        self.ranks_per_node = ranks_per_node
+        if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
+            raise ValueError(f"{num_ranks} ranks on nodes of ranks_per_node={ranks_per_node}: expected full nodes")
+        self.comm: Comm = as_one_of(comm, "comm", ("odc", "collective"))
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the encoders."""
+        return tuple(self.encoders)
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        return {
+            "encoders": repr([(phase, repr(phase.cost)) for phase in self.encoders.values()]),
+            "language": repr(self.language),
+            "policy": "" if self.policy is None else self.policy.name,
+            "options": repr((self.num_ranks, self.balance_encoders, self.ranks_per_node, self.comm)),
+        }
+
+    def plan(self, lengths: MinibatchLengths | Sequence[Sequence[SampleLengths]]) -> MinibatchSchedule:
+        """Plan one minibatch.
+
+        Args:
+            lengths: of the samples that each rank has read.
+
+        Raises:
+            ValueError: there are other ranks than ``num_ranks``, or an item or a sample exceeds its phase's
+                ``max_tokens``; the phase and the sample are named.
+        """
+        if not isinstance(lengths, MinibatchLengths):
+            lengths = MinibatchLengths.of_samples(lengths, self.modalities)
+        if lengths.num_ranks != self.num_ranks:
+            raise ValueError(f"lengths of {lengths.num_ranks} ranks: expected num_ranks={self.num_ranks}")
+        has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
+        language = self._plan_language(lengths, has)
+        wants = [[sample for microbatch in mine for sample in microbatch] for mine in language.microbatches]
+        encoders, inputs, outputs = {}, {}, {}
+        for name, phase in self.encoders.items():
+            items = lengths.items[name]
+            has_items = [items.of_samples(samples) for samples in has]
+            wants_items = [items.of_samples(samples) for samples in wants]
+            encoders[name] = plan = self._plan_encoder(phase, lengths, has_items, wants_items)
+            makes = [[item for microbatch in mine for item in microbatch] for mine in plan.microbatches]
+            inputs[name] = Rearrangement.between(has_items, makes)
+            outputs[name] = inputs[name].inverse().then(Rearrangement.between(has_items, wants_items))
+        samples = Rearrangement.between(has, wants)
+        frozen = {name: phase.frozen for name, phase in self.encoders.items()}
+        return MinibatchSchedule(lengths, language, encoders, samples, inputs, outputs, frozen)
+
+    def _plan_language(self, lengths: MinibatchLengths, has: list[list[int]]) -> Plan:
+        phase = self.language
+        costs = evaluate(phase.cost, lengths.language)
+        if self.policy is None:
+            mine = lengths.microbatches
+            limit = phase.max_tokens
+            if limit is None:
+                limit = max((int(lengths.language[m].sum()) for rank in mine for m in rank if m), default=1)
+            plan = Plan(self._filled(mine), lengths.language, costs, limit, "as loaded")
+        else:
+            assert phase.max_tokens is not None
+            balanced = self.policy.plan(
+                lengths.language, world_size=self.num_ranks, max_tokens=phase.max_tokens, cost=phase.cost
+            )
+            mine = self._at_home(balanced.microbatches, has, lengths.language)
+            plan = Plan(self._filled(mine), lengths.language, costs, phase.max_tokens, balanced.policy)
+        return plan
+
+    def _at_home(self, batches: list[Parts], has: list[list[int]], sizes: IntArray) -> list[Parts]:
+        """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
+        makes = [[sample for microbatch in batch for sample in microbatch] for batch in batches]
+        volume = Rearrangement.between(has, makes).volume(sizes)
+        return _permuted(batches, place_on_nodes(volume, self.ranks_per_node or self.num_ranks))
+
+    def _plan_encoder(
+        self, phase: Phase, lengths: MinibatchLengths, has: list[list[int]], wants: list[list[int]]
+    ) -> Plan:
+        items = lengths.items[phase.name]
+        self._check_fit(phase, lengths)
+        costs = evaluate(phase.cost, items.encoder)
+        batches = wants
+        if self.balance_encoders:
+            batches = self._balanced(phase, items, has, wants)
+        microbatches = self._filled([_cut(phase, items.encoder, costs, batch) for batch in batches])
+        peak = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
+        limit = phase.max_tokens or peak
+        attention = None
+        if phase.layout == "padded-attention":
+            assert isinstance(phase.cost, QuadraticCost)
+            attention = phase.cost.a * np.square(items.encoder, dtype=np.float64)
+        name = "post-balancing" if self.balance_encoders else "as the language model"
+        return Plan(microbatches, items.encoder, costs, limit, name, layout=phase.layout, attention_costs=attention)
+
+    def _balanced(self, phase: Phase, items: Items, has: list[list[int]], wants: list[list[int]]) -> list[list[int]]:
+        if isinstance(phase.cost, QuadraticCost):
+            batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
+        else:
+            batches = karmarkar_karp(evaluate(phase.cost, items.encoder), self.num_ranks)
+        # Inputs come from where samples were read, and outputs go to where sequences are: both are moves.
+        into = Rearrangement.between(has, batches).volume(items.num_bytes if items.num_bytes.any() else items.encoder)
+        out = Rearrangement.between(wants, batches).volume(items.output)
+        weight = into.sum() / out.sum() if out.any() and not items.num_bytes.any() else 1.0
+        return _permuted(batches, place_on_nodes(into + weight * out, self.ranks_per_node or self.num_ranks))
+
+    def _filled(self, microbatches: list[Parts]) -> list[Parts]:
+        """Under collectives all ranks have as many microbatches: those with fewer get empty ones."""
+        if self.comm == "odc":
+            return microbatches
+        most = max(map(len, microbatches))
+        return [[*mine, *([] for _ in range(most - len(mine)))] for mine in microbatches]
+
+    @staticmethod
+    def _check_fit(phase: Phase, lengths: MinibatchLengths) -> None:
+        items = lengths.items[phase.name]
+        if phase.max_tokens is None:
+            return
+        try:
+            check_fit(items.encoder, phase.max_tokens)
+        except ValueError as error:
+            worst = int(np.argmax(items.encoder))
+            raise ValueError(f"phase {phase.name!r}, {lengths.name(phase.name, worst)}: {error}") from None
+
+
+def _cut(phase: Phase, lengths: IntArray, costs: FloatArray, batch: Sequence[int]) -> Parts:
+    """One rank's items of an encoder in microbatches that keep its limit."""
+    if phase.max_tokens is None or not len(batch):
+        return [list(batch)] if len(batch) else []
+    items = np.array(batch, dtype=np.int64)
+    if phase.layout == "packed":
+        return costliest_first(renumber(pack(lengths[items], costs[items], phase.max_tokens), items), costs)
+    # Neighbours in length go together, so that little is padding.
+    parts: Parts = []
+    total = 0
+    for item in items[np.argsort(-lengths[items], kind="stable")].tolist():
+        longest = int(lengths[parts[-1][0]]) if parts else 0
+        total = longest * (len(parts[-1]) + 1) if parts and phase.layout == "padded" else total + int(lengths[item])
+        if not parts or total > phase.max_tokens:
+            parts.append([])
+            total = int(lengths[item])
+        parts[-1].append(item)
+    return parts
+
+
+def _permuted(batches: Sequence[T], ranks: Sequence[int]) -> list[T]:
+    """Batch i at place ``ranks[i]``."""
+    found = list(batches)
+    for batch, rank in zip(batches, ranks, strict=True):
+        found[rank] = batch
+    return found

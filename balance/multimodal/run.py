@@ -1,0 +1,275 @@
+"""Run a minibatch of several modalities, forward and backward, as its schedule says. (Needs torch.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from odc.balance.multimodal.carriers import Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
+from odc.balance.multimodal.orchestrator import MinibatchSchedule
+from odc.balance.multimodal.payload import SampleParts, Tensors, from_bytes, from_named, named, to_bytes
+from odc.errors import shown
+
+Text = dict[str, torch.Tensor]
+Outputs = dict[str, list[torch.Tensor]]
+Span = Callable[[str, str], AbstractContextManager[object]]
+"""Given the kind and the name of what is done inside."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How to run one encoder."""
+
+    encode: Callable[[list[Tensors]], list[torch.Tensor]]
+    """The outputs of items, (rows of the item, width) each, in the same order."""
+
+    width: int
+    """Elements of a row of the outputs: the hidden size of the language model."""
+
+    dtype: torch.dtype = torch.float32
+    """Of the outputs, and of their gradients."""
+
+    dummy: Callable[[], Tensors] | None = None
+    """Makes an item for a microbatch that has none; needed where collectives take every rank through every microbatch
+    (``comm="collective"``). Its output is not used."""
+
+
+@dataclass(frozen=True, eq=False)
+class MultimodalMinibatch:
+    """What one rank gets for one minibatch; from a :class:`~odc.balance.MultimodalLoader`."""
+
+    schedule: MinibatchSchedule
+    rank: int
+    parts: list[SampleParts]
+    """The samples that this rank has read, ``schedule.samples.source[rank]``."""
+
+    loss_scale: float = 1.0
+    """Factor for summed losses, see :func:`odc.balance.loss_scale`."""
+
+    num_loss_tokens: int = 0
+    num_samples: int = 0
+
+
+@dataclass
+class _Encoded:
+    """The microbatches of one encoder on this rank: outputs with their graphs."""
+
+    items: list[list[int]] = field(default_factory=list)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+def no_span(kind: str, name: str) -> AbstractContextManager[object]:
+    """Records nothing."""
+    return nullcontext()
+
+
+def run_minibatch(
+    minibatch: MultimodalMinibatch,
+    encoders: Mapping[str, Encoder],
+    language: Callable[[list[Text], Outputs], torch.Tensor],
+    *,
+    mover: Mover | None = None,
+    span: Span = no_span,
+) -> list[torch.Tensor]:
+    """Forward and backward of everything that this rank computes in a minibatch. Collective, as its mover is.
+
+    Every encoder runs on its own batch of items; what it makes goes to the rank that has the sequence; the language
+    model's microbatches run there, each forward and backward, in its own number; the gradients of the outputs go back,
+    and through the encoders. One exchange per encoder and direction. Then gradients of parameters are where FSDP
+    leaves them, as after the last backward of any accumulation.
+
+    Args:
+        minibatch: of this rank.
+        encoders: for each phase of the orchestrator.
+        language: the loss of one microbatch, to be backpropagated as it is (summed, and scaled by
+            ``minibatch.loss_scale``). It gets the columns of its samples, and for each modality the outputs of all
+            items of these samples, in their order. Under ``comm="collective"`` it may get no samples, and must return a
+            loss of 0 that comes from the model.
+        mover: default: all-to-all of the default process group.
+        span: to record what this rank does when.
+
+    Returns:
+        The losses of this rank's microbatches, detached.
+
+    Raises:
+        ValueError: an encoder is missing, it returned another number of outputs than it had items, or outputs of other
+            shapes than planned; phase, item and sample are named.
+    """
+    runner = _Runner(minibatch, encoders, mover or InStep(), span)
+    try:
+        samples = runner.move_inputs()
+        runner.encode()
+        losses = runner.run_language(language, samples)
+        runner.go_back()
+    finally:
+        runner.close()
+    return losses
+
+
+class _Runner:
+    def __init__(
+        self, minibatch: MultimodalMinibatch, encoders: Mapping[str, Encoder], mover: Mover, span: Span
+    ) -> None:
+        schedule = minibatch.schedule
+        if missing := [name for name in schedule.encoders if name not in encoders]:
+            raise ValueError(f"no encoder for phase {missing[0]!r}: expected one for each of {list(schedule.encoders)}")
+        self._minibatch, self._schedule, self._rank = minibatch, schedule, minibatch.rank
+        self._encoders = {name: encoders[name] for name in schedule.encoders}
+        self._frozen = schedule.frozen
+        self._mover, self._span = mover, span
+        self._carriers: list[Carrier] = []
+        self._inputs: dict[str, Carrier | None] = {}
+        self._outputs: dict[str, Carrier] = {}
+        self._gradients: dict[str, Carrier] = {}
+        self._done: dict[str, _Encoded] = {}
+
+    def _carry(self, cargo: Any) -> Carrier:
+        carrier = self._mover.carry(cargo)
+        self._carriers.append(carrier)
+        return carrier
+
+    def close(self) -> None:
+        for carrier in self._carriers:
+            carrier.close()
+
+    def move_inputs(self) -> Carrier | None:
+        """Samples and items to where they are needed; None: samples stay where they were read."""
+        schedule, parts = self._schedule, self._minibatch.parts
+        texts = None
+        with self._span("move", "inputs"):
+            if not schedule.samples.is_at_rest:
+                texts = self._carry(whole_cargo("samples", schedule.samples, schedule.lengths.num_bytes))
+                if parts:
+                    texts.put(0, [to_bytes(named(part.text)) for part in parts])
+                texts.meet()
+            for name in self._encoders:
+                route = schedule.inputs[name]
+                self._inputs[name] = None
+                if not route.is_at_rest:
+                    cargo = whole_cargo(f"{name}/inputs", route, schedule.lengths.items[name].num_bytes)
+                    carrier = self._inputs[name] = self._carry(cargo)
+                    own = [item for part in parts for item in part.items.get(name, ())]
+                    if own:
+                        carrier.put(0, [to_bytes(item) for item in own])
+                    carrier.meet()
+        return texts
+
+    def _raw(self, name: str, items: Sequence[int]) -> list[Tensors]:
+        carrier = self._inputs[name]
+        if carrier is not None:
+            return [tuple(from_bytes(data)) for data in carrier.get(items)]
+        own = [item for part in self._minibatch.parts for item in part.items.get(name, ())]
+        place = {item: at for at, item in enumerate(self._schedule.inputs[name].source[self._rank].tolist())}
+        return [own[place[item]] for item in items]
+
+    def encode(self) -> None:
+        for name, encoder in self._encoders.items():
+            cargo = output_cargo(self._schedule, name, encoder.width, encoder.dtype)
+            carrier = self._outputs[name] = self._carry(cargo)
+            encoded = self._done[name] = _Encoded()
+            problem: ValueError | None = None
+            for number, items in enumerate(cargo.parts[self._rank]):
+                with self._span("encode", name):
+                    outputs = self._encode_one(name, encoder, items)
+                encoded.items.append(list(items))
+                encoded.outputs.append(outputs)
+                problem = problem or self._problem_of(name, encoder, items, outputs)
+                if problem is None:
+                    with self._span("move", f"{name} outputs"):
+                        carrier.put(number, [output.detach() for output in outputs[: len(items)]])
+            with self._span("move", f"{name} outputs"):
+                carrier.meet(problem)
+
+    def _encode_one(self, name: str, encoder: Encoder, items: Sequence[int]) -> list[torch.Tensor]:
+        raw = self._raw(name, items)
+        if not raw:
+            if encoder.dummy is None:
+                raise ValueError(
+                    f"phase {name!r}: rank {self._rank} has a microbatch without items, as collectives need it, and "
+                    "the encoder has no dummy: give it one, or use ODC and comm='odc'"
+                )
+            raw = [encoder.dummy()]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen[name]):
+            return list(encoder.encode(raw))
+
+    def _problem_of(
+        self, name: str, encoder: Encoder, items: Sequence[int], outputs: Sequence[torch.Tensor]
+    ) -> ValueError | None:
+        if not items:
+            return None
+        if len(outputs) != len(items):
+            return ValueError(
+                f"phase {name!r}: the encoder of rank {self._rank} returned {len(outputs)} outputs for {len(items)} "
+                "items: expected one for each, in their order"
+            )
+        for item, output in zip(items, outputs, strict=True):
+            shape = (int(self._schedule.lengths.items[name].output[item]), encoder.width)
+            what = f"phase {name!r}: the output of {self._schedule.lengths.name(name, item)}"
+            if not isinstance(output, torch.Tensor) or tuple(output.shape) != shape or output.dtype != encoder.dtype:
+                found = (
+                    f"{tuple(output.shape)} of {output.dtype}" if isinstance(output, torch.Tensor) else shown(output)
+                )
+                return ValueError(f"{what} is {found}: expected {shape} of {encoder.dtype}, as its lengths say")
+            if not self._frozen[name] and not output.requires_grad and output.numel():
+                return ValueError(f"{what} has no graph: run the encoder with gradients, or declare Phase(frozen=True)")
+        return None
+
+    def run_language(
+        self, language: Callable[[list[Text], Outputs], torch.Tensor], texts: Carrier | None
+    ) -> list[torch.Tensor]:
+        schedule = self._schedule
+        for name, encoder in self._encoders.items():
+            if not self._frozen[name]:
+                self._gradients[name] = self._carry(gradient_cargo(schedule, name, encoder.width, encoder.dtype))
+        losses = []
+        for number, samples in enumerate(schedule.language.microbatches[self._rank]):
+            columns = self._texts(samples, texts)
+            leaves: Outputs = {}
+            for name in self._encoders:
+                with self._span("move", f"{name} outputs"):
+                    got = self._outputs[name].get(schedule.items_of(name, self._rank, number))
+                leaves[name] = [t.detach().requires_grad_(not self._frozen[name]) for t in got]
+            with self._span("language", f"microbatch {number}"):
+                loss = language(columns, leaves)
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise ValueError(f"the language model's loss is {shown(loss)}: expected one number, a tensor")
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            for name, carrier in self._gradients.items():
+                with self._span("move", f"{name} gradients"):
+                    # What the loss does not depend on has no gradient.
+                    grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves[name]]
+                    carrier.put(number, grads)
+        return losses
+
+    def _texts(self, samples: Sequence[int], carrier: Carrier | None) -> list[Text]:
+        if carrier is not None:
+            return [from_named(from_bytes(data)) for data in carrier.get(samples)]
+        first = self._schedule.samples.source[self._rank].tolist()
+        place = {sample: at for at, sample in enumerate(first)}
+        return [dict(self._minibatch.parts[place[sample]].text) for sample in samples]
+
+    def go_back(self) -> None:
+        for carrier in self._gradients.values():
+            with self._span("move", "gradients"):
+                carrier.meet()
+        for name in reversed(list(self._gradients)):
+            encoded, carrier = self._done[name], self._gradients[name]
+            for number in reversed(range(len(encoded.items))):
+                with self._span("move", f"{name} gradients"):
+                    grads = carrier.get(encoded.items[number])
+                outputs = encoded.outputs[number]
+                # Of a dummy, too: where collectives are, every rank goes through every backward.
+                pairs = [
+                    (output, grads[at] if at < len(grads) else torch.zeros_like(output))
+                    for at, output in enumerate(outputs)
+                    if output.requires_grad
+                ]
+                if pairs:
+                    with self._span("backward", name):
+                        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+                encoded.outputs[number] = []
