@@ -14,7 +14,7 @@ from odc.balance.multimodal.orchestrator import MinibatchSchedule, Orchestrator
 from odc.balance.multimodal.simulate import StepTimes, step_times
 
 if TYPE_CHECKING:
-    from odc.balance.multimodal.carriers import InStep
+    from odc.balance.multimodal.carriers import InStep, OnDemand, channels_of
     from odc.balance.multimodal.loader import MultimodalLoader
     from odc.balance.multimodal.payload import SampleParts
     from odc.balance.multimodal.run import Encoder, MultimodalMinibatch, run_minibatch
@@ -28,12 +28,14 @@ __all__ = [
     "MinibatchSchedule",
     "MultimodalLoader",
     "MultimodalMinibatch",
+    "OnDemand",
     "Orchestrator",
     "Phase",
     "RankLengths",
     "SampleLengths",
     "SampleParts",
     "StepTimes",
+    "channels_of",
     "run_minibatch",
     "step_times",
 ]
@@ -43,7 +45,9 @@ _NEED_TORCH = {
     "InStep": "carriers",
     "MultimodalLoader": "loader",
     "MultimodalMinibatch": "run",
+    "OnDemand": "carriers",
     "SampleParts": "payload",
+    "channels_of": "carriers",
     "run_minibatch": "run",
 }
 

@@ -1,4 +1,8 @@
-"""What moves between the phases of a minibatch, and how: by all-to-all, or read from its producer. (Needs torch.)"""
+"""What moves between the phases of a minibatch, and how: by all-to-all, or read from its producer. (Needs torch.)
+
+OrchMLLM moves everything by collectives. Under ODC a rank need not come to a collective when the others do, so what one
+rank has made lies ready for the others in its published memory: the same idea as for parameters, for activations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import torch.distributed as dist
 
 from odc.balance.multimodal.orchestrator import MinibatchSchedule
 from odc.balance.rearrange.exchange import Received
-from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.rearrangement import Rearrangement, owners
 
 Parts = list[list[list[int]]]
 """``parts[rank][p]``: the items that a rank has ready at the same time."""
@@ -119,6 +123,71 @@ class _InStepCarrier(Carrier):
 
     def close(self) -> None:
         self._put, self._got = {}, {}
+
+
+class Rounds(Protocol):
+    """What moves items one-sidedly: an :class:`odc.ItemExchange`, made with :func:`channels_of` an orchestrator."""
+
+    def begin(self, channel: str, routes: Sequence[Sequence[Sequence[tuple[int, int, int]]]]) -> Any: ...
+
+    def abort(self, error: BaseException) -> None: ...
+
+
+def channels_of(modalities: Sequence[str]) -> list[str]:
+    """Every road that a minibatch of these modalities can take."""
+    return ["samples", *(f"{name}/{what}" for what in ("inputs", "outputs", "gradients") for name in modalities)]
+
+
+class OnDemand:
+    """Cargoes are published by who has them, and read when they are needed: no rank waits for one whose items it does
+    not need. What stays on its rank is not copied.
+
+    Args:
+        items: an :class:`odc.ItemExchange` between the same ranks, with the channels of :func:`channels_of`.
+        rank: of this process in it.
+        device: where what is read is put.
+    """
+
+    def __init__(self, items: Rounds, rank: int, device: torch.device | None = None) -> None:
+        self.items, self.rank, self.device = items, rank, device or torch.device("cpu")
+
+    def carry(self, cargo: Cargo) -> Carrier:
+        return _OnDemandCarrier(cargo, self)
+
+
+class _OnDemandCarrier(Carrier):
+    def __init__(self, cargo: Cargo, mover: OnDemand) -> None:
+        self._cargo, self._mover = cargo, mover
+        consumers = owners(cargo.route.target).tolist()
+        self._leaves = [
+            [[item for item in part if consumers[item] != rank] for part in parts]
+            for rank, parts in enumerate(cargo.parts)
+        ]
+        routes = [[[(i, cargo.num_bytes[i], consumers[i]) for i in part] for part in parts] for parts in self._leaves]
+        self._round = mover.items.begin(cargo.channel, routes)
+        self._own: dict[int, torch.Tensor] = {}
+
+    def put(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
+        rank = self._mover.rank
+        given = dict(zip(self._cargo.parts[rank][part], tensors, strict=True))
+        self._round.publish(part, [given.pop(item) for item in self._leaves[rank][part]])
+        self._own.update(given)
+
+    def meet(self, problem: ValueError | None = None) -> None:
+        if problem is not None:
+            self._mover.items.abort(problem)
+            raise problem
+
+    def get(self, items: Sequence[int]) -> list[torch.Tensor]:
+        others = [item for item in items if item not in self._own]
+        read = {item: self._cargo.like(item, self._mover.device) for item in others}
+        if read:
+            self._round.read_many(others, list(read.values()))
+        return [self._own[item] if item in self._own else read[item] for item in items]
+
+    def close(self) -> None:
+        self._own = {}
+        self._round.done()
 
 
 def output_cargo(schedule: MinibatchSchedule, name: str, width: int, dtype: torch.dtype) -> Cargo:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from odc.balance.multimodal.carriers import Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
+from odc.balance.multimodal.carriers import Cargo, Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
 from odc.balance.multimodal.orchestrator import MinibatchSchedule
 from odc.balance.multimodal.payload import SampleParts, Tensors, from_bytes, from_named, named, to_bytes
 from odc.errors import shown
@@ -100,13 +99,11 @@ def run_minibatch(
             shapes than planned; phase, item and sample are named.
     """
     runner = _Runner(minibatch, encoders, mover or InStep(), span)
-    try:
-        samples = runner.move_inputs()
-        runner.encode()
-        losses = runner.run_language(language, samples)
-        runner.go_back()
-    finally:
-        runner.close()
+    runner.give_inputs()
+    runner.encode()
+    losses = runner.run_language(language)
+    runner.go_back()
+    runner.close()
     return losses
 
 
@@ -121,42 +118,40 @@ class _Runner:
         self._encoders = {name: encoders[name] for name in schedule.encoders}
         self._frozen = schedule.frozen
         self._mover, self._span = mover, span
-        self._carriers: list[Carrier] = []
-        self._inputs: dict[str, Carrier | None] = {}
-        self._outputs: dict[str, Carrier] = {}
-        self._gradients: dict[str, Carrier] = {}
         self._done: dict[str, _Encoded] = {}
+        # All at once, and in one order on all ranks: roads may have to be widened for what is to go there.
+        lengths, texts = schedule.lengths, schedule.samples
+        self._texts = None if texts.is_at_rest else self._carry(whole_cargo("samples", texts, lengths.num_bytes))
+        self._inputs: dict[str, Carrier | None] = {
+            name: None if route.is_at_rest else self._carry(whole_cargo(f"{name}/inputs", route, sizes))
+            for name, route, sizes in [(n, schedule.inputs[n], lengths.items[n].num_bytes) for n in self._encoders]
+        }
+        kinds = {name: (encoder.width, encoder.dtype) for name, encoder in self._encoders.items()}
+        self._outputs = {name: self._carry(output_cargo(schedule, name, *kind)) for name, kind in kinds.items()}
+        self._gradients = {
+            name: self._carry(gradient_cargo(schedule, name, *kind))
+            for name, kind in kinds.items()
+            if not self._frozen[name]
+        }
 
-    def _carry(self, cargo: Any) -> Carrier:
-        carrier = self._mover.carry(cargo)
-        self._carriers.append(carrier)
-        return carrier
+    def _carry(self, cargo: Cargo) -> Carrier:
+        return self._mover.carry(cargo)
 
     def close(self) -> None:
-        for carrier in self._carriers:
-            carrier.close()
+        for carrier in (self._texts, *self._inputs.values(), *self._outputs.values(), *self._gradients.values()):
+            if carrier is not None:
+                carrier.close()
 
-    def move_inputs(self) -> Carrier | None:
-        """Samples and items to where they are needed; None: samples stay where they were read."""
-        schedule, parts = self._schedule, self._minibatch.parts
-        texts = None
+    def give_inputs(self) -> None:
+        """Samples and items to where they are needed, but for those that stay."""
+        parts = self._minibatch.parts
         with self._span("move", "inputs"):
-            if not schedule.samples.is_at_rest:
-                texts = self._carry(whole_cargo("samples", schedule.samples, schedule.lengths.num_bytes))
-                if parts:
-                    texts.put(0, [to_bytes(named(part.text)) for part in parts])
-                texts.meet()
-            for name in self._encoders:
-                route = schedule.inputs[name]
-                self._inputs[name] = None
-                if not route.is_at_rest:
-                    cargo = whole_cargo(f"{name}/inputs", route, schedule.lengths.items[name].num_bytes)
-                    carrier = self._inputs[name] = self._carry(cargo)
+            if self._texts is not None:
+                _put_whole(self._texts, [to_bytes(named(part.text)) for part in parts])
+            for name, carrier in self._inputs.items():
+                if carrier is not None:
                     own = [item for part in parts for item in part.items.get(name, ())]
-                    if own:
-                        carrier.put(0, [to_bytes(item) for item in own])
-                    carrier.meet()
-        return texts
+                    _put_whole(carrier, [to_bytes(item) for item in own])
 
     def _raw(self, name: str, items: Sequence[int]) -> list[Tensors]:
         carrier = self._inputs[name]
@@ -168,11 +163,9 @@ class _Runner:
 
     def encode(self) -> None:
         for name, encoder in self._encoders.items():
-            cargo = output_cargo(self._schedule, name, encoder.width, encoder.dtype)
-            carrier = self._outputs[name] = self._carry(cargo)
-            encoded = self._done[name] = _Encoded()
+            carrier, encoded = self._outputs[name], self._done.setdefault(name, _Encoded())
             problem: ValueError | None = None
-            for number, items in enumerate(cargo.parts[self._rank]):
+            for number, items in enumerate(self._schedule.encoders[name].microbatches[self._rank]):
                 with self._span("encode", name):
                     outputs = self._encode_one(name, encoder, items)
                 encoded.items.append(list(items))
@@ -218,16 +211,10 @@ class _Runner:
                 return ValueError(f"{what} has no graph: run the encoder with gradients, or declare Phase(frozen=True)")
         return None
 
-    def run_language(
-        self, language: Callable[[list[Text], Outputs], torch.Tensor], texts: Carrier | None
-    ) -> list[torch.Tensor]:
-        schedule = self._schedule
-        for name, encoder in self._encoders.items():
-            if not self._frozen[name]:
-                self._gradients[name] = self._carry(gradient_cargo(schedule, name, encoder.width, encoder.dtype))
-        losses = []
+    def run_language(self, language: Callable[[list[Text], Outputs], torch.Tensor]) -> list[torch.Tensor]:
+        schedule, losses = self._schedule, []
         for number, samples in enumerate(schedule.language.microbatches[self._rank]):
-            columns = self._texts(samples, texts)
+            columns = self._columns(samples)
             leaves: Outputs = {}
             for name in self._encoders:
                 with self._span("move", f"{name} outputs"):
@@ -246,9 +233,9 @@ class _Runner:
                     carrier.put(number, grads)
         return losses
 
-    def _texts(self, samples: Sequence[int], carrier: Carrier | None) -> list[Text]:
-        if carrier is not None:
-            return [from_named(from_bytes(data)) for data in carrier.get(samples)]
+    def _columns(self, samples: Sequence[int]) -> list[Text]:
+        if self._texts is not None:
+            return [from_named(from_bytes(data)) for data in self._texts.get(samples)]
         first = self._schedule.samples.source[self._rank].tolist()
         place = {sample: at for at, sample in enumerate(first)}
         return [dict(self._minibatch.parts[place[sample]].text) for sample in samples]
@@ -273,3 +260,9 @@ class _Runner:
                     with self._span("backward", name):
                         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
                 encoded.outputs[number] = []
+
+
+def _put_whole(carrier: Carrier, tensors: list[torch.Tensor]) -> None:
+    if tensors:
+        carrier.put(0, tensors)
+    carrier.meet()
