@@ -4,7 +4,7 @@
 
 Six tasks, mixed at random, so that a sample's length in one modality says little about that in another ("modality
 composition incoherence", OrchMLLM section 3.1): text alone, captions of an image, questions about several images,
-transcripts (as long as the sound), questions asked by voice (long sound, short answer), an image with a spoken question.
+transcripts (as long as the sound), questions asked by voice (long sound, short answer), images with a spoken question.
 
 Text is the standard library's own source (``stdlib_text.py``), a token per byte. Images are shapes on a gradient, and
 captions name them. "Speech" is a sweep through one tone per byte, so a transcript can be learned.
@@ -131,8 +131,8 @@ class Sample:
 
     task: str
     sequence: torch.Tensor
-    """(length, 5) int64, a row per token: token, label (``IGNORED`` for all but the answer; not shifted), and position in
-    time, height and width (multimodal rotary embedding). Items are rows of placeholders."""
+    """(length, 5) int64, a row per token: token, label (``IGNORED`` for all but the answer; not shifted), and its place
+    in time, height and width (multimodal rotary embedding). Items are rows of placeholders."""
 
     images: tuple[Image, ...]
     audio: tuple[torch.Tensor, ...]
@@ -172,7 +172,7 @@ def num_frames(speech: Speech) -> int:
 
 
 class OmniDataset(Sequence[Sample]):
-    """Samples by index. Sample i is the same whoever makes it, on one version of Python, whatever ``num_samples`` is."""
+    """Samples by index. Sample i is the same on every rank (with one version of Python), however many there are."""
 
     def __init__(self, num_samples: int, seed: int = 0, tasks: Mapping[str, float] = TASKS) -> None:
         if unknown := set(tasks) - set(TASKS):
@@ -250,8 +250,8 @@ def render(recipe: Recipe) -> Sample:
 
 
 def _sequence(recipe: Recipe) -> torch.Tensor:
-    """Tokens, labels and positions. Each text token and audio frame is one position further in all three; an image is at
-    one time, and what follows it is beyond its longer side."""
+    """Tokens, labels and places. Each token of text or audio is one further in all three; an image is at one time, and
+    what follows it is beyond its longer side."""
     columns: list[torch.Tensor] = []
     start = 0
     for tokens, grid in _runs(recipe):

@@ -44,19 +44,19 @@ class OmniModel(Qwen2_5OmniThinkerForConditionalGeneration):
             return []
         grids = torch.stack([image.grid_thw for image in images])
         encoded = self.model.visual(torch.cat([image.patches for image in images]), grid_thw=grids).pooler_output
-        return list(encoded.split([omni_data.image_lengths(*grid[1:]).output for grid in grids.tolist()]))
+        return _apart(encoded, [omni_data.image_lengths(*grid[1:]).output for grid in grids.tolist()])
 
     def encode_audio(self, clips: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Embeddings of each clip of log-mel features, (num_mels, num_frames): (about num_frames / 4, hidden_size).
 
-        The encoder cuts clips into chunks of ``2 * n_window`` frames. Only for its convolutions it pads the last ones of
-        the clips to the longest, and masks what that adds.
+        The encoder cuts clips into chunks of ``2 * n_window`` frames. For its convolutions only, it pads shorter ones
+        to the longest, and masks what that adds.
         """
         if not clips:
             return []
         num_frames = torch.tensor([clip.shape[1] for clip in clips])
         encoded = self.model.audio_tower(torch.cat(list(clips), dim=1), feature_lens=num_frames).last_hidden_state
-        return list(encoded.split([omni_data.audio_lengths(n).output for n in num_frames.tolist()]))
+        return _apart(encoded, [omni_data.audio_lengths(n).output for n in num_frames.tolist()])
 
     def language(
         self, sequences: Sequence[torch.Tensor], embeddings: Mapping[str, Sequence[torch.Tensor]]
@@ -86,13 +86,18 @@ class OmniModel(Qwen2_5OmniThinkerForConditionalGeneration):
         return F.cross_entropy(logits, expected, ignore_index=omni_data.IGNORED, reduction="sum")
 
 
+def _apart(encoded: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Copies, each in memory of its own: FSDP2 warns of views, and an item lives as long as it is needed by itself."""
+    return [part.clone() for part in encoded.split(list(sizes))]
+
+
 def _put(embedded: torch.Tensor, where: torch.Tensor, items: Sequence[torch.Tensor], modality: str) -> torch.Tensor:
     """``embedded`` (1, num_tokens, hidden_size) with the items' rows, one after the other, where ``where`` is true."""
     num_rows, num_places = sum(len(item) for item in items), int(where.sum())
     if num_rows != num_places:
         raise ValueError(
-            f"{num_rows} {modality} embeddings of {len(items)} items for {num_places} places: expected those of all items "
-            "of these samples, in the samples' order"
+            f"{num_rows} {modality} embeddings of {len(items)} items for {num_places} places: expected those of all "
+            "items of these samples, in the samples' order"
         )
     if not items:
         return embedded
@@ -166,21 +171,20 @@ def shard(model: OmniModel, mesh: DeviceMesh | None = None) -> OmniModel:
     """Apply FSDP2 in place: a unit for each block or layer, for what is left of each encoder, for embedding and head.
 
     A phase begins at the root: FSDP2 takes the first module that runs for the root of all, so none of its parts may be
-    called by itself before. The root has no parameters of its own, so a phase gathers what it computes with and no more.
+    called by itself before. The root has no parameters of its own: a phase gathers what it computes with and no more.
     """
-    thinker, options = model.model, {} if mesh is None else {"mesh": mesh}
-    language = thinker.language_model
+    thinker, language = model.model, model.model.language_model
     for layer in (*thinker.visual.blocks, *thinker.audio_tower.layers, *language.layers):
-        fully_shard(layer, **options)
-    fully_shard(thinker.visual, **options)
-    fully_shard(thinker.audio_tower, **options)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(thinker.visual, mesh=mesh)
+    fully_shard(thinker.audio_tower, mesh=mesh)
     # What the end of the forward needs, the backward needs first.
     if model.lm_head.weight is language.embed_tokens.weight:
-        fully_shard([language.embed_tokens, language.norm, model.lm_head], reshard_after_forward=False, **options)
+        fully_shard([language.embed_tokens, language.norm, model.lm_head], reshard_after_forward=False, mesh=mesh)
     else:
-        fully_shard(language.embed_tokens, **options)
-        fully_shard([language.norm, model.lm_head], reshard_after_forward=False, **options)
-    fully_shard(model, **options)
+        fully_shard(language.embed_tokens, mesh=mesh)
+        fully_shard([language.norm, model.lm_head], reshard_after_forward=False, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
     for phase in PHASES:
         register_fsdp_forward_method(model, phase)
@@ -190,8 +194,8 @@ def shard(model: OmniModel, mesh: DeviceMesh | None = None) -> OmniModel:
 def costs(config: Qwen2_5OmniThinkerConfig) -> dict[str, QuadraticCost]:
     """FLOPs of forward and backward of "image", "audio" and "language", by patches, frames and tokens.
 
-    Matrix products only; the backward counts as two forwards. Attention's pairs cost ``a`` where all attend to all (half
-    of it if causal), and are part of ``b`` in windows and chunks, which count as full.
+    Matrix products only; the backward counts as two forwards. Attention's pairs cost ``a`` where all attend to all
+    (half of them if causal), and are part of ``b`` in windows and chunks, which count as full.
     """
     return {
         "image": _vision_cost(config.vision_config),
