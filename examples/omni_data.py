@@ -32,7 +32,7 @@ VOCAB_SIZE = 264
 PATCH_SIZE = 4  # pixels
 MERGE_SIZE = 2  # patches per side that become one token
 TEMPORAL_PATCH_SIZE = 2  # frames; an image is repeated
-MAX_GRID = 32  # patches per side
+MIN_GRID, MAX_GRID = 6, 40  # patches per side
 
 SAMPLE_RATE = 16_000
 HOP, FFT_SIZE = 160, 400  # 10 ms, 25 ms
@@ -233,8 +233,8 @@ def _long_tailed(generator: np.random.Generator, median: int, most: int) -> int:
 
 
 def _picture(generator: np.random.Generator, max_grid: int) -> Picture:
-    """Sides of 4 to ``max_grid`` patches, each doubling as likely."""
-    sides = np.exp(generator.uniform(np.log(4), np.log(max_grid + 1), 2)) // MERGE_SIZE * MERGE_SIZE
+    """Sides of ``MIN_GRID`` to ``max_grid`` patches, each doubling as likely."""
+    sides = np.exp(generator.uniform(np.log(MIN_GRID), np.log(max_grid + 1), 2)) // MERGE_SIZE * MERGE_SIZE
     names = list(COLOURS)
     first, last, *others = (names[i] for i in generator.permutation(len(names))[: 2 + generator.integers(1, 4)])
     shapes = tuple((colour, SHAPES[generator.integers(len(SHAPES))]) for colour in others)
