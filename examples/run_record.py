@@ -37,6 +37,12 @@ class RunRecord:
     def minibatch(self, minibatch: Minibatch[dict[str, torch.Tensor]]) -> Iterator[None]:
         """Around one minibatch, from its first forward to the end of ``optimizer.step``."""
         tokens = sum(_num_tokens(microbatch) for microbatch in minibatch.microbatches)
+        with self.minibatch_of(minibatch.num_samples, tokens):
+            yield
+
+    @contextmanager
+    def minibatch_of(self, num_samples: int, num_tokens: int) -> Iterator[None]:
+        """The same, of so many samples of all ranks and so many tokens of this one."""
         number = self._num_minibatches
         if number == self._num_untimed:
             dist.barrier()  # the timed part starts together
@@ -47,8 +53,8 @@ class RunRecord:
         with self.span("minibatch", f"minibatch {number}"):
             yield
         self._num_minibatches += 1
-        self._samples.append(minibatch.num_samples)
-        self._tokens.append(tokens)
+        self._samples.append(num_samples)
+        self._tokens.append(num_tokens)
         if number >= self._num_untimed:
             self._seconds.append(time.perf_counter() - started)
 

@@ -1,0 +1,222 @@
+"""Fine-tune a tiny omni-modal model (text, images, sound) with FSDP2, each phase balanced over the ranks, or not.
+
+    torchrun --nproc-per-node 2 examples/multimodal_sft.py --comm collective --balance none --out runs/none
+    torchrun --nproc-per-node 2 examples/multimodal_sft.py --comm collective --balance all --out runs/all
+    torchrun --nproc-per-node 2 examples/multimodal_sft.py --comm odc --balance all --out runs/odc
+
+It runs on CPU ranks; weights are random and samples are made on the spot (``omni_data.py``), so nothing is downloaded.
+For one seed every run starts from the same weights and sees the same minibatches, whatever the options, so their losses
+can be compared.
+
+--balance none: every rank trains on the samples that it has drawn. language: the language model's cost is shared out,
+and encoders run where their sample is. all: each encoder's items are shared out, too, and what they make is moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import omni_data
+import torch
+import torch.distributed as dist
+from omni_data import Image, OmniDataset, Sample
+from omni_model import OmniModel, costs, shard, tiny_config, tiny_omni
+from run_record import Progress, RunRecord
+from torch.distributed.device_mesh import init_device_mesh
+
+import odc
+from odc.balance import MinibatchLoader
+from odc.balance.multimodal import (
+    Encoder,
+    InStep,
+    ItemLengths,
+    MultimodalLoader,
+    MultimodalMinibatch,
+    OnDemand,
+    Orchestrator,
+    Phase,
+    SampleLengths,
+    SampleParts,
+    channels_of,
+    run_minibatch,
+)
+from odc.fsdp_patch import observe_fsdp
+from odc.timeline import Timeline
+
+POLICIES = {("none", "collective"): "lb-micro", ("none", "odc"): "lb-micro"}
+"""Of the language model: each rank packs the samples that it has drawn. Else all ranks' samples are shared out."""
+BALANCED = {"collective": "lb-micro-global", "odc": "lb-mini"}
+
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
+    config = tiny_config(args.hidden_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = shard(tiny_omni(args.seed, config), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    orchestrator = build_orchestrator(args, config, world_size)
+    session = odc.patch_fsdp(model) if args.comm == "odc" else None
+    items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20) if session else None
+    mover = OnDemand(items, rank) if items else InStep()
+    timeline = start_timeline(model, session, items) if args.timeline else None
+    record = RunRecord(args.untimed, timeline)
+    encoders = {
+        "image": Encoder(
+            lambda found: model.encode_images([Image(*item) for item in found]), args.hidden_size, dummy=dummy_image
+        ),
+        "audio": Encoder(
+            lambda found: model.encode_audio([features for (features,) in found]), args.hidden_size, dummy=dummy_audio
+        ),
+    }
+
+    loader = MultimodalLoader(build_loader(args, config, rank, world_size), split, orchestrator, rank)
+    with Progress(args.minibatches) as progress:
+        for minibatch in itertools.islice(endless(loader), args.minibatches):
+            with record.minibatch_of(minibatch.num_samples, num_tokens(minibatch)):
+                with session.minibatch() if session else nullcontext():
+                    losses = run_minibatch(
+                        minibatch, encoders, language(model, minibatch), mover=mover, span=spans(timeline)
+                    )
+                loss = torch.stack([torch.zeros(()), *losses]).sum()
+                with record.span("finish", "loss"):
+                    dist.all_reduce(loss)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            record.losses.append(loss.item() / world_size)
+            progress.show(record.losses)
+
+    record.save(args.out)
+    for part in (loader, items, session):
+        if part is not None:
+            part.close()
+    dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads: see sft.py
+
+
+def language(model: OmniModel, minibatch: MultimodalMinibatch) -> Any:
+    """What runs one microbatch of the language model: the loss, scaled so that all add up to the mean over tokens."""
+
+    def loss(samples: list[dict[str, torch.Tensor]], outputs: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        if not samples:  # under collectives every rank goes through as many microbatches
+            return model.language([omni_data.dummy_sequence()], {}) * 0
+        return model.language([sample["sequence"] for sample in samples], outputs) * minibatch.loss_scale
+
+    return loss
+
+
+def split(sample: Sample) -> SampleParts:
+    """A sample as the orchestrator wants it: its sequence, what encoders read, and the lengths of all that."""
+    measured = omni_data.lengths(sample)
+    items = {"image": [tuple(image) for image in sample.images], "audio": [(features,) for features in sample.audio]}
+    lengths = {name: [ItemLengths(*item) for item in found] for name, found in measured.items.items()}
+    return SampleParts({"sequence": sample.sequence}, items, SampleLengths(measured.length, lengths))
+
+
+def dummy_image() -> tuple[torch.Tensor, ...]:
+    return tuple(omni_data.dummy_image())
+
+
+def dummy_audio() -> tuple[torch.Tensor, ...]:
+    return (omni_data.dummy_audio(),)
+
+
+def num_tokens(minibatch: MultimodalMinibatch) -> int:
+    """Of this rank's samples."""
+    return sum(part.lengths.length for part in minibatch.parts)
+
+
+def build_orchestrator(args: argparse.Namespace, config: Any, world_size: int) -> Orchestrator:
+    """Phases and their costs in FLOPs. The loader shares out the language model's samples."""
+    cost = costs(config)
+    phases = [Phase(name, cost[name], max_tokens=args.max_encoder_tokens) for name in ("image", "audio")]
+    return Orchestrator(
+        phases, Phase("language", cost["language"]), world_size, balance_encoders=args.balance == "all", comm=args.comm
+    )
+
+
+def build_loader(args: argparse.Namespace, config: Any, rank: int, world_size: int) -> MinibatchLoader[Any, Any]:
+    dataset = OmniDataset(args.samples, args.seed)
+    measured = [dataset.lengths(index).length for index in range(args.samples)]
+    answers = [len(dataset.recipe(index).answer) + 1 for index in range(args.samples)]
+    return MinibatchLoader(
+        dataset,
+        measured,
+        list,
+        rank,
+        world_size,
+        minibatch_size=args.minibatch_size,
+        cost=costs(config)["language"],
+        policy=POLICIES.get((args.balance, args.comm), BALANCED[args.comm]),
+        max_tokens=args.max_tokens,
+        num_loss_tokens=answers,
+        seed=args.seed,
+    )
+
+
+def endless(loader: MultimodalLoader[Any]) -> Iterator[MultimodalMinibatch]:
+    """Epoch after epoch, each in its own order."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def start_timeline(model: OmniModel, session: odc.Session | None, items: odc.ItemExchange | None) -> Timeline:
+    """Record what this rank does when, with either kind of communication."""
+    if session is not None and items is not None:
+        return items.start_timeline(session.start_timeline())
+    timeline = Timeline(dist.get_rank())
+    observe_fsdp(model, timeline)
+    return timeline
+
+
+def spans(timeline: Timeline | None) -> Any:
+    """Records the phases in the timeline."""
+
+    def span(kind: str, name: str) -> AbstractContextManager[object]:
+        return timeline.span("phase", f"{kind} {name}") if timeline else nullcontext()
+
+    return span
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = parser.add_argument_group("how the ranks work together")
+    how.add_argument("--comm", choices=["collective", "odc"], default="odc", help="FSDP2 as it is, or ODC")
+    how.add_argument("--balance", choices=["none", "language", "all"], default="all", help="which phases are balanced")
+    data = parser.add_argument_group("data")
+    data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run (default: 20)")
+    data.add_argument("--minibatch-size", type=int, default=4, help="samples per rank and step (default: 4)")
+    data.add_argument("--samples", type=int, default=2000, help="samples of an epoch (default: 2000)")
+    data.add_argument("--max-tokens", type=int, default=2048, help="of a language microbatch (default: 2048)")
+    data.add_argument("--max-encoder-tokens", type=int, default=8192, help="of an encoder's (default: 8192)")
+    model = parser.add_argument_group("model and optimizer")
+    model.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32 (default: 64)")
+    model.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    model.add_argument("--seed", type=int, default=0, help="of the weights and of the samples (default: 0)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", type=Path, default=Path("runs/multimodal_sft"), help="folder for result.json")
+    out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing (default: 2)")
+    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
+    args = parser.parse_args()
+    if args.minibatches <= args.untimed:
+        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
+    if "RANK" not in os.environ:
+        parser.error(
+            "no ranks: start it with torchrun --nproc-per-node 2 examples/multimodal_sft.py, then these options"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    main()
