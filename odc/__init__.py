@@ -27,12 +27,18 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from odc.fsdp_patch import Session, patch_fsdp, session_of
+    from odc.items import ItemExchange, ItemStats
+    from odc.rounds import Round
+    from odc.routes import Item
     from odc.runtime import Runtime
     from odc.units import ParamSlice, UnitSpec
 
 __all__ = [
     "AbortedError",
     "ConfigError",
+    "Item",
+    "ItemExchange",
+    "ItemStats",
     "MisuseError",
     "OdcError",
     "ParamSlice",
@@ -40,6 +46,7 @@ __all__ = [
     "PeerDiedError",
     "PeerSilentError",
     "ProtocolError",
+    "Round",
     "Runtime",
     "RuntimeConfig",
     "Session",
@@ -56,6 +63,9 @@ __all__ = [
 _HOMES = {
     "AbortedError": "odc.errors",
     "ConfigError": "odc.errors",
+    "Item": "odc.routes",
+    "ItemExchange": "odc.items",
+    "ItemStats": "odc.items",
     "MisuseError": "odc.errors",
     "OdcError": "odc.errors",
     "ParamSlice": "odc.units",
@@ -63,6 +73,7 @@ _HOMES = {
     "PeerDiedError": "odc.errors",
     "PeerSilentError": "odc.errors",
     "ProtocolError": "odc.errors",
+    "Round": "odc.rounds",
     "Runtime": "odc.runtime",
     "RuntimeConfig": "odc.config",
     "Session": "odc.fsdp_patch",

@@ -10,10 +10,7 @@ import atexit
 import functools
 import itertools
 import os
-import platform
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,51 +18,40 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from odc._version import __version__
 from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
+from odc.context import RankContext, agree, complete, connect, weak_abort
 from odc.copier import CopyThread
 from odc.daemon import AccumulationDaemon
 from odc.engine import TransferTable
-from odc.errors import AbortedError, ConfigError, MisuseError, OdcError
-from odc.exchange import Exchange, gather_json, raise_together, require_agreement, together
-from odc.faults import FaultInjector
+from odc.errors import ConfigError, OdcError
+from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.gloo import is_of_collective
-from odc.leaving import Closable, Leaving, give_up, shut_down
+from odc.leaving import Closable
 from odc.protocol import End, MinibatchProtocol, State
 from odc.timeline import Stats, Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports._rendezvous import require_descriptors
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
-from odc.waiting import Endpoint, Failure, Waiter
+from odc.waiting import Endpoint
 from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
 
 
-class Runtime:
+class Runtime(RankContext):
     """One rank's end of on-demand communication. Build with :meth:`create` (collective)."""
+
+    kind = "runtime"
 
     def __init__(
         self, transport: Transport, config: RuntimeConfig, units: Sequence[UnitSpec], prefers_daemon: bool = False
     ) -> None:
-        topology = transport.topology
-        self.config = config
-        self.topology = topology
-        self.units = tuple(units)
         self.stats = Stats()
-        self._transport = transport
-        self._failure = Failure()
-        self._failure_lock = threading.Lock()
-        self._closed = False
-        self._pid = os.getpid()
-        self._finalizer: weakref.finalize[[], Runtime] | None = None
-        self.faults = FaultInjector(config.fault, topology.me)
-        self._waiter = Waiter(transport, config.timeout_s, self.faults, self.stats, self._failure)
-        transport.use_check(self._waiter.check)
+        super().__init__(transport, config, self.stats)
+        self.units = tuple(units)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         plan = StorePlan.of(config, transport, prefers_daemon)
-        world_size, signals = topology.world_size, MinibatchProtocol.num_signals(len(self.units))
+        world_size, signals = self.topology.world_size, MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
         transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
@@ -77,9 +63,8 @@ class Runtime:
         self._store: AccumulatorStore = plan.make(end, self.units)
         self._daemon: AccumulationDaemon | None = None
         if not plan.is_direct:
-            self._daemon = AccumulationDaemon(end, self._store, self.units, signals, _weak_abort(self))
+            self._daemon = AccumulationDaemon(end, self._store, self.units, signals, weak_abort(self))
         self._copier: CopyThread | None = None
-        self._watchdog: StreamWatchdog | None = None
         self._job_watchdog: JobWatchdog | None = None
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
@@ -114,34 +99,19 @@ class Runtime:
             ConfigError: an option has an unusable value.
         """
         config = config or RuntimeConfig()
-        require_agreement(exchange, {**_own_tables(config, units), **(agreement or {})})
-        # What follows opens a file. Who is on this host is not known yet.
-        together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
+        table = {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)}
+        agree(exchange, config, {"units": table, **(agreement or {})})
         transfers, prefers_daemon = _load_transfers(exchange, config)
-        topology = Topology.discover(exchange, config.host_id, config.address)
-        device = device or HOST
-        transport_class = registry.choose(config.transport, topology, device, exchange)
-        transport = transport_class(exchange, topology, config.timeout_s, device)
-        parts: list[Closable] = []
-        transports = [transport]
-        try:
-            runtime = cls(transport, config, units, prefers_daemon)
-            try:
-                runtime._complete(transfers)
-                if replicas is not None:
-                    runtime._join(replicas)
-                if end_collectives is not None:
-                    runtime._watch_job(end_collectives)
-            finally:
-                parts, transports = runtime._parts(), runtime._transports()
-            # An interpreter that ends without close() must still tell its peers so.
-            leaving = Leaving(parts, transports, runtime._waiter.job, runtime._whoami)
-            runtime._finalizer = weakref.finalize(runtime, leaving.without_close)
-            transport.lend()
-        except BaseException as error:
-            give_up(error, parts, *transports)
-            raise
-        return runtime
+        transport = connect(exchange, config, device or HOST)
+
+        def finish(runtime: Runtime) -> None:
+            runtime._complete(transfers)
+            if replicas is not None:
+                runtime._join(replicas)
+            if end_collectives is not None:
+                runtime._watch_job(end_collectives)
+
+        return complete(transport, lambda: cls(transport, config, units, prefers_daemon), finish)
 
     def _complete(self, transfers: TransferTable | None) -> None:
         """The rest of set-up. Collective."""
@@ -177,7 +147,7 @@ class Runtime:
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
         self._job_watchdog = JobWatchdog(
-            self._waiter.job, self._failure, self.outside, self.config.timeout_s, _weak_abort(self), end_collectives
+            self._waiter.job, self._failure, self.outside, self.config.timeout_s, weak_abort(self), end_collectives
         )
 
     def _parts(self) -> list[Closable]:
@@ -194,9 +164,9 @@ class Runtime:
         if _wants_copy_thread(self.config, self.topology, self._published):
             self._copier = CopyThread()
         if self._transport.engine.has_streams:
-            self._watchdog = StreamWatchdog(self._transport, _weak_abort(self))
+            self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
 
-    # Operations. Each tells the other ranks of a failure that cannot be undone before raising it here.
+    # Operations
 
     @property
     def state(self) -> State:
@@ -344,43 +314,12 @@ class Runtime:
             return None
         return self._waiter.explain_collective(what, waited_s)
 
-    @property
-    def reporting(self) -> _Reporting:
-        """A context: what fails in it cannot be undone, so it ends the job on all ranks at once; misuse has changed
-        nothing."""
-        return _Reporting(self)
-
-    def _require_open(self) -> None:
-        if os.getpid() != self._pid:  # a forked child has a copy of this object, and none of the memory behind it
-            raise OdcError(
-                f"this runtime belongs to process {self._pid}; a process forked from it (a DataLoader worker, say) "
-                "cannot communicate"
-            )
-        if self._closed:
-            raise OdcError("this runtime is closed")
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has told the others of an error, or been told of one."""
-        return self._failure.error is not None
-
-    @property
-    def _whoami(self) -> str:
-        return self.topology.whoami
-
-    def abort(self, error: BaseException) -> None:
-        """Tell every peer that this rank has failed, once; they raise ``AbortedError`` at their next operation."""
-        if os.getpid() != self._pid:
-            return  # a forked child's failures are its own
-        with self._failure_lock:
-            if self._closed or self._failure.error is not None:
-                return
-            self._failure.error = error
+    def _at_failure(self) -> None:
         if self._end_collectives is not None:  # what is pending then would hold up the end of the process
             atexit.register(_in_this_process(self._end_collectives))
-        heard = self._waiter.job.abort_notice() if isinstance(error, AbortedError) else None
-        self._waiter.job.abort_peers(heard or f"{self._whoami}: {type(error).__name__}: {error}")
-        self._transport.wake_self()
+
+    def _let_go(self) -> None:
+        self._protocol.release()
 
     # Observation
 
@@ -398,62 +337,6 @@ class Runtime:
             "slots": self._daemon.num_bytes if self._daemon is not None else 0,
             "transport": self._transport.extra_bytes,
         }
-
-    @property
-    def transport_name(self) -> str:
-        return self._transport.name
-
-    def close(self) -> None:
-        """Release everything this rank holds. Local and idempotent.
-
-        Ranks that have not closed yet may still gather what is published, in an evaluation, say. Where that needs this
-        process (between hosts, and on GPUs), closing goes on in the background until they have closed, too; the
-        interpreter waits for it at its end.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            if os.getpid() == self._pid:  # a forked child has nothing to release
-                shut_down(self._parts(), *self._transports())
-                self._protocol.release()
-
-    def __enter__(self) -> Runtime:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
-
-
-class _Reporting:
-    """See :attr:`Runtime.reporting`. (Not made of a generator, which every gather would pay for.)"""
-
-    __slots__ = ("_runtime",)
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def __enter__(self) -> None:
-        self._runtime._require_open()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, MisuseError):
-            self._runtime.abort(error)
-
-
-def _weak_abort(runtime: Runtime) -> Callable[[BaseException], None]:
-    """For the daemon thread, which must not keep a runtime alive that its user has dropped."""
-    reference = weakref.ref(runtime)
-
-    def abort(error: BaseException) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.abort(error)
-
-    return abort
 
 
 def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
@@ -484,14 +367,6 @@ def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[Transfer
         problem = error
     raise_together(exchange, problem)
     return table, "daemon" in gather_json(exchange, table.accumulate if table is not None else "")
-
-
-def _own_tables(config: RuntimeConfig, units: Sequence[UnitSpec]) -> dict[str, dict[str, str]]:
-    return {
-        "versions": {"odc": __version__, "torch": torch.__version__, "machine": platform.machine()},
-        "options": config.shared(),
-        "units": {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)},
-    }
 
 
 def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str) -> None:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from odc.engine import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
@@ -77,11 +77,18 @@ class Failure:
     error: BaseException | None = None
 
 
+class WaitStats(Protocol):
+    """What a wait is added to."""
+
+    waits: int
+    wait_s: float
+
+
 class Waiter:
     """Waits on behalf of one rank."""
 
     def __init__(
-        self, transport: Transport, timeout_s: float, faults: FaultInjector, stats: Stats, failure: Failure
+        self, transport: Transport, timeout_s: float, faults: FaultInjector, stats: WaitStats, failure: Failure
     ) -> None:
         self._transport = transport
         self._timeout_s = timeout_s

@@ -69,15 +69,19 @@ class HostsTransport(Transport):
 
     def _connect(self) -> None:
         """Collective; between the swaps each step is this rank's own, and fails on all ranks if it does on one."""
-        rows = gather_json(self.exchange, self._together(self._mesh.listen))
-        self._together(lambda: self._mesh.connect(rows, self._timeout_s))
-        self._together(self._mesh.complete)
+        self._meet()
         self._together(self._watch_peers)
         if self.topology.num_hosts > 1:
             links = self._links = Links(self.topology, self, self._timeout_s)
             doors = gather_json(self.exchange, self._together(links.listen))
             self._together(lambda: links.connect(doors))
             self._together(links.complete)
+
+    def _meet(self) -> None:
+        """The ranks of this host: to pass descriptors, from now on."""
+        rows = gather_json(self.exchange, self._together(self._mesh.listen))
+        self._together(lambda: self._mesh.connect(rows, self._timeout_s))
+        self._together(self._mesh.complete)
 
     def _link(self, rank: int) -> Link:
         assert self._links is not None
@@ -225,7 +229,7 @@ class HostsTransport(Transport):
         wrong = [self.topology.global_rank(r) for r in near if found[r] != (_PATTERN << 32) + r]
         problem = SetupError(f"the test of {what} failed between rank {self.topology.me} and ranks {wrong}")
         raise_together(self.exchange, problem if wrong else None)
-        self._release(probe)
+        self.release(probe)
 
     def _prove_far(self, probe: SymmetricBuffer) -> None:
         """Write a pattern to every rank of another host, and read it back."""
@@ -242,10 +246,18 @@ class HostsTransport(Transport):
         if not self.engine.synchronize(self._timeout_s):
             raise SetupError(f"writes to the {what} of the other ranks did not end within {self._timeout_s:g} s")
 
-    def _release(self, buffer: SymmetricBuffer) -> None:
-        """Give a buffer back before the end, if that is possible."""
+    def extend(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        self._mesh = Mesh(self.topology)
+        try:
+            self._meet()
+            return self.allocate(num_bytes, label)
+        finally:
+            self._mesh.close()
+
+    def release(self, buffer: SymmetricBuffer) -> None:
         if buffer in self._buffers:
             self._buffers.remove(buffer)
+            self._far_memory[buffer.number] = None
             buffer.release()
 
     def use_check(self, check: Callable[[], None]) -> None:

@@ -166,6 +166,17 @@ class Transport(ABC):
     def seal(self) -> None:
         """End of set-up: prove every pair with a pattern, release what only set-up needs."""
 
+    @abstractmethod
+    def extend(self, num_bytes: int, label: str) -> SymmetricBuffer:
+        """As :meth:`allocate`, behind :meth:`seal`. Collective: to be called when all ranks have come to it, each of
+        which is known to be about to call it, too."""
+
+    @abstractmethod
+    def release(self, buffer: SymmetricBuffer) -> None:
+        """Nobody reads or writes this rank's copy of ``buffer`` any more, nor this rank another one's: give it back.
+        Local. Host memory goes when all ranks have done so, device memory at :meth:`close`, since no rank knows when
+        the devices of the others have let go of it."""
+
     # Memory of ranks that may be on other hosts. Offsets are in bytes, tensors are flat, bytes travel as they are,
     # and as with the engine's work it happens in the order of the current stream.
 

@@ -1,0 +1,214 @@
+"""What every context object of a rank has in common: its transport, its waits, its failure, its end.
+
+:class:`odc.runtime.Runtime` (parameters and gradients) and :class:`odc.items.ItemExchange` (outputs of encoders) each
+have a transport, with the rules that go with it: the first failure ends the job on all ranks, misuse changes nothing,
+a closed or forked context refuses every operation, and one that nobody closes tells its peers so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import torch
+
+from odc._version import __version__
+from odc.config import RuntimeConfig
+from odc.errors import AbortedError, MisuseError, OdcError
+from odc.exchange import Exchange, require_agreement, together
+from odc.faults import FaultInjector
+from odc.leaving import Closable, Leaving, give_up, shut_down
+from odc.topology import Topology
+from odc.transports import registry
+from odc.transports._rendezvous import require_descriptors
+from odc.transports.base import Transport
+from odc.waiting import Failure, Waiter, WaitStats
+from odc.watchdog import StreamWatchdog
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class RankContext:
+    """One rank's part in a group, owned by the caller, with :meth:`close`; no process-global state."""
+
+    kind: ClassVar[str]
+    """What messages call it."""
+
+    def __init__(self, transport: Transport, config: RuntimeConfig, stats: WaitStats) -> None:
+        self.config = config
+        self.topology = transport.topology
+        self.faults = FaultInjector(config.fault, self.topology.me)
+        self._transport = transport
+        self._failure = Failure()
+        self._failure_lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._finalizer: weakref.finalize[[], RankContext] | None = None
+        self._watchdog: StreamWatchdog | None = None
+        self._waiter = Waiter(transport, config.timeout_s, self.faults, stats, self._failure)
+        transport.use_check(self._waiter.check)
+
+    # What a kind of context adds
+
+    def _parts(self) -> list[Closable]:
+        """What has to be closed, in this order, before the transports."""
+        return [] if self._watchdog is None else [self._watchdog]
+
+    def _transports(self) -> list[Transport]:
+        return [self._transport]
+
+    def _at_failure(self) -> None:
+        """This rank has failed, or been told of a failure; its peers have not been told yet."""
+
+    def _let_go(self) -> None:
+        """Closed: let go of all memory of the transport."""
+
+    # Operations. Each tells the other ranks of a failure that cannot be undone before raising it here.
+
+    @property
+    def reporting(self) -> _Reporting:
+        """A context: what fails in it cannot be undone, so it ends the job on all ranks at once; misuse has changed
+        nothing."""
+        return _Reporting(self)
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:  # a forked child has a copy of this object, and none of the memory behind it
+            raise OdcError(
+                f"this {self.kind} belongs to process {self._pid}; a process forked from it (a DataLoader worker, say) "
+                "cannot communicate"
+            )
+        if self._closed:
+            raise OdcError(f"this {self.kind} is closed")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has told the others of an error, or been told of one."""
+        return self._failure.error is not None
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
+    @property
+    def _whoami(self) -> str:
+        return self.topology.whoami
+
+    def abort(self, error: BaseException) -> None:
+        """Tell every peer that this rank has failed, once; they raise ``AbortedError`` at their next operation."""
+        if os.getpid() != self._pid:
+            return  # a forked child's failures are its own
+        with self._failure_lock:
+            if self._closed or self._failure.error is not None:
+                return
+            self._failure.error = error
+        self._at_failure()
+        heard = self._waiter.job.abort_notice() if isinstance(error, AbortedError) else None
+        self._waiter.job.abort_peers(heard or f"{self._whoami}: {type(error).__name__}: {error}")
+        self._transport.wake_self()
+
+    def close(self) -> None:
+        """Release everything this rank holds. Local and idempotent.
+
+        Ranks that have not closed yet may still read what is published, in an evaluation, say. Where that needs this
+        process (between hosts, and on GPUs), closing goes on in the background until they have closed, too; the
+        interpreter waits for it at its end.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            if os.getpid() == self._pid:  # a forked child has nothing to release
+                shut_down(self._parts(), *self._transports())
+                self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+
+class _Reporting:
+    """See :attr:`RankContext.reporting`. (Not made of a generator, which every gather would pay for.)"""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._context._require_open()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, MisuseError):
+            self._context.abort(error)
+
+
+def weak_abort(context: RankContext) -> Callable[[BaseException], None]:
+    """For helper threads, which must not keep a context alive that its user has dropped."""
+    reference = weakref.ref(context)
+
+    def abort(error: BaseException) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.abort(error)
+
+    return abort
+
+
+# Set-up: collective, in this order
+
+
+def agree(exchange: Exchange, config: RuntimeConfig, tables: Mapping[str, Mapping[str, str]]) -> None:
+    """Check that all ranks have the same versions, options and ``tables`` (title -> item -> value), and room for what
+    set-up opens.
+
+    Raises:
+        SetupError: on all ranks.
+    """
+    versions = {"odc": __version__, "torch": torch.__version__, "machine": platform.machine()}
+    require_agreement(exchange, {"versions": versions, "options": config.shared(), **tables})
+    # What follows opens a file. Who is on this host is not known yet.
+    together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
+
+
+def connect(exchange: Exchange, config: RuntimeConfig, device: torch.device) -> Transport:
+    """The transport that all ranks of ``exchange`` can use, constructed.
+
+    Raises:
+        SetupError: on all ranks, if there is none, or they cannot connect.
+    """
+    topology = Topology.discover(exchange, config.host_id, config.address)
+    transport_class = registry.choose(config.transport, topology, device, exchange)
+    return transport_class(exchange, topology, config.timeout_s, device)
+
+
+C = TypeVar("C", bound=RankContext)
+
+
+def complete(transport: Transport, make: Callable[[], C], finish: Callable[[C], None]) -> C:
+    """``make`` a context on ``transport`` and ``finish`` its set-up; if that fails, nothing is left of it."""
+    parts: list[Closable] = []
+    transports = [transport]
+    try:
+        context = make()
+        try:
+            finish(context)
+        finally:
+            parts, transports = context._parts(), context._transports()
+        # An interpreter that ends without close() must still tell its peers so.
+        leaving = Leaving(parts, transports, context._waiter.job, context._whoami)
+        context._finalizer = weakref.finalize(context, leaving.without_close)
+        transport.lend()
+    except BaseException as error:
+        give_up(error, parts, *transports)
+        raise
+    return context

@@ -1,0 +1,285 @@
+"""One round of a channel of an :class:`odc.items.ItemExchange`: what one rank publishes and reads in it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from odc.errors import MisuseError
+from odc.routes import Layout, Place
+from odc.transports.base import SymmetricBuffer
+from odc.waiting import GONE
+
+if TYPE_CHECKING:
+    from odc.items import Channel
+
+
+class Signal(enum.IntEnum):
+    """Of each channel: a counter that each rank advances; see PROTOCOL.md."""
+
+    BEGUN = 0
+    """Rounds whose routes this rank has been given."""
+    PUBLISHED = 1
+    """Parts, of all rounds."""
+    DONE = 2
+    """Rounds of which this rank reads nothing any more."""
+    GROWING = 3
+    """Times that the channel was to grow."""
+
+
+Row = tuple[Place, torch.Tensor]
+"""An item, and where it is copied to."""
+
+
+class Round:
+    """One round of a channel, as one rank sees it. From :meth:`odc.items.ItemExchange.begin`."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        number: int,
+        layout: Layout,
+        buffer: SymmetricBuffer,
+        start_bytes: int,
+        before: Sequence[int],
+        digest: bytes,
+    ) -> None:
+        self.number = number
+        """In its channel, from 1."""
+        self.layout = layout
+        self.buffer = buffer
+        self.digest = digest
+        """Of the routes of this round and all before it."""
+        self._channel = channel
+        self._items = channel.items
+        self._rank = channel.transport.topology.rank
+        self._start_bytes = start_bytes
+        self._before = before  # parts that each rank has published before this round
+        self._next_part = 0
+        self._streams: set[str] = set()  # that have read in it
+
+    @property
+    def channel(self) -> str:
+        """Its name."""
+        return self._channel.name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank reads nothing of it any more."""
+        return self._channel.done >= self.number
+
+    @property
+    def unpublished(self) -> list[int]:
+        """This rank's parts that it has yet to publish: those that have items."""
+        return [part for part in range(self._next_part, len(self.layout.parts)) if self.layout.parts[part]]
+
+    # Publishing
+
+    def publish(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part number ``part`` into its published memory, and tell those that wait for it.
+
+        Waits for the ranks that have read from this one two rounds ago, whose memory this is, until they are done with
+        that round; for nobody else.
+
+        Args:
+            part: parts are published in their order, each once; one without items may be left out.
+            tensors: of any shape and dtype, one per item of the part, in the order of the routes. May be reused on
+                return (on a GPU: in the order of the current stream).
+
+        Raises:
+            ValueError: the tensors are not those of the routes: how many, or how many bytes. Nothing was copied.
+            MisuseError: it is not this part's turn.
+        """
+        own, me = self.layout.parts, self._items.topology.me
+        if not 0 <= part < len(own):
+            raise ValueError(f"{self._part(part)}: rank {me} has {len(own)} parts in it, numbered from 0")
+        places = own[part]
+        if len(tensors) != len(places):
+            raise ValueError(f"{self._part(part)} of rank {me}: {len(tensors)} tensors for {len(places)} items")
+        for place, tensor in zip(places, tensors, strict=True):
+            if tensor.nbytes != place.num_bytes:
+                raise ValueError(
+                    f"{self._part(part)} of rank {me}: item {place.id} has {place.num_bytes} bytes in the routes, "
+                    f"{tensor.nbytes} were given (shape {tuple(tensor.shape)} of {tensor.dtype})"
+                )
+        with self._items.reporting:
+            self._publish(part, tensors)
+
+    def _publish(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
+        channel, items = self._channel, self._items
+        items.check()
+        earlier = [one for one in self.unpublished if one < part]
+        if part < self._next_part or earlier:
+            turn = f"publish part {earlier[0]} first" if earlier else "it has been published, or left out, already"
+            raise MisuseError(f"{self._part(part)} cannot be published now: {turn}")
+        started_ns = time.monotonic_ns()
+        items.faults.hit("items.publish.before")
+        places = self.layout.parts[part]
+        if places:
+            before = channel.rounds.get(self.number - 2)
+            takes_memory = before is not None and before.buffer is self.buffer
+            if takes_memory:
+                channel.await_done(self.number - 2, lambda: self._part(part))
+            # [Note: Posts in one order] A signal's posts must not overtake each other, whatever streams they come from.
+            with channel.take("published"):
+                if takes_memory:
+                    channel.order_after_done(self.number - 2)
+                for place, tensor in zip(places, tensors, strict=True):
+                    self._copy_in(place, tensor.detach())
+                items.faults.hit("items.publish.before_post")
+                channel.post(Signal.PUBLISHED)
+            channel.transport.engine.note_use()  # close() waits for this stream
+        self._next_part = part + 1
+        channel.transport.tick()
+        for place in places:
+            items.stats.published_bytes[place.consumer] += place.num_bytes
+        items.stats.publish_s += items.record("publish", self._part(part), started_ns)
+
+    def _copy_in(self, place: Place, tensor: torch.Tensor) -> None:
+        if not place.num_bytes:
+            return
+        engine, start = self._channel.transport.engine, self._start_bytes + place.offset_bytes
+        out = self.buffer.local[start : start + place.num_bytes].view(tensor.dtype)
+        if tensor.is_contiguous():
+            engine.copy(out, tensor.view(-1), self._channel.transport.tick)
+        else:
+            engine.run(partial(out.view(tensor.shape).copy_, tensor))
+
+    # Reading
+
+    def read(self, item: int, out: torch.Tensor) -> None:
+        """Fill ``out`` with one item, waiting for its producer to publish the part it is in, and for nobody else.
+
+        Args:
+            out: contiguous, of any shape and dtype, with as many bytes as the routes say.
+
+        Raises:
+            ValueError: ``out`` cannot be it, or the item is not for this rank. Nothing was changed.
+            MisuseError: after :meth:`done`, or the item is this rank's own and not published yet.
+            ProtocolError: its producer has other routes, or can never come to publish it.
+        """
+        self.read_many([item], [out])
+
+    def read_many(self, items: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
+        """As :meth:`read`, of several items: first those that are there, then the others, producer by producer. From a
+        producer on another host, items that lie side by side travel together: all that a rank reads of one part do."""
+        if len(items) != len(outs):
+            raise ValueError(f"read in {self._name}: {len(items)} items into {len(outs)} tensors")
+        wanted: dict[tuple[int, int], list[Row]] = {}
+        for item, out in zip(items, outs, strict=True):
+            place = self._place_of(item, out)
+            if place.num_bytes:
+                wanted.setdefault((place.producer, place.posts), []).append((place, out.detach().view(-1)))
+        with self._items.reporting:
+            self._read(wanted)
+
+    def _place_of(self, item: int, out: torch.Tensor) -> Place:
+        place, me = self.layout.places.get(item), self._items.topology.me
+        if place is None or place.consumer != self._rank:
+            raise ValueError(f"item {item} of {self._name} is not for rank {me} in the routes")
+        if out.nbytes != place.num_bytes or not out.is_contiguous():
+            form = "" if out.is_contiguous() else ", not contiguous"
+            raise ValueError(
+                f"item {item} of {self._name}, from rank {self._items.topology.global_rank(place.producer)} to rank "
+                f"{me}, has {place.num_bytes} bytes in the routes; out has {out.nbytes} (shape {tuple(out.shape)} of "
+                f"{out.dtype}{form})"
+            )
+        return place
+
+    def _read(self, wanted: dict[tuple[int, int], list[Row]]) -> None:
+        channel, items, engine = self._channel, self._items, self._channel.transport.engine
+        items.check()
+        if self.is_done:
+            raise MisuseError(f"{self._name}: this rank is done() with it, so that others may overwrite it")
+        for (producer, posts), rows in wanted.items():
+            if producer == self._rank and not self.is_published(producer, posts):
+                raise MisuseError(f"{self._item(rows[0][0])} is this rank's own, and not published yet")
+        started_ns = time.monotonic_ns()
+        items.faults.hit("items.read.before")
+        for (producer, posts), rows in sorted(wanted.items(), key=lambda one: not self.is_published(*one[0])):
+            items.wait([producer], partial(self.is_published, posts=posts), partial(self._item, rows[0][0]))
+            stream = f"read by stream {engine.stream_key()} in round {self.number % 2}"
+            with channel.take(stream):
+                channel.order_after([producer], Signal.PUBLISHED, self._before[producer] + posts)
+                self._copy_out(producer, rows)
+            self._streams.add(stream)
+        engine.note_use()  # close() waits for this stream
+        channel.transport.tick()
+        label = f"{self._name}: {sum(map(len, wanted.values()))} items"
+        items.stats.read_s += items.record("read", label, started_ns)
+
+    def is_published(self, producer: int, posts: int) -> bool:
+        """Whether ``producer`` has published so many parts of this round, with the routes that this rank has.
+
+        Raises:
+            ProtocolError: it has others.
+        """
+        if producer != self._rank and not self._channel.has_begun(producer, self.number):
+            return False
+        return self._channel.has_published(producer, self._before[producer] + posts)
+
+    def _copy_out(self, producer: int, rows: Sequence[Row]) -> None:
+        transport, after_chunk = self._channel.transport, self._items.after_chunk
+        runs = [[row] for row in rows] if self.buffer.reaches(producer) else _runs(rows)
+        for run in runs:
+            start = self._start_bytes + run[0][0].offset_bytes
+            try:
+                if len(run) == 1:
+                    transport.read(run[0][1], self.buffer, producer, start, after_chunk)
+                else:
+                    self._read_run(producer, start, run)
+            except GONE as error:
+                raise self._items.explain(error, self._item(run[0][0])) from None
+        for place, _ in rows:
+            self._items.stats.read_bytes[producer] += place.num_bytes
+
+    def _read_run(self, producer: int, start: int, run: Sequence[Row]) -> None:
+        """Several items that lie side by side, by way of memory that holds them all."""
+        transport, first, last = self._channel.transport, run[0][0], run[-1][0]
+        num_bytes = last.offset_bytes + last.num_bytes - first.offset_bytes
+        whole = torch.empty(num_bytes, dtype=torch.uint8, device=self.buffer.local.device)
+        transport.read(whole, self.buffer, producer, start, self._items.after_chunk)
+        for place, out in run:
+            low = place.offset_bytes - first.offset_bytes
+            transport.engine.copy(out.view(torch.uint8), whole[low : low + place.num_bytes])
+
+    def done(self) -> None:
+        """Tell those that publish that this rank reads nothing of this round any more. Every rank ends every round, in
+        their order, also one in which it reads nothing. Its own parts may be published later.
+
+        Raises:
+            MisuseError: it is done already, or the round before it is not.
+        """
+        with self._items.reporting:
+            if self._channel.done != self.number - 1:
+                state = "is done already" if self.is_done else f"cannot be done before round {self._channel.done + 1}"
+                raise MisuseError(f"{self._name} {state}")
+            self._channel.end(self.number, self._streams)
+
+    # For messages
+
+    @property
+    def _name(self) -> str:
+        return f"round {self.number} of {self._channel.name!r}"
+
+    def _part(self, part: int) -> str:
+        return f"part {part} of {self._name}"
+
+    def _item(self, place: Place) -> str:
+        return f"item {place.id} ({place.num_bytes} bytes) in {self._part(place.part)}"
+
+
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """``rows`` of one part, those together that lie side by side."""
+    runs: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: row[0].offset_bytes):
+        if runs and runs[-1][-1][0].end_bytes == row[0].offset_bytes:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
