@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import MisuseError, OdcError
+from odc.exchange import ProcessGroupExchange, setup_timeout_s
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
@@ -23,6 +24,7 @@ from odc.fsdp_patch.interception import listen, listening
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
+from odc.items import ItemExchange
 from odc.protocol import End, EndKind, State
 from odc.runtime import Runtime
 from odc.timeline import Stats, Timeline
@@ -265,6 +267,28 @@ class Session:
         """A forward of the model without a graph has returned."""
         for unit in self._units:
             unit.end_evaluation()
+
+    def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
+        """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
+
+        Collective. What fails in it is heard in this session, and the other way round. The caller closes it, before the
+        session.
+
+        Args:
+            channels, capacity_bytes: see :meth:`odc.ItemExchange.create`.
+
+        Raises:
+            MisuseError: the model's shard group is of one rank.
+            SetupError, ValueError: see :meth:`odc.ItemExchange.create`.
+        """
+        self._require_open()
+        if not self._units:
+            raise MisuseError("a shard group of one rank has nobody to exchange items with")
+        config, unit = self._runtime.config, self._units[0]
+        exchange = ProcessGroupExchange(unit.process_group, unit.device, setup_timeout_s(config.timeout_s))
+        return ItemExchange.create(
+            exchange, channels, config, capacity_bytes=capacity_bytes, device=unit.device, beside=self._runtime
+        )
 
     # What FSDP calls
 

@@ -47,7 +47,7 @@ class Stats:
 
 # What a span can be. "wait" spans lie inside the operation that waited; "minibatch" spans enclose all others of
 # their minibatch, so that compute is what no other kind covers.
-KINDS = ("minibatch", "gather", "scatter", "wait", "publish", "read", "finish")
+KINDS = ("minibatch", "phase", "gather", "scatter", "wait", "publish", "read", "finish")
 
 
 @dataclass(frozen=True, slots=True)
