@@ -134,6 +134,15 @@ def test_packing_changes_no_sample(precise: Any, samples: list[Any]) -> None:
     torch.testing.assert_close(half, torch.stack(alone[:4]).sum(), rtol=1e-6, atol=0.0)
 
 
+def test_the_last_token_of_a_sample_does_not_predict_the_next_sample(precise: Any) -> None:
+    texts = [sample.sequence.clone() for sample in samples_of("text", "text")]
+    for sequence in texts:
+        sequence[:, 1] = sequence[:, 0]  # the first tokens are labelled, too
+    with torch.no_grad():
+        alone = sum(precise.language([sequence], {}) for sequence in texts)
+        torch.testing.assert_close(precise.language(texts, {}), alone, rtol=1e-6, atol=0.0)
+
+
 def test_items_of_a_batch_do_not_influence_one_another(precise: Any, samples: list[Any]) -> None:
     """Clips end in chunks of different lengths, so most are padded in a batch."""
     images = [image for sample in samples for image in sample.images]
