@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from odc.bench.bubble import Segment, segments, shares
 from odc.bench.warm_launch import WarmLauncher, output_of
@@ -46,12 +47,37 @@ class Configuration:
     def name(self) -> str:
         return f"{self.comm}-{self.stream or self.policy}"
 
+    @property
+    def options(self) -> list[str]:
+        """What the script is told."""
+        stream = [] if self.stream is None else ["--stream", self.stream]
+        return ["--comm", self.comm, "--policy", self.policy, *stream]
+
+
+class Way(Protocol):
+    """A configuration of any script."""
+
+    @property
+    def comm(self) -> str: ...
+
+    @property
+    def options(self) -> list[str]: ...
+
 
 CONFIGURATIONS = (
     Configuration("collective", "lb-micro"),
     Configuration("odc", "lb-micro"),
     Configuration("odc", "lb-mini"),
 )
+
+
+@dataclass(frozen=True)
+class PhaseSegment:
+    """A stretch of one rank's time in one phase of the model, "" in none, "wait" where it waits for another rank."""
+
+    name: str
+    start_ns: int
+    end_ns: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +103,18 @@ class Run:
         chosen = range(self.num_untimed, len(self.losses)) if minibatches is None else minibatches
         return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
 
+    def phases(self, minibatch: int) -> list[list[PhaseSegment]]:
+        """Each rank's time in one minibatch: its "phase" spans by label, with its waits drawn over them."""
+        found = []
+        for timeline, cut in zip(read_timelines(self.folder), self.segments([minibatch]), strict=True):
+            spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
+            # What encloses is drawn first.
+            spans.sort(key=lambda span: (span.kind != "minibatch", span.start_ns - span.end_ns))
+            mine = [PhaseSegment("" if s.kind == "minibatch" else s.label, s.start_ns, s.end_ns) for s in spans]
+            waits = [PhaseSegment("wait", s.start_ns, s.end_ns) for s in cut if s.activity == "wait"]
+            found.append(mine + waits)
+        return found
+
 
 LIBRARIES = (
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"),
@@ -85,15 +123,15 @@ LIBRARIES = (
 """What the ranks would import, each of them in each run."""
 
 
-def start_launcher() -> WarmLauncher:
+def start_launcher(libraries: Sequence[str] = LIBRARIES) -> WarmLauncher:
     """What :func:`train` starts its ranks with."""
-    return WarmLauncher(LIBRARIES, {**os.environ, **CHILD_ENVIRONMENT})
+    return WarmLauncher(libraries, {**os.environ, **CHILD_ENVIRONMENT})
 
 
 def train(
     launcher: WarmLauncher,
     script: Path,
-    configuration: Configuration,
+    configuration: Way,
     folder: Path,
     *,
     num_ranks: int,
@@ -106,9 +144,7 @@ def train(
         ChildError: the run failed, or did not end in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["--comm", configuration.comm, "--policy", configuration.policy, "--timeline"]
-    words += [] if configuration.stream is None else ["--stream", configuration.stream]
-    arguments = [str(script), *words, "--out", str(folder), *options]
+    arguments = [str(script), *configuration.options, "--timeline", "--out", str(folder), *options]
     first = output_of(folder, 0)
     first.write_bytes(b"")  # that of an earlier run there
     try:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from odc.bench.bubble import Segment
+from odc.bench.demo_runs import PhaseSegment
 
 _COLOURS = {
     "compute": "#7a9cc6",
@@ -76,3 +77,46 @@ def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], 
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+_PHASE_COLOURS = {
+    "encode image": "#e07a5f",
+    "backward image": "#b5533c",
+    "encode audio": "#81b29a",
+    "backward audio": "#4f7f67",
+    "language": "#7a9cc6",
+    "move": "#f2cc8f",
+    "wait": "#d1495b",
+    "": "#c9c9c9",
+}
+_PHASE_NAMES = {"": "loss, clip, step", "move": "moving items", "language": "language model", "wait": "waiting"}
+
+
+def plot_phases(path: Path, runs: Mapping[str, Sequence[Sequence[PhaseSegment]]], minibatch: int) -> None:
+    """One bar per rank and configuration: the phases of a model of several modalities, on one time scale."""
+    num_ranks = max(len(ranks) for ranks in runs.values())
+    figure = Figure(figsize=(11, 1.2 + (0.8 + 0.3 * num_ranks) * len(runs)), layout="constrained")
+    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    longest_s = 0.0
+    for axes, (name, ranks) in zip(rows, runs.items(), strict=True):
+        start_ns = min(segment.start_ns for rank in ranks for segment in rank)
+        duration_s = (max(segment.end_ns for rank in ranks for segment in rank) - start_ns) * 1e-9
+        longest_s = max(longest_s, duration_s)
+        for number, rank in enumerate(ranks):
+            bars = [((s.start_ns - start_ns) * 1e-9, (s.end_ns - s.start_ns) * 1e-9) for s in rank]
+            axes.broken_barh(bars, (number - 0.4, 0.8), facecolors=[_PHASE_COLOURS[_kind(s.name)] for s in rank])
+        axes.axvline(duration_s, color="black", linewidth=1)
+        axes.set_title(f"{name}: {duration_s:.2f} s", loc="left", fontsize=10)
+        axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in range(len(ranks))])
+        axes.invert_yaxis()
+    rows[-1].set_xlim(0, 1.02 * longest_s)
+    rows[-1].set_xlabel("seconds")
+    handles = [Patch(color=colour, label=_PHASE_NAMES.get(name, name)) for name, colour in _PHASE_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _kind(name: str) -> str:
+    """What a phase's span is drawn as."""
+    return name if name in _PHASE_COLOURS else name.split(" ")[0]

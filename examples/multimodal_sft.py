@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -50,9 +51,8 @@ from odc.balance.multimodal import (
 from odc.fsdp_patch import observe_fsdp
 from odc.timeline import Timeline
 
-POLICIES = {("none", "collective"): "lb-micro", ("none", "odc"): "lb-micro"}
-"""Of the language model: each rank packs the samples that it has drawn. Else all ranks' samples are shared out."""
-BALANCED = {"collective": "lb-micro-global", "odc": "lb-mini"}
+POLICIES = {"collective": "lb-micro-global", "odc": "lb-mini"}
+"""Which samples the language model of each rank gets where it is balanced."""
 
 
 def main() -> None:
@@ -91,12 +91,15 @@ def main() -> None:
                 with record.span("finish", "loss"):
                     dist.all_reduce(loss)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                if len(record.losses) + 1 == args.minibatches and args.gradients:
+                    save_gradients(model, args.out)
                 optimizer.step()
                 optimizer.zero_grad()
             record.losses.append(loss.item() / world_size)
             progress.show(record.losses)
 
     record.save(args.out)
+    save_moves(args.out, mover, loader)
     for part in (loader, items, session):
         if part is not None:
             part.close()
@@ -141,7 +144,12 @@ def build_orchestrator(args: argparse.Namespace, config: Any, world_size: int) -
     cost = costs(config)
     phases = [Phase(name, cost[name], max_tokens=args.max_encoder_tokens) for name in ("image", "audio")]
     return Orchestrator(
-        phases, Phase("language", cost["language"]), world_size, balance_encoders=args.balance == "all", comm=args.comm
+        phases,
+        Phase("language", cost["language"], max_tokens=args.max_tokens),
+        world_size,
+        policy="local" if args.balance == "none" else None,
+        balance_encoders=args.balance == "all",
+        comm=args.comm,
     )
 
 
@@ -157,7 +165,7 @@ def build_loader(args: argparse.Namespace, config: Any, rank: int, world_size: i
         world_size,
         minibatch_size=args.minibatch_size,
         cost=costs(config)["language"],
-        policy=POLICIES.get((args.balance, args.comm), BALANCED[args.comm]),
+        policy="none" if args.balance == "none" else POLICIES[args.comm],
         max_tokens=args.max_tokens,
         num_loss_tokens=answers,
         seed=args.seed,
@@ -189,6 +197,25 @@ def spans(timeline: Timeline | None) -> Any:
     return span
 
 
+def save_gradients(model: OmniModel, folder: Path) -> None:
+    """All gradients of this step, whole, for comparisons. Collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "gradients.pt")
+
+
+def save_moves(folder: Path, mover: InStep | OnDemand, loader: MultimodalLoader[Any]) -> None:
+    """Exchanges and bytes of this rank, by channel, and what planning took in the loader's thread."""
+    moved = {"cargoes": mover.moved.cargoes, "received_bytes": mover.moved.received_bytes}
+    document = {**moved, "planning_s": loader.planning_s}
+    (folder / f"moved-rank{mover.rank}.json").write_text(json.dumps(document))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     how = parser.add_argument_group("how the ranks work together")
@@ -207,6 +234,7 @@ def parse_args() -> argparse.Namespace:
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, default=Path("runs/multimodal_sft"), help="folder for result.json")
     out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing (default: 2)")
+    out.add_argument("--gradients", action="store_true", help="also write all gradients of the last step: gradients.pt")
     out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
     args = parser.parse_args()
     if args.minibatches <= args.untimed:

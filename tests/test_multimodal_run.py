@@ -18,7 +18,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"policy": None, "balance_encoders": False, "comm": "collective"},
     {"policy": None, "balance_encoders": True, "comm": "collective"},
     {"policy": "lb-micro-global", "balance_encoders": True, "comm": "collective"},
+    {"policy": "local", "balance_encoders": True, "comm": "collective"},
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc"},
+    {"policy": "local", "balance_encoders": False, "comm": "odc"},
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc", "frozen": ["audio"], "limit": None},
 ]
 

@@ -7,8 +7,9 @@ rank has made lies ready for the others in its published memory: the same idea a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -71,10 +72,30 @@ class Carrier(ABC):
         """This rank gets no more of this cargo."""
 
 
+@dataclass
+class Moved:
+    """What one rank has moved so far."""
+
+    cargoes: Counter[str] = field(default_factory=Counter)
+    """How many, by channel."""
+
+    received_bytes: Counter[str] = field(default_factory=Counter)
+    """From other ranks, by channel."""
+
+    def count(self, cargo: Cargo, rank: int) -> None:
+        """Note a cargo that has begun to move."""
+        own = set(cargo.route.source[rank].tolist())
+        self.cargoes[cargo.channel] += 1
+        self.received_bytes[cargo.channel] += sum(
+            cargo.num_bytes[item] for item in cargo.route.target[rank].tolist() if item not in own
+        )
+
+
 class Mover(Protocol):
     """How a minibatch's cargoes are moved."""
 
     rank: int
+    moved: Moved
 
     def carry(self, cargo: Cargo) -> Carrier:
         """Begin to move a cargo. All ranks do, in the same order."""
@@ -91,8 +112,10 @@ class InStep:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.moved = Moved()
 
     def carry(self, cargo: Cargo) -> Carrier:
+        self.moved.count(cargo, self.rank)
         return _InStepCarrier(cargo, self)
 
 
@@ -150,8 +173,10 @@ class OnDemand:
 
     def __init__(self, items: Rounds, rank: int, device: torch.device | None = None) -> None:
         self.items, self.rank, self.device = items, rank, device or torch.device("cpu")
+        self.moved = Moved()
 
     def carry(self, cargo: Cargo) -> Carrier:
+        self.moved.count(cargo, self.rank)
         return _OnDemandCarrier(cargo, self)
 
 

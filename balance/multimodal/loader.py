@@ -1,4 +1,4 @@
-"""Feed an orchestrator from a loader: measure, tell the other ranks, plan, all of it one minibatch ahead. (Needs torch.)
+"""Feed an orchestrator from a loader: measure, tell the other ranks, plan, all one minibatch ahead. (Needs torch.)
 
 Source: OrchMLLM section 6, computation overhead overlapping: lengths are known as soon as a minibatch is drawn, so
 the plans are made beside the training on the minibatch before, and cost it nothing.

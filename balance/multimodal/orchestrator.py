@@ -21,7 +21,7 @@ from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
 from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import costliest_first, renumber
-from odc.balance.policies.packing import pack
+from odc.balance.policies.packing import pack, pack_together
 from odc.balance.rearrange.nodes import place_on_nodes
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.rearrange.rearrangement import Rearrangement
@@ -110,8 +110,9 @@ class Orchestrator:
         language: the phase in which all modalities meet.
         num_ranks: how many ranks share a minibatch.
         policy: which samples the language model of each rank gets, and in which microbatches: a policy of
-            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. None: those that its loader has, in
-            the loader's microbatches (a :class:`~odc.balance.MinibatchLoader` has balanced them already).
+            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. "local": those that it has read,
+            packed into few microbatches. None: the same, in the microbatches of its loader (a
+            :class:`~odc.balance.MinibatchLoader` has balanced them already).
         balance_encoders: each encoder's items are shared out anew, so that its cost is the same on all ranks
             (post-balancing). False: items are encoded where their sample's sequence is, as in pre-balancing.
         ranks_per_node: where nodes have several ranks, batches are given to the ranks in such a way that little moves
@@ -148,9 +149,10 @@ class Orchestrator:
                 )
         if language.layout != "packed":
             raise ValueError(f"phase {language.name!r} has layout {language.layout!r}: expected 'packed'")
-        self.policy = get_policy(policy) if isinstance(policy, str) else policy
-        if self.policy is not None and language.max_tokens is None:
-            raise ValueError(f"policy {self.policy.name!r} needs max_tokens of phase {language.name!r}")
+        self.is_local = policy == "local"
+        self.policy = get_policy(policy) if isinstance(policy, str) and not self.is_local else policy
+        if policy is not None and language.max_tokens is None:
+            raise ValueError(f"policy={shown(policy)} needs max_tokens of phase {language.name!r}")
         self.balance_encoders = balance_encoders
         self.ranks_per_node = ranks_per_node
         if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
@@ -167,7 +169,7 @@ class Orchestrator:
         return {
             "encoders": repr([(phase, repr(phase.cost)) for phase in self.encoders.values()]),
             "language": repr(self.language),
-            "policy": "" if self.policy is None else self.policy.name,
+            "policy": self.policy.name if isinstance(self.policy, Policy) else repr(self.policy),
             "options": repr((self.num_ranks, self.balance_encoders, self.ranks_per_node, self.comm)),
         }
 
@@ -204,20 +206,27 @@ class Orchestrator:
     def _plan_language(self, lengths: MinibatchLengths, has: list[list[int]]) -> Plan:
         phase = self.language
         costs = evaluate(phase.cost, lengths.language)
-        if self.policy is None:
-            mine = lengths.microbatches
-            limit = phase.max_tokens
-            if limit is None:
-                limit = max((int(lengths.language[m].sum()) for rank in mine for m in rank if m), default=1)
-            plan = Plan(self._filled(mine), lengths.language, costs, limit, "as loaded")
+        microbatches, name = lengths.microbatches, "as loaded"
+        limit = phase.max_tokens
+        if limit is None:  # and so no policy
+            limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
         else:
-            assert phase.max_tokens is not None
-            balanced = self.policy.plan(
-                lengths.language, world_size=self.num_ranks, max_tokens=phase.max_tokens, cost=phase.cost
-            )
-            mine = self._at_home(balanced.microbatches, has, lengths.language)
-            plan = Plan(self._filled(mine), lengths.language, costs, phase.max_tokens, balanced.policy)
-        return plan
+            self._check_language(lengths, limit)
+        if self.is_local:
+            microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
+        elif isinstance(self.policy, Policy):
+            plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
+            microbatches, name = self._at_home(plan.microbatches, has, lengths.language), plan.policy
+        return Plan(self._filled(microbatches), lengths.language, costs, max(limit, 1), name)
+
+    def _packed(self, lengths: IntArray, costs: FloatArray, has: list[list[int]], limit: int) -> list[Parts]:
+        """What each rank has, in microbatches; of collectives all ranks need as many."""
+        ranks = [np.array(mine, dtype=np.int64) for mine in has]
+        if self.comm == "collective":
+            parts = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], limit)
+        else:
+            parts = [pack(lengths[mine], costs[mine], limit) for mine in ranks]
+        return [costliest_first(renumber(found, mine), costs) for found, mine in zip(parts, ranks, strict=True)]
 
     def _at_home(self, batches: list[Parts], has: list[list[int]], sizes: IntArray) -> list[Parts]:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
@@ -261,6 +270,14 @@ class Orchestrator:
             return microbatches
         most = max(map(len, microbatches))
         return [[*mine, *([] for _ in range(most - len(mine)))] for mine in microbatches]
+
+    def _check_language(self, lengths: MinibatchLengths, limit: int) -> None:
+        try:
+            check_fit(lengths.language, limit)
+        except ValueError as error:
+            worst = int(np.argmax(lengths.language))
+            where = f"sample {worst} of the minibatch (read by rank {lengths.rank_of(worst)})"
+            raise ValueError(f"phase {self.language.name!r}, {where}: {error}") from None
 
     @staticmethod
     def _check_fit(phase: Phase, lengths: MinibatchLengths) -> None:
