@@ -35,6 +35,8 @@ from odc.balance.grouping import (
 from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
+from odc.balance.rearrange.nodes import place_on_nodes
+from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
 if TYPE_CHECKING:
@@ -76,8 +78,10 @@ __all__ = [
     "law_names",
     "loss_scale",
     "pack_collate",
+    "place_on_nodes",
     "policy_names",
     "pool_sort",
+    "post_balance",
     "preset",
     "preset_names",
     "sample_lengths",

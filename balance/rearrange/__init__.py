@@ -1,0 +1,1 @@
+"""Rearrange samples that the ranks already have: which rank gets which batch, so that all finish together."""
