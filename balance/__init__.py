@@ -32,9 +32,12 @@ from odc.balance.grouping import (
     sketch_lengths,
     token_budget_groups,
 )
+from odc.balance.multimodal import ItemLengths, MinibatchSchedule, Orchestrator, Phase, SampleLengths
 from odc.balance.partition import ExactPartition, exact_partition, karmarkar_karp
 from odc.balance.plan import Plan, PlannedMinibatch, bubble_rate
 from odc.balance.policies import Policy, get_policy, policy_names
+from odc.balance.rearrange.nodes import place_on_nodes
+from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
@@ -43,25 +46,34 @@ if TYPE_CHECKING:
     from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
     from odc.balance.data.stream import StreamLoader
+    from odc.balance.multimodal import Encoder, MultimodalLoader, SampleParts, run_minibatch
     from odc.balance.rearrange.exchange import Received, exchange
 
 __all__ = [
     "ActivationMemory",
     "CostFit",
     "CostModel",
+    "Encoder",
     "ExactPartition",
+    "ItemLengths",
     "LengthSketch",
     "LinearCost",
     "Machine",
     "Minibatch",
     "MinibatchLoader",
     "MinibatchSampler",
+    "MinibatchSchedule",
+    "MultimodalLoader",
+    "Orchestrator",
+    "Phase",
     "Plan",
     "PlannedMinibatch",
     "Policy",
     "QuadraticCost",
     "Rearrangement",
     "Received",
+    "SampleLengths",
+    "SampleParts",
     "Scenario",
     "ShardedState",
     "Simulation",
@@ -81,10 +93,13 @@ __all__ = [
     "law_names",
     "loss_scale",
     "pack_collate",
+    "place_on_nodes",
     "policy_names",
     "pool_sort",
+    "post_balance",
     "preset",
     "preset_names",
+    "run_minibatch",
     "sample_lengths",
     "sketch_lengths",
     "stream",
@@ -94,10 +109,14 @@ __all__ = [
 _NEED_TORCH = {
     "Minibatch": "odc.balance.data.loader",
     "MinibatchLoader": "odc.balance.data.loader",
+    "Encoder": "odc.balance.multimodal",
+    "MultimodalLoader": "odc.balance.multimodal",
     "Received": "odc.balance.rearrange.exchange",
+    "SampleParts": "odc.balance.multimodal",
     "count_loss_tokens": "odc.balance.data.collate",
     "exchange": "odc.balance.rearrange.exchange",
     "StreamLoader": "odc.balance.data.stream",
+    "run_minibatch": "odc.balance.multimodal",
     "loss_scale": "odc.balance.data.loader",
     "stream": "odc.balance.data.from_torch",
     "pack_collate": "odc.balance.data.collate",

@@ -1,4 +1,4 @@
-"""What a microbatch holds and costs: its samples one behind the other, or each padded to the longest of them."""
+"""What a microbatch holds and costs: its samples one behind the other, or padded to the longest of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_one_of
 
-Layout = Literal["packed", "padded"]
+Layout = Literal["packed", "padded", "padded-attention"]
 """In "packed" microbatches, tokens and costs are the sums of those of the samples. In "padded" ones they are the number
-of samples times those of the longest one (of several longest, the last)."""
+of samples times those of the longest one (of several longest, the last). In "padded-attention" ones only attention is
+computed on padded samples (ConvTransformer): tokens and all other costs are sums as in packed ones, and attention costs
+the number of samples times that of the longest one."""
 
 Microbatches = Sequence[Sequence[Sequence[int]]]
 """``microbatches[rank][m]``: samples of microbatch m of a rank."""
@@ -37,13 +39,25 @@ def microbatch_tokens(microbatches: Microbatches, lengths: IntArray, layout: Lay
     return _of_microbatches(microbatches, lengths.astype(np.float64), lengths, layout).astype(np.int64)
 
 
-def microbatch_costs(microbatches: Microbatches, costs: FloatArray, lengths: IntArray, layout: Layout) -> FloatArray:
+def microbatch_costs(
+    microbatches: Microbatches,
+    costs: FloatArray,
+    lengths: IntArray,
+    layout: Layout,
+    attention_costs: FloatArray | None = None,
+) -> FloatArray:
     """Cost of the samples of each microbatch, (world_size, largest number); 0 where there is none.
 
     Args:
         costs: of each sample by itself, without padding, (num_samples,).
         lengths: tokens of each sample, (num_samples,): they tell which one is the longest.
+        attention_costs: the part of ``costs`` that is attention's, (num_samples,); for "padded-attention", and only
+            used there.
     """
+    if layout == "padded-attention":
+        assert attention_costs is not None, "a padded-attention layout without the costs of attention"
+        others = _of_microbatches(microbatches, costs - attention_costs, lengths, "packed")
+        return others + _of_microbatches(microbatches, attention_costs, lengths, "padded")
     return _of_microbatches(microbatches, costs, lengths, layout)
 
 
@@ -53,7 +67,7 @@ def _of_microbatches(microbatches: Microbatches, values: FloatArray, lengths: In
     counts = np.array([len(part) for part in parts], dtype=np.int64)
     samples = np.fromiter(itertools.chain.from_iterable(parts), dtype=np.int64, count=int(counts.sum()))
     owners = np.repeat(np.arange(len(parts)), counts)
-    if layout == "packed":
+    if layout != "padded":
         found = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
     else:
         found = np.zeros(len(parts))

@@ -28,7 +28,7 @@ class Plan:
 
     Raises:
         ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank,
-            or lengths or costs are not what they should be.
+            lengths or costs are not what they should be, or ``attention_costs`` and ``layout`` do not fit together.
     """
 
     microbatches: list[list[list[int]]]
@@ -53,7 +53,12 @@ class Plan:
     """Rank r takes its cost over ``speeds[r]``; None: all ranks are equally fast."""
 
     layout: Layout = "packed"
-    """Whether the samples of a microbatch stand one behind the other, or are padded to the longest of them."""
+    """Whether the samples of a microbatch stand one behind the other, or are padded to the longest of them: everywhere,
+    or in attention only."""
+
+    attention_costs: FloatArray | None = None
+    """The part of each of ``costs`` that is attention's, (num_samples,) float64; given if and only if ``layout`` is
+    "padded-attention", where attention costs what that of the longest sample does, times the number of samples."""
 
     def __post_init__(self) -> None:
         microbatches = [
@@ -67,9 +72,14 @@ class Plan:
         checked["microbatch_cost"] = as_cost(self.microbatch_cost, "microbatch_cost")
         if self.speeds is not None:
             checked["speeds"] = tuple(as_speeds(self.speeds, len(microbatches)).tolist())
+        if self.attention_costs is not None:
+            attention = as_costs(self.attention_costs, "attention_costs").copy()
+            attention.flags.writeable = False
+            checked["attention_costs"] = attention
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._check_samples()
+        self._check_attention()
         self._check_limit()
 
     def __eq__(self, other: object) -> bool:
@@ -80,6 +90,8 @@ class Plan:
             and (self.microbatch_cost, self.speeds, self.layout) == (other.microbatch_cost, other.speeds, other.layout)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
+            # Of equal layouts, so both or none of them are None.
+            and (self.attention_costs is None or np.array_equal(self.attention_costs, other.attention_costs))  # type: ignore[arg-type]
         )
 
     @property
@@ -108,7 +120,7 @@ class Plan:
 
     @property
     def padding_fraction(self) -> float:
-        """Part of all tokens that are padding, from 0 to 1; 0 for an empty plan."""
+        """Part of all tokens that are padding, from 0 to 1; 0 for an empty plan, and where only attention is padded."""
         total = int(self.microbatch_tokens().sum())
         return 1.0 - int(self.lengths.sum()) / total if total else 0.0
 
@@ -119,10 +131,11 @@ class Plan:
     def microbatch_times(self) -> FloatArray:
         """Time of each microbatch in units of cost, (world_size, largest number of microbatches).
 
-        That is the cost of its samples (in a padded layout, the number of samples times the cost of the longest), plus
-        ``microbatch_cost``, over the speed of the rank; 0 where a rank has no such microbatch.
+        That is the cost of its samples (in a padded layout, the number of samples times the cost of the longest; where
+        attention is padded, that for the attention, and the sum of the rest), plus ``microbatch_cost``, over the speed
+        of the rank; 0 where a rank has no such microbatch.
         """
-        times = microbatch_costs(self.microbatches, self.costs, self.lengths, self.layout)
+        times = self._sample_costs()
         if self.microbatch_cost:
             exists = np.arange(times.shape[1]) < np.array(self.num_microbatches)[:, None]
             times += self.microbatch_cost * exists
@@ -154,7 +167,7 @@ class Plan:
         lines = [
             f"{self.policy}: {_count(self.num_samples, 'sample')}, {_count(int(self.lengths.sum()), 'token')} "
             f"on {_count(self.world_size, 'rank')}, at most {_count(self.max_tokens, 'token')} a microbatch"
-            + (f", {self.padding_fraction:.1%} of all tokens are padding" if self.layout == "padded" else ""),
+            + self._explain_padding(),
             f"bubble rate {self.bubble_rate('odc'):.1%} with ODC, "
             f"{self.bubble_rate('collective'):.1%} with collectives",
         ]
@@ -168,6 +181,40 @@ class Plan:
                 + f", {_count(self.tokens(rank), 'token')}, {loads[rank] / mean:.0%} of the mean time"
             )
         return "\n".join(lines)
+
+    def _sample_costs(self) -> FloatArray:
+        """Cost of the samples of each microbatch, padding included."""
+        return microbatch_costs(self.microbatches, self.costs, self.lengths, self.layout, self.attention_costs)
+
+    def _explain_padding(self) -> str:
+        if self.layout == "padded":
+            return f", {self.padding_fraction:.1%} of all tokens are padding"
+        if self.layout == "padded-attention":
+            total = float(self._sample_costs().sum())
+            share = 1.0 - float(self.costs.sum()) / total if total else 0.0
+            # Sums in different orders: no padding is 0, not -1e-16.
+            return f", {max(0.0, share):.1%} of the cost is padding in attention"
+        return ""
+
+    def _check_attention(self) -> None:
+        if (self.attention_costs is not None) != (self.layout == "padded-attention"):
+            given = "no attention_costs" if self.attention_costs is None else "attention_costs"
+            raise ValueError(
+                f"{given} with layout={self.layout!r}: expected them with 'padded-attention', where attention is "
+                "padded apart from the rest, and with no other layout; attention_costs(cost, lengths) of "
+                "odc.balance.costs works them out"
+            )
+        if self.attention_costs is None:
+            return
+        if self.attention_costs.size != self.num_samples:
+            raise ValueError(
+                f"{self.attention_costs.size} attention_costs for {self.num_samples} lengths: expected one per sample"
+            )
+        if (more := np.flatnonzero(self.attention_costs > self.costs)).size:
+            raise ValueError(
+                f"attention_costs[{more[0]}] is {self.attention_costs[more[0]]}, costs[{more[0]}] only "
+                f"{self.costs[more[0]]}: expected attention to be a part of the sample's whole cost"
+            )
 
     def _check_samples(self) -> None:
         if not self.microbatches:

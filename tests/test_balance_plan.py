@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odc.balance import Plan, bubble_rate
+from odc.balance import LinearCost, Machine, Plan, QuadraticCost, TransformerCost, bubble_rate, preset
+from odc.balance.costs import attention_costs
+from odc.balance.simulate.machine import Stopwatch
 
 
 def make(microbatches: list[list[list[int]]], costs: list[float], max_tokens: int = 10) -> Plan:
@@ -44,9 +46,89 @@ def test_a_padded_microbatch_has_the_tokens_and_the_cost_of_its_longest_sample_t
     assert plan != packed
     with pytest.raises(ValueError, match="microbatch 0 of rank 0 has 8 tokens with its padding: expected at most max"):
         Plan(microbatches, lengths, costs, 7, "by-hand", layout="padded")
-    with pytest.raises(ValueError, match="layout='ragged': expected one of 'packed', 'padded'"):
+    with pytest.raises(ValueError, match="layout='ragged': expected one of 'packed', 'padded', 'padded-attention'"):
         Plan(microbatches, lengths, costs, 8, "by-hand", layout="ragged")  # type: ignore[arg-type]
     assert Plan([[], []], lengths[:0], costs[:0], 8, "by-hand", layout="padded").padding_fraction == 0.0
+
+
+def with_padded_attention(microbatches: list[list[list[int]]], lengths: list[int], cost: QuadraticCost) -> Plan:
+    tokens = np.array(lengths)
+    return Plan(
+        microbatches,
+        tokens,
+        cost(tokens),
+        100,
+        "by-hand",
+        layout="padded-attention",
+        attention_costs=attention_costs(cost, tokens),
+    )
+
+
+def test_where_attention_is_padded_it_costs_what_that_of_the_longest_sample_does_times_their_number() -> None:
+    microbatches, lengths, cost = [[[0, 3], []], [[2], [1]]], [2, 5, 1, 4], QuadraticCost(0.5, 3.0)
+    plan = with_padded_attention(microbatches, lengths, cost)
+    times = [[3.0 * (2 + 4) + 0.5 * 2 * 4**2, 0], [3.0 * 1 + 0.5, 3.0 * 5 + 0.5 * 25]]
+    np.testing.assert_allclose(plan.microbatch_times(), times)
+    assert plan.makespan() == pytest.approx(34.0)
+    # Tokens are as in a packed microbatch.
+    np.testing.assert_array_equal(plan.microbatch_tokens(), [[6, 0], [1, 5]])
+    assert (plan.padding_fraction, plan.peak_tokens) == (0.0, 6)
+    padding = 0.5 * (2 * 4**2 - 2**2 - 4**2)
+    assert f"at most 100 tokens a microbatch, {padding / np.sum(times):.1%} of the cost is padding in attention" in (
+        plan.explain()
+    )
+    empty = with_padded_attention([[], []], [], cost)
+    assert (empty.makespan(), empty.padding_fraction) == (0.0, 0.0)
+    assert "0.0% of the cost is padding in attention" in empty.explain()
+    with pytest.raises(ValueError, match="microbatch 0 of rank 0 has 6 tokens: expected at most max_tokens=5"):
+        Plan(microbatches, plan.lengths, plan.costs, 5, "x", layout="padded-attention", attention_costs=plan.costs)
+
+
+def test_plans_whose_attention_differs_are_not_equal() -> None:
+    plan = with_padded_attention([[[0, 1]]], [2, 5], QuadraticCost(0.5, 3.0))
+    assert plan == with_padded_attention([[[0, 1]]], [2, 5], QuadraticCost(0.5, 3.0))
+    others = ([[0.0, 0.0], "padded-attention"], [None, "packed"])
+    for attention, layout in others:
+        other = Plan([[[0, 1]]], plan.lengths, plan.costs, 100, "by-hand", layout=layout, attention_costs=attention)  # type: ignore[arg-type]
+        assert plan != other
+    assert plan.attention_costs is not None
+    with pytest.raises(ValueError, match="read-only"):
+        plan.attention_costs[0] = 5
+
+
+def test_attention_costs_and_layout_go_together() -> None:
+    def make_plan(layout: str, attention: list[float] | None) -> Plan:
+        return Plan([[[0, 1]]], [2, 5], [1.0, 2.0], 100, "x", layout=layout, attention_costs=attention)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="no attention_costs with layout='padded-attention': expected them with"):
+        make_plan("padded-attention", None)
+    for layout in ("packed", "padded"):
+        with pytest.raises(ValueError, match=f"attention_costs with layout='{layout}': expected them with 'padded-att"):
+            make_plan(layout, [1.0, 1.0])
+    with pytest.raises(ValueError, match="1 attention_costs for 2 lengths: expected one per sample"):
+        make_plan("padded-attention", [1.0])
+    with pytest.raises(ValueError, match=r"attention_costs\[1\] is -1.0: expected a finite number"):
+        make_plan("padded-attention", [1.0, -1.0])
+    with pytest.raises(ValueError, match=r"attention_costs\[1\] is 2.5, costs\[1\] only 2.0: expected attention to be"):
+        make_plan("padded-attention", [1.0, 2.5])
+    assert make_plan("padded-attention", [1.0, 2.0]).makespan() == 4.0
+
+
+def test_a_simulation_pads_attention_too_where_the_cost_model_tells_its_part() -> None:
+    cost, lengths = QuadraticCost(0.5, 3.0), np.array([2, 5, 1, 4])
+    plan = with_padded_attention([[[0, 3]], [[2, 1]]], lengths.tolist(), cost)
+    samples = np.arange(4)
+    assert Stopwatch(cost, lengths, Machine()).time(plan, samples, "odc").makespan == pytest.approx(plan.makespan())
+    twice = QuadraticCost(1.0, 6.0)
+    assert Stopwatch(twice, lengths, Machine()).time(plan, samples, "odc").makespan == pytest.approx(
+        2 * plan.makespan()
+    )
+    no_attention = Stopwatch(LinearCost(3.0), lengths, Machine()).time(plan, samples, "odc")
+    assert no_attention.makespan == pytest.approx(3.0 * 6)
+    with pytest.raises(
+        ValueError, match="layout 'padded-attention' needs the part that is attention's, which is known"
+    ):
+        Stopwatch(TransformerCost.from_config(preset("qwen2.5-1.5b")), lengths, Machine()).time(plan, samples, "odc")
 
 
 def test_missing_microbatches_cost_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from odc.balance.costs.fit import CostFit, fit_cost
 from odc.balance.costs.memory import ActivationMemory, ShardedState
-from odc.balance.costs.models import CostModel, LinearCost, QuadraticCost, evaluate
+from odc.balance.costs.models import CostModel, LinearCost, QuadraticCost, attention_costs, evaluate
 from odc.balance.costs.presets import preset, preset_names
 from odc.balance.costs.shapes import TransformerShape
 from odc.balance.costs.transformer import LayerGroup, TransformerCost
@@ -17,6 +17,7 @@ __all__ = [
     "ShardedState",
     "TransformerCost",
     "TransformerShape",
+    "attention_costs",
     "evaluate",
     "fit_cost",
     "preset",

@@ -73,6 +73,25 @@ def evaluate(cost: CostModel, lengths: IntArray) -> FloatArray:
     return costs
 
 
+def attention_costs(cost: CostModel, lengths: IntArray) -> FloatArray:
+    """The part of ``cost(lengths)`` that is attention's, (num_samples,): what layout "padded-attention" pads.
+
+    Raises:
+        ValueError: ``cost`` is neither a :class:`QuadraticCost` nor a :class:`LinearCost`, whose attention costs
+            nothing: of other models it is not known.
+    """
+    tokens = np.asarray(lengths, dtype=np.float64)
+    if isinstance(cost, QuadraticCost):
+        # Rounded as in the whole cost, so never above it.
+        return cost.a * tokens * tokens
+    if isinstance(cost, LinearCost):
+        return np.zeros(tokens.shape)
+    raise ValueError(
+        f"cost={shown(cost)}: layout 'padded-attention' needs the part that is attention's, which is known of "
+        "QuadraticCost (and 0 for LinearCost); fit one with fit_cost, or use another layout"
+    )
+
+
 def check_coefficients(**coefficients: float) -> None:
     for name, value in coefficients.items():
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 0):

@@ -139,8 +139,8 @@ def check_batch(
 
 
 def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...], layout: Layout) -> list[int] | None:
-    """Tokens of each sample of a batch, packed or padded; None: they cannot be told."""
-    if layout == "packed":
+    """Tokens of each sample of a batch, padded or not; None: they cannot be told."""
+    if layout != "padded":
         starts = batch.get("cu_seqlens")
         return None if starts is None else [int(number) for number in torch.as_tensor(starts).diff()]
     if len(shape) != 2:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_speeds
-from odc.balance.costs import CostModel, evaluate
+from odc.balance.costs import CostModel, attention_costs, evaluate
 from odc.balance.layout import microbatch_costs
 from odc.balance.plan import Comm, Plan
 from odc.balance.random_numbers import normal_quantiles, random_generator, uniform
@@ -109,6 +109,7 @@ class Stopwatch:
     """
 
     def __init__(self, cost: CostModel, lengths: IntArray, machine: Machine) -> None:
+        self._cost, self._lengths = cost, lengths
         self._machine = machine
         self._noise = machine.noise_factors(lengths.size)
         if isinstance(cost, LayeredCost):
@@ -122,15 +123,20 @@ class Stopwatch:
         """What ``plan`` takes for these samples of the dataset.
 
         Raises:
-            ValueError: ``comm`` is neither "odc" nor "collective".
+            ValueError: ``comm`` is neither "odc" nor "collective", or the plan pads attention, and the cost model
+                does not tell attention's part.
         """
         if comm not in ("odc", "collective"):
             raise ValueError(f"comm={shown(comm)}: expected 'odc' or 'collective'")
         exists = np.arange(max(plan.num_microbatches))[None] < np.array(plan.num_microbatches)[:, None]
         rates = self._machine.rates(plan)[:, None]
         busy, makespan = np.zeros(exists.shape), 0.0
+        attention = None
+        if plan.layout == "padded-attention":
+            # Of a model with one kind of layer: others do not tell attention's part.
+            attention = attention_costs(self._cost, self._lengths[samples]) * self._noise[samples] / self._counts[0]
         for count, costs in zip(self._counts, self._costs[:, samples], strict=True):
-            compute = microbatch_costs(plan.microbatches, costs, plan.lengths, plan.layout)
+            compute = microbatch_costs(plan.microbatches, costs, plan.lengths, plan.layout, attention)
             if plan.microbatch_cost:
                 compute = compute + exists * plan.microbatch_cost / self._counts.sum()
             for part, communication in self._stages():
