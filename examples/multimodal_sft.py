@@ -229,7 +229,7 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--max-encoder-tokens", type=int, default=8192, help="of an encoder's (default: 8192)")
     model = parser.add_argument_group("model and optimizer")
     model.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32 (default: 64)")
-    model.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 1e-3)")
+    model.add_argument("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
     model.add_argument("--seed", type=int, default=0, help="of the weights and of the samples (default: 0)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, default=Path("runs/multimodal_sft"), help="folder for result.json")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_ranks
-from toy_modalities import Toy, encoders, make_sample, orchestrator, reference, split
+from process_ranks import run_ranks, start_ranks, wait_until
+from toy_modalities import CHANNELS, Toy, encoders, make_sample, orchestrator, reference, split
 
-from odc.balance.multimodal import MinibatchLengths, MultimodalMinibatch, RankLengths, run_minibatch
+from odc import ItemExchange
+from odc.balance.multimodal import (
+    InStep,
+    MinibatchLengths,
+    MultimodalMinibatch,
+    OnDemand,
+    RankLengths,
+    channels_of,
+    run_minibatch,
+)
 from odc.balance.multimodal.payload import count_bytes, named
+from odc.exchange import ProcessGroupExchange
 
 OPTIONS: list[dict[str, Any]] = [
     {"policy": None, "balance_encoders": False, "comm": "collective"},
@@ -48,16 +62,24 @@ def minibatch_of(
     return MultimodalMinibatch(schedule, rank, parts), [number for mine in numbers for number in mine]
 
 
-def compare(rank: int, world_size: int) -> list[int]:
+def compare(rank: int, world_size: int, kind: str) -> list[int]:
     """How often encoders ran on this rank, and on how many items."""
+    if kind == "in step":
+        return compare_by(rank, world_size, InStep(), OPTIONS)
+    # So little room that channels have to grow.
+    with ItemExchange.create(ProcessGroupExchange(), channels_of(list(CHANNELS)), capacity_bytes=256) as items:
+        return compare_by(rank, world_size, OnDemand(items, rank), [o for o in OPTIONS if o["comm"] == "odc"])
+
+
+def compare_by(rank: int, world_size: int, mover: InStep | OnDemand, chosen: list[dict[str, Any]]) -> list[int]:
     counts = [0, 0]
     for seed in range(4):
-        for options in OPTIONS:
+        for options in chosen:
             minibatch, numbers = minibatch_of(rank, world_size, seed, options)
             frozen = options.get("frozen", ())
             model, alone = Toy(), Toy()
             expected = reference(alone, numbers, seed, frozen)
-            losses = run_minibatch(minibatch, encoders(model), model.loss)
+            losses = run_minibatch(minibatch, encoders(model), model.loss, mover=mover)
             total = torch.stack([*losses, torch.zeros((), dtype=torch.float64)]).sum()
             dist.all_reduce(total)
             torch.testing.assert_close(float(total), expected, rtol=1e-12, atol=1e-12)
@@ -73,12 +95,73 @@ def compare(rank: int, world_size: int) -> list[int]:
                 assert everybody == [runs] * world_size
             counts[0] += len(model.num_encoded)
             counts[1] += sum(number for _, number in model.num_encoded)
+    # What has come from others is what the plans say: one cargo per encoder and direction, and texts that move.
+    assert mover.moved.cargoes["vision/outputs"] == 4 * len(chosen)
     return counts
 
 
+@pytest.mark.parametrize("kind", ["in step", "on demand"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_losses_and_gradients_are_those_of_one_process(world_size: int) -> None:
-    assert all(runs > 0 and items > 0 for runs, items in run_ranks(world_size, compare))
+def test_losses_and_gradients_are_those_of_one_process(world_size: int, kind: str) -> None:
+    assert all(runs > 0 and items > 0 for runs, items in run_ranks(world_size, compare, kind))
+
+
+def need_nothing_of_the_last(rank: int, world_size: int) -> str:
+    """The last rank encodes nothing before the others are through with the whole minibatch, and say so."""
+    kinds = {"policy": None, "balance_encoders": False, "comm": "odc"}
+    minibatch, _ = minibatch_of(rank, world_size, 2, kinds)
+    model = Toy()
+    parts = encoders(model)
+    folder = Path(os.environ["ODC_TEST_FOLDER"])
+    with ItemExchange.create(ProcessGroupExchange(), channels_of(list(CHANNELS)), capacity_bytes=256) as items:
+        if rank == world_size - 1:
+            wait_until(lambda: len(list(folder.iterdir())) == world_size - 1, "the others wait for the last rank")
+        run_minibatch(minibatch, parts, model.loss, mover=OnDemand(items, rank))
+        (folder / str(rank)).touch()
+        dist.barrier()
+    return "done"
+
+
+def test_nobody_waits_for_outputs_that_it_does_not_need(tmp_path: Path) -> None:
+    found = run_ranks(3, need_nothing_of_the_last, env={"ODC_TEST_FOLDER": str(tmp_path)})
+    assert found == ["done"] * 3
+
+
+def die_while_others_need(rank: int, world_size: int) -> str:
+    minibatch, _ = minibatch_of(rank, world_size, 1, {"policy": "lb-mini", "comm": "odc"})
+    needed = next(r for r in range(world_size) for o in [minibatch.schedule.outputs["vision"]] if gives(o, r))
+    model = Toy()
+    parts = encoders(model)
+
+    def die(items: Any) -> list[torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+    if rank == needed:
+        parts["vision"] = type(parts["vision"])(die, parts["vision"].width, parts["vision"].dtype)
+    items = ItemExchange.create(ProcessGroupExchange(), channels_of(list(CHANNELS)), capacity_bytes=256)
+    try:
+        run_minibatch(minibatch, parts, model.loss, mover=OnDemand(items, rank))
+        items.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}; killed: {needed}"
+    return f"through; killed: {needed}"
+
+
+def gives(route: Any, rank: int) -> bool:
+    """Whether others need what this rank makes."""
+    return any(route.sends(rank, to) for to in range(route.num_ranks) if to != rank)
+
+
+def test_a_rank_that_dies_while_others_need_its_outputs_is_named() -> None:
+    started = time.monotonic()
+    results = start_ranks(3, die_while_others_need).join(60)
+    texts = [result.value for result in results if result.value]
+    assert len(texts) == 2, results
+    killed = texts[0].rpartition(": ")[2]
+    assert any(f"rank {killed} is dead: killed by signal 9" in text for text in texts), texts
+    assert all("through" in text or f"rank {killed}" in text for text in texts), texts
+    assert time.monotonic() - started < 50
 
 
 def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
