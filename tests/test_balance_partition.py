@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
+from odc.balance.partition import split_beside
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import largest_differencing
 from odc.balance.partition.greedy import longest_first
@@ -318,3 +319,19 @@ def test_bad_shapes() -> None:
 def test_equal_size_needs_a_multiple() -> None:
     with pytest.raises(ValueError, match=r"5 items .* k=2 .* multiple of 2; drop 1 items, add 1"):
         karmarkar_karp([1.0] * 5, 2, equal_size=True)
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 2), (7, 3), (6, 4)])
+def test_beside_loads_close_to_exhaustive_search(n: int, k: int) -> None:
+    rng = np.random.default_rng(n * k)
+    excess = []
+    for _ in range(40):
+        costs, loads = rng.lognormal(0.0, 0.8, n), rng.lognormal(0.0, 1.0, k) * rng.integers(0, 2, k)
+        parts = split_beside(costs, loads)
+        assert sorted(item for part in parts for item in part) == list(range(n))
+        found = max(load + costs[part].sum() for load, part in zip(loads, parts, strict=True))
+        owners = np.array(list(itertools.product(range(k), repeat=n)))
+        best = min(max(loads[p] + costs[row == p].sum() for p in range(k)) for row in owners)
+        excess.append(found / best - 1)
+    assert min(excess) > -1e-12
+    assert np.mean(excess) < 0.02

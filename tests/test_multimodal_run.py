@@ -35,6 +35,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"policy": "local", "balance_encoders": True, "comm": "collective"},
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc"},
     {"policy": "local", "balance_encoders": False, "comm": "odc"},
+    {"policy": "joint", "balance_encoders": True, "comm": "odc"},
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc", "frozen": ["audio"], "limit": None},
 ]
 
@@ -83,6 +84,9 @@ def compare_by(rank: int, world_size: int, mover: InStep | OnDemand, chosen: lis
             total = torch.stack([*losses, torch.zeros((), dtype=torch.float64)]).sum()
             dist.all_reduce(total)
             torch.testing.assert_close(float(total), expected, rtol=1e-12, atol=1e-12)
+            with torch.no_grad():  # an evaluation in between
+                again = run_minibatch(minibatch, encoders(Toy()), Toy().loss, mover=mover)
+            assert [float(loss) for loss in again] == [float(loss) for loss in losses]
             for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
                 grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
                 dist.all_reduce(grad)
@@ -96,7 +100,7 @@ def compare_by(rank: int, world_size: int, mover: InStep | OnDemand, chosen: lis
             counts[0] += len(model.num_encoded)
             counts[1] += sum(number for _, number in model.num_encoded)
     # What has come from others is what the plans say: one cargo per encoder and direction, and texts that move.
-    assert mover.moved.cargoes["vision/outputs"] == 4 * len(chosen)
+    assert mover.moved.cargoes["vision/outputs"] == 2 * mover.moved.cargoes["vision/gradients"] == 8 * len(chosen)
     return counts
 
 

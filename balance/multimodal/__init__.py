@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from odc.balance.multimodal.lengths import ItemLengths, Items, MinibatchLengths, Phase, RankLengths, SampleLengths
-from odc.balance.multimodal.orchestrator import MinibatchSchedule, Orchestrator
+from odc.balance.multimodal.orchestrator import Orchestrator
+from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.balance.multimodal.simulate import StepTimes, step_times
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from odc.balance.multimodal.orchestrator import MinibatchSchedule
+from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.balance.rearrange.exchange import Received
 from odc.balance.rearrange.rearrangement import Rearrangement, owners
 

@@ -23,9 +23,10 @@ from odc.balance.data.loader import Minibatch
 from odc.balance.data.microbatches import SampleT
 from odc.balance.data.reader import name_samples
 from odc.balance.multimodal.lengths import MinibatchLengths, RankLengths
-from odc.balance.multimodal.orchestrator import MinibatchSchedule, Orchestrator
+from odc.balance.multimodal.orchestrator import Orchestrator
 from odc.balance.multimodal.payload import SampleParts, check_parts, count_bytes, named
 from odc.balance.multimodal.run import MultimodalMinibatch
+from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.errors import shown
 
 _LOOK_EVERY_S = 0.1

@@ -7,16 +7,18 @@ goes from where it was made to where its sample's sequence is, in one step (rear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit, fingerprint
+from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
 from odc.balance.costs import QuadraticCost, evaluate
 from odc.balance.layout import microbatch_tokens
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
-from odc.balance.partition import karmarkar_karp
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, in_order
+from odc.balance.multimodal.simulate import step_times
+from odc.balance.partition import karmarkar_karp, split_beside
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
 from odc.balance.policies import Policy, get_policy
@@ -30,76 +32,41 @@ from odc.errors import shown
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class MinibatchSchedule:
-    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank."""
+def _in_time(language: Plan, encoders: Mapping[str, Plan], lengths: MinibatchLengths) -> Plan:
+    """The language model's microbatches of each rank in an order in which nobody waits for long.
 
-    lengths: MinibatchLengths
-    """What it was made of."""
-
-    language: Plan
-    """Of samples: microbatches of the language model."""
-
-    encoders: Mapping[str, Plan]
-    """Of items: microbatches of each encoder."""
-
-    samples: Rearrangement
-    """Of samples, without their items: from who has read them to who runs the language model on them."""
-
-    inputs: Mapping[str, Rearrangement]
-    """Of the items of each modality: from who has read them to who encodes them."""
-
-    outputs: Mapping[str, Rearrangement]
-    """Of encoders' outputs: from who has made them to who runs the language model on their sample, in the order of
-    that one's microbatches. Gradients go the same way back."""
-
-    frozen: Mapping[str, bool]
-    """Which encoders are not trained."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return self.language.world_size
-
-    def items_of(self, modality: str, rank: int, microbatch: int) -> list[int]:
-        """The items of ``modality`` that a microbatch of the language model on ``rank`` needs, in order."""
-        return self.lengths.items[modality].of_samples(self.language.microbatches[rank][microbatch])
-
-    def as_vector(self) -> IntArray:
-        """All decisions as numbers: two schedules are the same exactly if these are."""
-        parts: list[IntArray] = []
-        for plan in (self.language, *self.encoders.values()):
-            ranks, places = _places(plan)
-            parts += [ranks, places]
-        return np.concatenate(parts)
-
-    def fingerprint(self) -> int:
-        """48 bits that differ where decisions do."""
-        return fingerprint(self.as_vector().tobytes())
-
-    def difference(self, other: IntArray) -> str:
-        """The first decision in which this schedule differs from that of another rank, given :meth:`as_vector`."""
-        at = 0
-        for name, plan in (("language model", self.language), *self.encoders.items()):
-            ranks, places = _places(plan)
-            theirs = other[at : at + ranks.size]
-            at += ranks.size + places.size
-            if theirs.size != ranks.size:
-                break
-            if (changed := np.flatnonzero(theirs != ranks)).size:
-                number = int(changed[0])
-                what = f"sample {number}" if plan is self.language else self.lengths.name(name, number)
-                return f"phase {name!r}: {what} goes to rank {ranks[number]} here, to rank {theirs[number]} there"
-        return "their microbatches are not the same"
+    What an encoder makes is there after its forward, and the encoder's backward waits for its gradient: so microbatches
+    with items run as soon as all of these are there, the costliest items first, and those without fill the gaps.
+    """
+    ready, weight = np.zeros((2, language.num_samples))
+    clocks = np.zeros(language.world_size)
+    for name, plan in encoders.items():
+        times, sample_of = plan.microbatch_times(), lengths.items[name].sample
+        np.add.at(weight, sample_of, plan.costs)
+        for rank, mine in enumerate(plan.microbatches):
+            for number, items in enumerate(mine):
+                clocks[rank] += FORWARD_SHARE * times[rank, number]
+                ready[sample_of[items]] = np.maximum(ready[sample_of[items]], clocks[rank])
+    times = language.microbatch_times()
+    microbatches = []
+    for rank, mine in enumerate(language.microbatches):
+        starts = [float(ready[samples].max(initial=0.0)) for samples in mine]
+        weights = [float(weight[samples].sum()) for samples in mine]
+        order = _list_schedule(float(clocks[rank]), starts, weights, times[rank].tolist())
+        microbatches.append([mine[number] for number in order])
+    return replace(language, microbatches=microbatches)
 
 
-def _places(plan: Plan) -> tuple[IntArray, IntArray]:
-    """The rank of each item of a plan, and its microbatch there."""
-    ranks, microbatches = np.zeros((2, plan.num_samples), dtype=np.int64)
-    for rank, mine in enumerate(plan.microbatches):
-        for number, microbatch in enumerate(mine):
-            ranks[microbatch], microbatches[microbatch] = rank, number
-    return ranks, microbatches
+def _list_schedule(clock: float, starts: list[float], weights: list[float], times: list[float]) -> list[int]:
+    """Jobs of one machine: of those that can start, the one of most weight; if none can, the first one to come."""
+    left, order = list(range(len(starts))), list[int]()
+    while left:
+        can = [job for job in left if starts[job] <= clock]
+        job = max(can, key=lambda job: weights[job]) if can else min(left, key=lambda job: starts[job])
+        left.remove(job)
+        order.append(job)
+        clock = max(clock, starts[job]) + times[job]
+    return order
 
 
 class Orchestrator:
@@ -110,8 +77,10 @@ class Orchestrator:
         language: the phase in which all modalities meet.
         num_ranks: how many ranks share a minibatch.
         policy: which samples the language model of each rank gets, and in which microbatches: a policy of
-            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. "local": those that it has read,
-            packed into few microbatches. None: the same, in the microbatches of its loader (a
+            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. "joint": shared out so that the sum of
+            all phases is even: what encoders have to compute unevenly (a few long clips), the language model makes up
+            for. Only with ODC, where ranks are not in step phase by phase. "local": those that it has read, packed into
+            few microbatches. None: the same, in the microbatches of its loader (a
             :class:`~odc.balance.MinibatchLoader` has balanced them already).
         balance_encoders: each encoder's items are shared out anew, so that its cost is the same on all ranks
             (post-balancing). False: items are encoded where their sample's sequence is, as in pre-balancing.
@@ -149,8 +118,12 @@ class Orchestrator:
                 )
         if language.layout != "packed":
             raise ValueError(f"phase {language.name!r} has layout {language.layout!r}: expected 'packed'")
-        self.is_local = policy == "local"
-        self.policy = get_policy(policy) if isinstance(policy, str) and not self.is_local else policy
+        self.policy = get_policy(policy) if isinstance(policy, str) and policy not in ("local", "joint") else policy
+        if policy == "joint" and comm != "odc":
+            raise ValueError(
+                f"policy='joint' with comm={shown(comm)}: collectives keep ranks in step in each phase, and a sum over "
+                "phases has no meaning; expected comm='odc'"
+            )
         if policy is not None and language.max_tokens is None:
             raise ValueError(f"policy={shown(policy)} needs max_tokens of phase {language.name!r}")
         self.balance_encoders = balance_encoders
@@ -187,23 +160,56 @@ class Orchestrator:
             lengths = MinibatchLengths.of_samples(lengths, self.modalities)
         if lengths.num_ranks != self.num_ranks:
             raise ValueError(f"lengths of {lengths.num_ranks} ranks: expected num_ranks={self.num_ranks}")
+        if self.policy != "joint":
+            return self._schedule(lengths, None)
+        # What evens out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
         has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
-        language = self._plan_language(lengths, has)
-        wants = [[sample for microbatch in mine for sample in microbatch] for mine in language.microbatches]
-        encoders, inputs, outputs = {}, {}, {}
-        for name, phase in self.encoders.items():
+        first = self._schedule(lengths, self._plan_encoders(lengths, has, has))
+        second = self._schedule(lengths, None)
+        return min(first, second, key=lambda schedule: step_times(schedule, "odc").makespan)
+
+    def _schedule(self, lengths: MinibatchLengths, encoders: dict[str, Plan] | None) -> MinibatchSchedule:
+        """A schedule; its language model makes up for what ``encoders`` that are planned already cost."""
+        has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
+        if encoders is not None:
+            language = self._plan_language(lengths, has, self._loads(encoders))
+        else:
+            language = self._plan_language(lengths, has, np.zeros(self.num_ranks))
+            encoders = self._plan_encoders(lengths, has, in_order(language))
+        if self.comm == "odc":
+            language = _in_time(language, encoders, lengths)
+        wants = in_order(language)
+        inputs, outputs = {}, {}
+        for name, plan in encoders.items():
             items = lengths.items[name]
             has_items = [items.of_samples(samples) for samples in has]
             wants_items = [items.of_samples(samples) for samples in wants]
-            encoders[name] = plan = self._plan_encoder(phase, lengths, has_items, wants_items)
-            makes = [[item for microbatch in mine for item in microbatch] for mine in plan.microbatches]
-            inputs[name] = Rearrangement.between(has_items, makes)
+            inputs[name] = Rearrangement.between(has_items, in_order(plan))
             outputs[name] = inputs[name].inverse().then(Rearrangement.between(has_items, wants_items))
         samples = Rearrangement.between(has, wants)
         frozen = {name: phase.frozen for name, phase in self.encoders.items()}
         return MinibatchSchedule(lengths, language, encoders, samples, inputs, outputs, frozen)
 
-    def _plan_language(self, lengths: MinibatchLengths, has: list[list[int]]) -> Plan:
+    def _plan_encoders(
+        self, lengths: MinibatchLengths, has: list[list[int]], wants: list[list[int]]
+    ) -> dict[str, Plan]:
+        """Of each encoder; samples are read by who ``has`` them, and their sequences are of who ``wants`` them."""
+        found = {}
+        for name, phase in self.encoders.items():
+            items = lengths.items[name]
+            has_items = [items.of_samples(samples) for samples in has]
+            found[name] = self._plan_encoder(phase, lengths, has_items, [items.of_samples(mine) for mine in wants])
+        return found
+
+    def _loads(self, encoders: Mapping[str, Plan]) -> FloatArray:
+        """What encoders cost on each rank."""
+        loads = np.zeros(self.num_ranks)
+        for name, plan in encoders.items():
+            loads += plan.microbatch_times().sum(axis=1) * (FORWARD_SHARE if self.encoders[name].frozen else 1.0)
+        return loads
+
+    def _plan_language(self, lengths: MinibatchLengths, has: list[list[int]], loads: FloatArray) -> Plan:
+        """``loads``: what else ranks have to compute."""
         phase = self.language
         costs = evaluate(phase.cost, lengths.language)
         microbatches, name = lengths.microbatches, "as loaded"
@@ -212,16 +218,18 @@ class Orchestrator:
             limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
         else:
             self._check_language(lengths, limit)
-        if self.is_local:
+        if self.policy == "local":
             microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
+        elif self.policy == "joint":
+            microbatches, name = self._packed(lengths.language, costs, split_beside(costs, loads), limit), "joint"
         elif isinstance(self.policy, Policy):
             plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
             microbatches, name = self._at_home(plan.microbatches, has, lengths.language), plan.policy
         return Plan(self._filled(microbatches), lengths.language, costs, max(limit, 1), name)
 
-    def _packed(self, lengths: IntArray, costs: FloatArray, has: list[list[int]], limit: int) -> list[Parts]:
-        """What each rank has, in microbatches; of collectives all ranks need as many."""
-        ranks = [np.array(mine, dtype=np.int64) for mine in has]
+    def _packed(self, lengths: IntArray, costs: FloatArray, batches: Parts, limit: int) -> list[Parts]:
+        """Each rank's samples in microbatches; of collectives all ranks need as many."""
+        ranks = [np.array(mine, dtype=np.int64) for mine in batches]
         if self.comm == "collective":
             parts = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], limit)
         else:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from odc.balance.multimodal.carriers import Cargo, Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
-from odc.balance.multimodal.orchestrator import MinibatchSchedule
 from odc.balance.multimodal.payload import SampleParts, Tensors, from_bytes, from_named, named, to_bytes
+from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.errors import shown
 
 Text = dict[str, torch.Tensor]
@@ -74,7 +74,8 @@ def run_minibatch(
     mover: Mover | None = None,
     span: Span = no_span,
 ) -> list[torch.Tensor]:
-    """Forward and backward of everything that this rank computes in a minibatch. Collective, as its mover is.
+    """Forward and backward of everything that this rank computes in a minibatch. Collective, as its mover is. Under
+    ``torch.no_grad()``, on all ranks, an evaluation: the forward alone.
 
     Every encoder runs on its own batch of items; what it makes goes to the rank that has the sequence; the language
     model's microbatches run there, each forward and backward, in its own number; the gradients of the outputs go back,
@@ -116,7 +117,9 @@ class _Runner:
             raise ValueError(f"no encoder for phase {missing[0]!r}: expected one for each of {list(schedule.encoders)}")
         self._minibatch, self._schedule, self._rank = minibatch, schedule, minibatch.rank
         self._encoders = {name: encoders[name] for name in schedule.encoders}
-        self._frozen = schedule.frozen
+        # Without gradients (an evaluation) there is a forward only, on all ranks.
+        self._trains = torch.is_grad_enabled()
+        self._frozen = {name: frozen or not self._trains for name, frozen in schedule.frozen.items()}
         self._mover, self._span = mover, span
         self._done: dict[str, _Encoded] = {}
         # All at once, and in one order on all ranks: roads may have to be widened for what is to go there.
@@ -186,7 +189,7 @@ class _Runner:
                     "the encoder has no dummy: give it one, or use ODC and comm='odc'"
                 )
             raw = [encoder.dummy()]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen[name]):
+        with torch.set_grad_enabled(not self._frozen[name]):
             return list(encoder.encode(raw))
 
     def _problem_of(
@@ -224,7 +227,8 @@ class _Runner:
                 loss = language(columns, leaves)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     raise ValueError(f"the language model's loss is {shown(loss)}: expected one number, a tensor")
-                loss.backward()  # type: ignore[no-untyped-call]
+                if self._trains:
+                    loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             for name, carrier in self._gradients.items():
                 with self._span("move", f"{name} gradients"):

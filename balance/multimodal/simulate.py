@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.multimodal.orchestrator import MinibatchSchedule
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule
 from odc.balance.plan import Comm
-
-FORWARD_SHARE = 1 / 3
-"""Of a forward and a backward that computes two products for each one of the forward."""
 
 
 @dataclass(frozen=True)

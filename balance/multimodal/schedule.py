@@ -1,0 +1,94 @@
+"""The schedule of a minibatch of several modalities: who computes what, and what moves from whom to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from odc.balance.checks import IntArray, fingerprint
+from odc.balance.multimodal.lengths import MinibatchLengths
+from odc.balance.partition.differencing import Parts
+from odc.balance.plan import Plan
+from odc.balance.rearrange.rearrangement import Rearrangement
+
+FORWARD_SHARE = 1 / 3
+"""Of a forward and a backward, which computes two products for each one of the forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class MinibatchSchedule:
+    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank."""
+
+    lengths: MinibatchLengths
+    """What it was made of."""
+
+    language: Plan
+    """Of samples: microbatches of the language model."""
+
+    encoders: Mapping[str, Plan]
+    """Of items: microbatches of each encoder."""
+
+    samples: Rearrangement
+    """Of samples, without their items: from who has read them to who runs the language model on them."""
+
+    inputs: Mapping[str, Rearrangement]
+    """Of the items of each modality: from who has read them to who encodes them."""
+
+    outputs: Mapping[str, Rearrangement]
+    """Of encoders' outputs: from who has made them to who runs the language model on their sample, in the order of
+    that one's microbatches. Gradients go the same way back."""
+
+    frozen: Mapping[str, bool]
+    """Which encoders are not trained."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.language.world_size
+
+    def items_of(self, modality: str, rank: int, microbatch: int) -> list[int]:
+        """The items of ``modality`` that a microbatch of the language model on ``rank`` needs, in order."""
+        return self.lengths.items[modality].of_samples(self.language.microbatches[rank][microbatch])
+
+    def as_vector(self) -> IntArray:
+        """All decisions as numbers: two schedules are the same exactly if these are."""
+        parts: list[IntArray] = []
+        for plan in (self.language, *self.encoders.values()):
+            ranks, places = _places(plan)
+            parts += [ranks, places]
+        return np.concatenate(parts)
+
+    def fingerprint(self) -> int:
+        """48 bits that differ where decisions do."""
+        return fingerprint(self.as_vector().tobytes())
+
+    def difference(self, other: IntArray) -> str:
+        """The first decision in which this schedule differs from that of another rank, given :meth:`as_vector`."""
+        at = 0
+        for name, plan in (("language model", self.language), *self.encoders.items()):
+            ranks, places = _places(plan)
+            theirs = other[at : at + ranks.size]
+            at += ranks.size + places.size
+            if theirs.size != ranks.size:
+                break
+            if (changed := np.flatnonzero(theirs != ranks)).size:
+                number = int(changed[0])
+                what = f"sample {number}" if plan is self.language else self.lengths.name(name, number)
+                return f"phase {name!r}: {what} goes to rank {ranks[number]} here, to rank {theirs[number]} there"
+        return "their microbatches are not the same"
+
+
+def in_order(plan: Plan) -> Parts:
+    """What each rank has, in the order of its microbatches."""
+    return [[item for microbatch in mine for item in microbatch] for mine in plan.microbatches]
+
+
+def _places(plan: Plan) -> tuple[IntArray, IntArray]:
+    """The rank of each item of a plan, and its microbatch there."""
+    ranks, microbatches = np.zeros((2, plan.num_samples), dtype=np.int64)
+    for rank, mine in enumerate(plan.microbatches):
+        for number, microbatch in enumerate(mine):
+            ranks[microbatch], microbatches[microbatch] = rank, number
+    return ranks, microbatches
