@@ -87,7 +87,7 @@ def test_a_rank_that_raises_is_quoted_by_all_others() -> None:
 
 
 def test_a_rank_that_is_stopped_is_silent_and_not_dead() -> None:
-    env = {**fault("items.publish.before", "stop"), "ODC_TIMEOUT": "2"}
+    env = {**fault("items.publish.before", "stop"), "ODC_TIMEOUT": "1"}
     group = start(3, 1, endless, env)
     results: list[RankResult] = group.join(60, expendable=[1])
     kinds = {result.error_type for result in survivors(results)}

@@ -24,13 +24,13 @@ from odc.routes import Layout
 LIMIT_S = 20.0
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=40, deadline=None, print_blob=True)
 @given(cases())
 def test_every_read_sees_what_was_published_for_it(case: Case) -> None:
     run_case(case)
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=12, deadline=None, print_blob=True)
 @given(cases(least_hosts=2))
 def test_so_it_does_across_hosts(case: Case) -> None:
     run_case(case)
@@ -614,7 +614,7 @@ def test_what_fails_in_one_context_is_heard_in_the_one_beside(fails: str) -> Non
 def test_who_waits_for_items_is_not_taken_for_silent_by_the_runtime_beside() -> None:
     """Rank 0 waits in its runtime for rank 1, which waits for an item of rank 2 for longer than the limit; rank 2
     works, and shows it."""
-    limit_s = 1.0
+    limit_s = 0.8
     routes = [[], [], [[(1, 8, 1)]]]
 
     def body(exchange: ThreadExchange) -> None:

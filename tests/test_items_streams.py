@@ -36,13 +36,13 @@ def fakes() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=30, deadline=None, print_blob=True)
+@settings(max_examples=20, deadline=None, print_blob=True)
 @given(cases("fake_cuda_streams"))
 def test_streams_see_what_was_published_for_them(case: Case) -> None:
     run_case(case)
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=8, deadline=None, print_blob=True)
 @given(cases("fake_nvshmem_streams", least_hosts=2))
 def test_so_they_do_across_hosts(case: Case) -> None:
     run_case(case)
