@@ -257,6 +257,31 @@ def test_tensors_of_any_shape_and_kind_travel_and_nothing_is_tracked(hosts: int)
         assert out.grad_fn is None
 
 
+def test_what_lies_side_by_side_on_another_host_travels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a rank reads of one part, in whatever order the routes and the reader have it; where it leaves something
+    out, two journeys."""
+    sizes = [8, 24, 8, 64, 8]
+    part = [Item(number, size, consumer) for number, size in enumerate(sizes) for consumer in (1,)]
+    mixed = [row for item in part for row in (item, Item(item.id + 10, 8, 0))]
+
+    def body(items: ItemExchange, exchange: ThreadExchange) -> list[int]:
+        reads = []
+        original = items._transport.read
+        monkeypatch.setattr(items._transport, "read", lambda *args: (reads.append(args[0].nbytes), original(*args)))
+        for wanted in ([3, 0, 4, 1, 2], [4, 1, 0, 3]):
+            one = items.begin("c", [[mixed], []])
+            if exchange.rank == 0:
+                one.publish(0, [torch.full((item.num_bytes,), item.id, dtype=torch.uint8) for item in mixed])
+            else:
+                outs = [torch.zeros(sizes[number] // 4, dtype=torch.int32) for number in wanted]
+                one.read_many(wanted, outs)
+                assert all(out.view(torch.uint8).eq(n).all() for n, out in zip(wanted, outs, strict=True))
+            one.done()
+        return reads
+
+    assert values(run_ranks_of(2, body, hosts=2))[1] == [4 * 64 + 8, 64 + 24, 64 + 8]
+
+
 def test_an_item_without_bytes_is_waited_for_by_nobody() -> None:
     has_read = threading.Event()
 
@@ -498,6 +523,31 @@ def test_a_round_that_needs_more_grows_on_all_ranks_while_older_ones_are_read(ho
         assert memory[-1] == 2 * 8192  # what was too small is given back
 
 
+@WAYS
+def test_memory_before_a_growth_stays_until_the_last_reader_is_done(hosts: int) -> None:
+    """Rank 1 reads round 1 when rank 0 has grown for round 2, has done all that it has to in round 1, and looked."""
+    given_up = threading.Event()
+
+    def body(items: ItemExchange, exchange: ThreadExchange) -> int:
+        first = items.begin("c", ONE_WAY)
+        if exchange.rank == 0:
+            first.publish(0, [torch.tensor([42])])
+        second = items.begin("c", [[[(7, 1 << 14, 0)]], []])
+        if exchange.rank == 0:
+            second.publish(0, [torch.zeros(1 << 11, dtype=torch.int64)])
+            first.done()
+            second.done()
+            given_up.set()
+            return 42
+        reach(given_up)
+        found = read_value(first)
+        first.done()
+        second.done()
+        return found
+
+    assert values(run_ranks_of(2, body, hosts=hosts)) == [42, 42]
+
+
 def test_memory_that_is_not_there_is_refused_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     original = odc.transports._memfd.require_available
 
@@ -571,6 +621,32 @@ def test_without_the_look_for_growths_such_ranks_would_wait_for_each_other(monke
     assert all("half a second was over" in str(result) for result in results), results
 
 
+def test_who_grows_after_it_has_published_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 looks whether the item is there before rank 0 publishes it, and whether rank 0 grows when it does."""
+    original, looks = Channel.is_growing_at, threading.Event()
+
+    def is_growing_at(self: Channel, rank: int) -> bool:
+        if self.name == "d" and rank == 0:
+            looks.set()
+            ends = time.monotonic() + LIMIT_S
+            while not original(self, rank):
+                assert time.monotonic() < ends, "rank 0 has not come to its growth"
+        return original(self, rank)
+
+    def body(items: ItemExchange, exchange: ThreadExchange) -> None:
+        one = items.begin("c", ONE_WAY)
+        if exchange.rank == 0:
+            reach(looks)
+            one.publish(0, [torch.tensor([42])])
+        else:
+            assert read_value(one) == 42
+            monkeypatch.setattr(Channel, "is_growing_at", original)
+        items.begin("d", LARGE)
+
+    monkeypatch.setattr(Channel, "is_growing_at", is_growing_at)
+    values(run_ranks_of(2, body, channels=("c", "d")))
+
+
 # Failures, and two contexts beside each other
 
 
@@ -611,11 +687,19 @@ def test_what_fails_in_one_context_is_heard_in_the_one_beside(fails: str) -> Non
     assert "it went wrong" in str(result)
 
 
-def test_who_waits_for_items_is_not_taken_for_silent_by_the_runtime_beside() -> None:
-    """Rank 0 waits in its runtime for rank 1, which waits for an item of rank 2 for longer than the limit; rank 2
-    works, and shows it."""
+@pytest.mark.parametrize("first", ["runtime", "items"])
+def test_who_waits_in_one_context_is_not_taken_for_silent_in_the_one_beside(first: str) -> None:
+    """Rank 0 waits in one for rank 1, which waits in the other for rank 2, for longer than the limit; rank 2 works, and
+    shows it."""
     limit_s = 0.8
-    routes = [[], [], [[(1, 8, 1)]]]
+    for_runtime: Any = [[], [], [[(1, 8, 1)]]]
+    for_items: Any = [[], [[(1, 8, 0)]], []]
+
+    def work(runtime: Runtime) -> None:
+        ends = time.monotonic() + 2.5 * limit_s
+        while time.monotonic() < ends:
+            time.sleep(limit_s / 10)
+            runtime._waiter.job.tick()
 
     def body(exchange: ThreadExchange) -> None:
         config = config_of(exchange, timeout_s=limit_s)
@@ -624,18 +708,26 @@ def test_who_waits_for_items_is_not_taken_for_silent_by_the_runtime_beside() -> 
             ItemExchange.create(exchange, ["c"], config, capacity_bytes=64, beside=runtime) as items,
         ):
             exchange.all_gather(b"")
-            one = items.begin("c", routes)
+            one = items.begin("c", for_runtime if first == "runtime" else for_items)
             if exchange.rank == 2:
-                ends = time.monotonic() + 2.5 * limit_s
-                while time.monotonic() < ends:
-                    time.sleep(limit_s / 10)
-                    items._transport.tick()
-                one.publish(0, [torch.tensor([4])])
-            if exchange.rank == 1:
+                work(runtime)
+            if first == "runtime":
+                if exchange.rank == 2:
+                    one.publish(0, [torch.tensor([4])])
+                if exchange.rank == 1:
+                    assert read_value(one, 1) == 4
+                runtime.begin()
+                runtime.finish()
+            elif exchange.rank == 0:
                 assert read_value(one, 1) == 4
-            runtime.begin()
-            runtime.finish()
+            elif exchange.rank == 1:
+                count = runtime._transport.count
+                runtime._waiter.wait(lambda: [] if count(2, 0) else [2], lambda: "the work of rank 2")
+                one.publish(0, [torch.tensor([4])])
+            else:
+                runtime._transport.post(0)
             one.done()
+            exchange.all_gather(b"")
 
     values(run_threads(3, body, 60))
 
