@@ -80,9 +80,7 @@ class Layout:
         ([1, 1], [128, 128], [1], 64)
         """
         if len(routes) != world_size:
-            raise ValueError(
-                f"routes of {len(routes)} ranks were given to a group of {world_size}: expected one per rank"
-            )
+            raise ValueError(f"routes of {len(routes)} ranks for a group of {world_size}: expected one list per rank")
         numbers, posts, needed = array("q", [world_size]), [0] * world_size, [0] * world_size
         places: dict[int, Place] = {}
         own: list[list[Place]] = []

@@ -199,6 +199,37 @@ def test_a_released_buffer_says_so(name: str) -> None:
     on_transport(name, 2, body)
 
 
+def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str) -> None:
+    """Beside memory that is in use, several times, also by ranks of other hosts."""
+
+    def body(transport: Transport, exchange: ThreadExchange) -> list[list[int]]:
+        first = transport.allocate(24, "first")
+        transport.seal()
+        found = []
+        for turn, num_bytes in enumerate([24, 4096, 1 << 18], start=1):
+            added = transport.extend(num_bytes, "added")
+            assert added.num_bytes == num_bytes
+            assert not added.local.any()
+            meet(transport, exchange)
+            mine = torch.full((8,), 10 * turn + exchange.rank, dtype=torch.uint8, device=device_of(name))
+            for owner in range(3):
+                transport.write(added, owner, 8 * exchange.rank, mine)
+                transport.write(first, owner, 8 * exchange.rank, mine)
+            meet(transport, exchange)
+            for buffer in (added, first):
+                row = torch.zeros(24, dtype=torch.uint8, device=device_of(name))
+                transport.read(row, buffer, (exchange.rank + 1) % 3, 0)
+                meet(transport, exchange)
+                found.append(row.unique().tolist())
+            transport.release(added)
+            with pytest.raises(ValueError, match="'added' of rank"):
+                _ = added.local
+        return found
+
+    turns = [[10 * turn + rank for rank in range(3)] for turn in (1, 1, 2, 2, 3, 3)]
+    assert on_transport(name, 3, body) == [turns] * 3
+
+
 def test_signals_count_every_post_and_show_the_memory_before_them(near: str) -> None:
     rounds = 200
 

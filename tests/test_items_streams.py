@@ -1,0 +1,234 @@
+"""Layer 2: ranks as threads. Items where work happens later than the call: on streams.
+
+The streams are those of ``bench/fake``, which lag behind the host at random and run beside each other; the transport
+and the exchange of items are the real ones. As in training a rank encodes on some streams, reads on others, and says
+that it is done on another one still. The last tests take one order away at a time. Each holds a stream until the damage
+is done, so that it is certain to be seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from item_ranks import Case, Violation, cases, run_case, run_ranks_of
+from test_items import LIMIT_S, ONE_WAY, reach
+from thread_ranks import ThreadExchange, values
+
+from odc import ItemExchange
+from odc.bench.fake.cuda import FakeEngine, registered_fakes
+from odc.items import Channel
+from odc.rounds import Signal
+
+NEAR, FAR = {"transport": "fake_cuda_streams"}, {"transport": "fake_nvshmem_streams", "hosts": 2}
+WAYS = pytest.mark.parametrize("way", [NEAR, FAR], ids=["cuda_ipc", "nvshmem"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fakes() -> Iterator[None]:
+    with registered_fakes():
+        yield
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(cases("fake_cuda_streams"))
+def test_streams_see_what_was_published_for_them(case: Case) -> None:
+    run_case(case)
+
+
+@settings(max_examples=8, deadline=None, print_blob=True)
+@given(cases("fake_nvshmem_streams", least_hosts=2))
+def test_so_they_do_across_hosts(case: Case) -> None:
+    run_case(case)
+
+
+class Gate:
+    """Holds a stream until it is opened."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine, self._open = engine, threading.Event()
+
+    def hold(self) -> None:
+        """The current stream, from here on."""
+        self._engine.run(partial(self._open.wait, LIMIT_S))
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def engine_of(items: ItemExchange) -> FakeEngine:
+    engine = items._transport.engine
+    assert isinstance(engine, FakeEngine)
+    return engine
+
+
+def on_stream(engine: FakeEngine, name: str, values_of: Sequence[torch.Tensor]) -> list[list[float]]:
+    """What tensors hold when the stream of this name has come so far."""
+    with engine.on(name):
+        found: list[list[float]] = []
+        engine.run(lambda: found.extend(one.tolist() for one in values_of))
+        assert engine._stream(name).event().wait(LIMIT_S)
+    return found
+
+
+# Adversaries. ``damage`` is set when what must not happen has had its time. With all orders in place it would never be,
+# so the tests that nothing breaks set it before.
+
+
+def late_publication(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """Rank 0's stream comes to its copy of part 0 when rank 1's stream is through with its read. Part 1 comes from
+    another stream, which nothing holds."""
+    engine = engine_of(items)
+    one = items.begin("c", [[[(7, 8, 1)], [(8, 8, 1)]], []])
+    if exchange.rank == 0:
+        gate = Gate(engine)
+        with engine.on("encode"):
+            gate.hold()
+            one.publish(0, [torch.tensor([42])])
+        with engine.on("encode too"):
+            one.publish(1, [torch.tensor([43])])
+        reach(damage)
+        gate.open()
+    else:
+        out = torch.tensor([-1])
+        with engine.on("read"):
+            one.read(7, out)
+        found = on_stream(engine, "read", [out])
+        damage.set()
+        if found != [[42]]:
+            raise Violation(f"read {found}")
+    one.done()
+
+
+def late_read(
+    items: ItemExchange,
+    exchange: ThreadExchange,
+    damage: threading.Event,
+    streams: Callable[[int], tuple[str, str]] = lambda _: ("read", "step"),
+) -> None:
+    """Rank 1's stream comes to its read of round 1 when rank 0's stream is through with its copy of round 3. Rank 1's
+    host has said long before that it is done.
+
+    Args:
+        streams: of rank 1, for a round: that reads, and that is the current one when it says so.
+    """
+    engine = engine_of(items)
+    if exchange.rank == 0:
+        for number in (1, 2, 3):
+            one = items.begin("c", ONE_WAY)
+            with engine.on("encode"):
+                one.publish(0, [torch.tensor([number])])
+            one.done()
+        if not damage.is_set():
+            assert engine._stream("encode").event().wait(LIMIT_S)
+            damage.set()
+        exchange.all_gather(b"")
+        return
+    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in range(3)]
+    opener = threading.Thread(target=lambda: (reach(damage), gate.open()))
+    opener.start()
+    found: list[list[float]] = []
+    for number, out in enumerate(outs, start=1):
+        one = items.begin("c", ONE_WAY)
+        reading, ending = streams(number)
+        with engine.on(reading):
+            if number == 1:
+                gate.hold()
+            one.read(7, out)
+        with engine.on(ending):
+            one.done()
+    opener.join()
+    for number, out in enumerate(outs, start=1):
+        found += on_stream(engine, streams(number)[0], [out])
+    exchange.all_gather(b"")
+    if found != [[1], [2], [3]]:
+        raise Violation(f"read {found}")
+
+
+def late_read_on_streams_of_its_own(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """As :func:`late_read`, each round on another stream."""
+    late_read(items, exchange, damage, lambda number: (f"read {number}", f"read {number}"))
+
+
+def own_items(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """As :func:`late_read`, of a rank's own items."""
+    engine, routes = engine_of(items), [[[(7, 8, 0)]]]
+    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in range(3)]
+    for number, out in enumerate(outs, start=1):
+        one = items.begin("c", routes)
+        with engine.on("encode"):
+            one.publish(0, [torch.tensor([number])])
+        with engine.on("read"):
+            if number == 1:
+                gate.hold()
+            one.read(7, out)
+        with engine.on("step"):
+            one.done()
+    if not damage.is_set():
+        assert engine._stream("encode").event().wait(LIMIT_S)
+    gate.open()
+    found = on_stream(engine, "read", outs)
+    if found != [[1], [2], [3]]:
+        raise Violation(f"read {found}")
+
+
+RANKS = {late_publication: 2, late_read: 2, late_read_on_streams_of_its_own: 2, own_items: 1}
+
+
+def run(body: Callable[..., None], damage: threading.Event, way: dict[str, Any]) -> None:
+    way = way if RANKS[body] > 1 else {**way, "hosts": 1}
+    values(run_ranks_of(RANKS[body], lambda items, exchange: body(items, exchange, damage), **way))
+
+
+@WAYS
+@pytest.mark.parametrize("body", RANKS)
+def test_slow_streams_alone_break_nothing(body: Callable[..., None], way: dict[str, Any]) -> None:
+    damage = threading.Event()
+    damage.set()
+    run(body, damage, way)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("body", "signal"),
+    [(late_publication, Signal.PUBLISHED), (late_read, Signal.DONE), (own_items, Signal.DONE)],
+)
+def test_without_the_order_of_a_signal_wrong_bytes_are_read(
+    body: Callable[..., None], signal: Signal, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Channel.order_after
+
+    def order_after(self: Channel, ranks: Sequence[int], index: Signal, count: int) -> None:
+        if index is not signal:
+            original(self, ranks, index, count)
+
+    monkeypatch.setattr(Channel, "order_after", order_after)
+    with pytest.raises(Violation):
+        run(body, threading.Event(), way)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("body", "order"),
+    [
+        (late_publication, "published"),  # the second post would overtake the first
+        (late_read_on_streams_of_its_own, "done"),  # likewise
+        (late_read, "read by"),  # done would not wait for the stream that reads
+        (own_items, "read by"),
+    ],
+)
+def test_without_an_order_of_this_ranks_own_streams_wrong_bytes_are_read(
+    body: Callable[..., None], order: str, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Channel.take
+    monkeypatch.setattr(
+        Channel, "take", lambda self, what: nullcontext() if what.startswith(order) else original(self, what)
+    )
+    with pytest.raises(Violation):
+        run(body, threading.Event(), way)
