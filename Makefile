@@ -40,10 +40,11 @@ bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (r
 	mkdir -p runs
 	$(VENV)/bin/torchrun --nproc-per-node 2 -m odc.bench.primitives --json runs/primitives.json
 
-bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 10 minutes)
+bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 12 minutes)
 	$(PY) -m odc.bench.tables --json runs/tables.json
 	$(PY) -m odc.bench.partition_speed --json runs/partition_speed.json
 	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json
+	$(PY) -m odc.bench.post_balance --json runs/post_balance.json
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .venv-torch build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -219,7 +219,7 @@ def test_a_program_that_would_be_too_large_is_not_built(
     monkeypatch: pytest.MonkeyPatch, speeds: np.ndarray | None
 ) -> None:
     """About 2 million variables would take pulp 40 seconds and 4 GB."""
-    monkeypatch.setattr(mip, "_find_solver", None)
+    monkeypatch.setattr(mip, "find_solver", None)
     monkeypatch.setattr(mip, "_write_model", None)
     costs, k = crowded(2500, 1150)
     result = exact_partition(costs, k, speeds=speeds, time_limit_s=60)

@@ -18,6 +18,7 @@ from test_balance_stream import LENGTHS, Indices, InTurns, Sequence, make_loader
 from torch.utils.data import IterableDataset, get_worker_info
 
 from odc.balance import StreamLoader, pack_collate
+from odc.balance.data.loss_tokens import check_batch
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
@@ -430,3 +431,11 @@ def test_samples_come_out_of_workers_as_they_went_in() -> None:
             else:
                 assert found[name] == value
         found["ids"][0] = 7  # may be written to
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded-attention"])
+def test_a_batch_whose_attention_is_padded_is_read_as_a_packed_one(layout: Any) -> None:
+    batch = {"input_ids": torch.zeros(1, 6), "cu_seqlens": torch.tensor([0, 2, 6])}
+    check_batch(batch, ["a", "b"], [2, 4], 0, 6, layout)
+    with pytest.raises(ValueError, match=r"made a batch of 2 samples out of samples .*: \['b'\] are not in it"):
+        check_batch(batch, ["a", "b", "c"], [2, 3, 4], 0, 6, layout)

@@ -49,7 +49,7 @@ def solve_mip(instance: Instance) -> None:
     target = instance.makespan / unit * (1 - TOLERANCE / 2)
     if count_variables(instance, target * unit) > MAX_VARIABLES:
         return
-    pulp, cbc = _find_solver()
+    pulp, cbc = find_solver()
     with tempfile.TemporaryFile() as model, tempfile.TemporaryFile() as solution:
         pairs = _write_model(pulp, instance, target, unit, model)
         limit_s = instance.seconds_left()
@@ -122,7 +122,7 @@ def read_bound(status: str, log: str, target: float, *, in_time: bool) -> float:
     return min(target, (float(found[1]) - 0.001) / _SCALE) * (1 - TOLERANCE / 10) if found else 0.0
 
 
-def _find_solver() -> tuple[Any, str]:
+def find_solver() -> tuple[Any, str]:
     """The module pulp, and the command of CBC."""
     try:
         pulp = importlib.import_module("pulp")

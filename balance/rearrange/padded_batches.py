@@ -17,15 +17,18 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.partition.differencing import Parts
+from odc.balance.partition.kway import split_by_cost
 from odc.balance.partition.refine import CLOSE_ENOUGH
 
 # An exchange must gain this fraction of the makespan: smaller ones are rounding errors, and could repeat forever.
 _MIN_GAIN = 1e-9
 # Bounds that the filling search tries at most.
 _NUM_BOUNDS = 12
-# Where there are more items, only the best start is improved.
-_MAX_ITEMS_OF_ALL_STARTS = 4096
-_MAX_ROUNDS = 200
+# Where there are more items, there are fewer starts: the first is then close to the best.
+_MAX_ITEMS_OF_ALL_STARTS = 2**15
+# Rounds of exchanges, and comparisons in all of them.
+_MIN_ROUNDS, _MAX_ROUNDS = 10, 200
+_MAX_COMPARISONS = 2**23
 # Items of one row of the table that take part in an exchange: the longest, the shortest, and some between.
 _MAX_CANDIDATES = 24
 # Ways to pair batches before the costliest one looks at others, and at how many of them it looks.
@@ -139,39 +142,37 @@ class _Greedy:
 
 
 def filled_batches(items: Items, bound: float) -> Parts | None:
-    """At most ``num_ranks`` batches that cost no more than ``bound``, if this way finds them, else None.
+    """At most ``num_ranks`` batches that cost no more than ``bound`` (but for rounding), if this way finds them.
 
     One batch after the other takes the longest item that is left, and then, again and again, the longest that still
-    fits: a run of similar lengths, and short ones into what is left of the bound.
+    fits: a run of similar lengths, and short ones into what is left of the bound. None: more batches would be needed.
     """
     num_items, shortest_first = items.lengths.size, items.lengths[::-1].tolist()
-    lengths, quad = items.lengths.tolist(), items.quad.tolist()
-    following = list(range(num_items + 1))  # of each item, itself or one behind it; in the end, the next one left
-
-    def left_from(item: int) -> int:
-        root = item
-        while following[root] != root:
-            root = following[root]
-        while following[item] != root:
-            following[item], item = root, following[item]
-        return root
-
+    lengths, quad, linear = items.lengths.tolist(), items.quad.tolist(), items.linear
+    sums = [0, *np.cumsum(items.lengths).tolist()]
+    taken = bytearray(num_items)
     parts: Parts = []
-    while (item := left_from(0)) < num_items:
-        if len(parts) == items.num_ranks or items.linear * lengths[item] + quad[item] > bound:
+    longest = 0
+    while (longest := taken.find(0, longest)) >= 0:
+        item = longest
+        if len(parts) == items.num_ranks or linear * lengths[item] + quad[item] > bound:
             return None
-        each, room, part = quad[item], bound, []
-        while item < num_items:
-            cost = items.linear * lengths[item] + each
+        part: list[int] = []
+        each, room = quad[item], bound
+        while item >= 0:
+            cost = linear * lengths[item] + each
             if cost <= room:
-                part.append(item)
-                room -= cost
-                following[item] = item + 1
+                # So many at least, as far as none is missing between.
+                end = min(num_items, item + max(1, int(room / cost)))
+                if (missing := taken.find(1, item, end)) >= 0:
+                    end = missing
+                part.extend(range(item, end))
+                taken[item:end] = b"\1" * (end - item)
+                room -= linear * (sums[end] - sums[item]) + (end - item) * each
             else:
                 # The first that is short enough.
-                num_fit = bisect.bisect_right(shortest_first, (room - each) / items.linear)
-                item = max(item, num_items - num_fit - 1)
-            item = left_from(item + 1)
+                end = max(item + 1, num_items - bisect.bisect_right(shortest_first, (room - each) / linear))
+            item = taken.find(0, end)
         parts.append(part)
     return parts
 
@@ -199,9 +200,10 @@ def least_cost_first(items: Items) -> Parts:
 def few_batches(items: Items) -> Parts:
     """At most ``num_ranks`` batches with a small makespan.
 
-    Starts: the best runs of consecutive items; batches that fill up what is left of a bound, which is bisected between
-    a lower bound and the makespan of those runs; and (of few items) each item where it costs least. The best start, of
-    few items each, is improved by moves and swaps. Deterministic, and never worse than the best runs.
+    Batches that fill up what is left of a bound, which is bisected between a lower bound and the makespan of the best
+    runs of consecutive items; of few items also those runs, and each item where it costs least; of few items or where
+    attention hardly counts, the partition by cost. Moves and swaps improve each, and the best is taken. Deterministic,
+    and never worse than the best runs.
     """
     runs = contiguous_batches(items)
     if not items.linear:
@@ -219,8 +221,15 @@ def few_batches(items: Items) -> Parts:
             low = middle
         else:
             filled, high = found, middle
-    starts = [filled, runs, least_cost_first(items)]
-    if items.lengths.size > _MAX_ITEMS_OF_ALL_STARTS:
+    starts, few = [filled], items.lengths.size <= _MAX_ITEMS_OF_ALL_STARTS
+    if few:
+        starts += [runs, least_cost_first(items)]
+    # At most about the mean as if all were the longest: attention that hardly counts may be left out of account.
+    tokens, even = int(items.lengths.sum()) / items.num_ranks, -(-items.lengths.size // items.num_ranks)
+    if few or items.linear * tokens + even * float(items.quad[0]) < high:
+        costs = items.linear * items.lengths + items.quad
+        starts.append([sorted(part) for part in split_by_cost(costs, items.num_ranks, equal_size=False) if part])
+    if not few:
         starts = [min(starts, key=items.makespan)]
     return min((_improved(items, start) for start in starts), key=items.makespan)
 
@@ -231,7 +240,8 @@ def _improved(items: Items, parts: Parts) -> Parts:
         return parts
     table = _Table(items, parts + [[] for _ in range(items.num_ranks - len(parts))])
     half, shift = min(items.num_ranks // 2, _MAX_PAIRS), 0
-    for _ in range(_MAX_ROUNDS):
+    comparisons = half * min(_MAX_CANDIDATES, max(map(len, parts))) ** 2
+    for _ in range(min(_MAX_ROUNDS, max(_MIN_ROUNDS, _MAX_COMPARISONS // max(comparisons, 1)))):
         order = np.argsort(-table.costs, kind="stable")
         if shift < min(half, _NUM_PAIRINGS):
             improved = table.exchange(order[:half], np.roll(order[::-1][:half], -shift))
