@@ -18,13 +18,14 @@ FLOPs, a backward two forwards. Not counted: softmax, norms, activations, lookup
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from odc.balance import QuadraticCost, TransformerCost, TransformerShape
-from odc.balance.checks import IntArray
+from odc.balance.checks import FloatArray, IntArray
 from odc.balance.layout import Layout
 from odc.balance.multimodal import Items, MinibatchLengths, Phase
 from odc.balance.simulate.modalities import ModalitySamples
@@ -119,21 +120,43 @@ class ModelSize:
         """The paper's minibatch size."""
         return self.minibatch_size.get(num_ranks, self.minibatch_size[128])
 
-    def minibatch(self, samples: ModalitySamples, num_ranks: int) -> MinibatchLengths:
-        """The lengths of ``samples``, of which each rank has as many, one after the other, in one microbatch."""
+    def minibatch(self, samples: ModalitySamples, ranks: Sequence[Sequence[int]] | int) -> MinibatchLengths:
+        """The lengths of a minibatch, one microbatch per rank.
+
+        Args:
+            ranks: which samples each rank has; or how many ranks there are, all with as many, one after the other.
+        """
+        if isinstance(ranks, int):
+            ends = [rank * samples.number // ranks for rank in range(ranks + 1)]
+        else:
+            samples = samples.take([sample for mine in ranks for sample in mine])
+            ends = [0, *itertools.accumulate(map(len, ranks))]
         language, items = samples.text.copy(), {}
-        for name, tokens in (
-            ("vision", samples.patches(self.resolution, PATCH)),
-            ("audio", samples.frames(AUDIO_TOKENS_PER_S)),
-        ):
-            size = self.encoders[name]
+        for name, tokens in self.tokens(samples).items():
             owners = np.flatnonzero(tokens)
-            rows = -(-tokens[owners] // size.rate)
+            rows = self.rows(name, tokens[owners])
             items[name] = Items(owners, tokens[owners], rows, np.zeros_like(rows))
             language[owners] += rows
-        ends = np.arange(num_ranks + 1) * samples.number // num_ranks
-        mine = [[list(range(a, b))] for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-        return MinibatchLengths(mine, language, np.zeros_like(language), items)
+        return MinibatchLengths(
+            [[list(range(a, b))] for a, b in itertools.pairwise(ends)], language, np.zeros_like(language), items
+        )
+
+    def tokens(self, samples: ModalitySamples) -> dict[str, IntArray]:
+        """In each encoder, of each sample; 0 where it has no such item."""
+        return {"vision": samples.patches(self.resolution, PATCH), "audio": samples.frames(AUDIO_TOKENS_PER_S)}
+
+    def rows(self, name: str, tokens: IntArray) -> IntArray:
+        """What an encoder makes of items of so many tokens."""
+        return -(-tokens // self.encoders[name].rate)
+
+    def sample_costs(self, samples: ModalitySamples) -> FloatArray:
+        """FLOPs of whole samples, all phases together, without padding."""
+        length, total = samples.text.copy(), np.zeros(samples.number)
+        for phase in self.phases:
+            tokens = self.tokens(samples)[phase.name]
+            total += phase.cost(tokens)
+            length += self.rows(phase.name, tokens)
+        return total + self.language.cost(length)
 
     def bytes_of(self, lengths: MinibatchLengths) -> dict[str, IntArray]:
         """What moves, per item: ``text`` of samples, and of each modality its inputs and its outputs."""

@@ -18,6 +18,7 @@ has an image and audio, as in these data sets. All of it stands in :data:`SOURCE
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +101,14 @@ class ModalitySamples:
     def number(self) -> int:
         """How many there are."""
         return int(self.source.size)
+
+    def take(self, which: Sequence[int] | IntArray) -> ModalitySamples:
+        """Some of them, in this order."""
+        chosen = np.asarray(which, dtype=np.int64)
+        source, text, long_side, short_side = (
+            column[chosen] for column in (self.source, self.text, self.long_side, self.short_side)
+        )
+        return ModalitySamples(source, text, long_side, short_side, self.seconds[chosen])
 
     def patches(self, resolution: int, patch: int = 14) -> IntArray:
         """Patches of each image, 0 where there is none: images whose longer side exceeds ``resolution`` are made
