@@ -162,7 +162,7 @@ class Orchestrator:
             raise ValueError(f"lengths of {lengths.num_ranks} ranks: expected num_ranks={self.num_ranks}")
         if self.policy != "joint":
             return self._schedule(lengths, None)
-        # What evens out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
+        # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
         has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
         first = self._schedule(lengths, self._plan_encoders(lengths, has, has))
         second = self._schedule(lengths, None)

@@ -31,12 +31,17 @@ class StepTimes:
         return max(0.0, 1.0 - self.work / total) if total else 0.0
 
 
-def step_times(schedule: MinibatchSchedule, comm: Comm) -> StepTimes:
+def step_times(schedule: MinibatchSchedule, comm: Comm, *, in_step: bool = False) -> StepTimes:
     """Times of one minibatch; of frozen encoders only the forward is computed.
 
-    "collective": in each phase every microbatch takes as long as its slowest rank, forward and backward. "odc": a rank
-    goes through its own forwards of encoders, microbatches of the language model and backwards of encoders, and waits
-    only for the outputs that a microbatch needs, and for the gradients of the outputs that it has made.
+    "collective": in each phase every microbatch takes as long as its slowest rank, forward and backward, since every
+    layer of it has collectives, and what moves between the phases moves by all-to-all besides. "odc": a rank goes
+    through its own forwards of encoders, microbatches of the language model and backwards of encoders, and waits only
+    for the outputs that a microbatch needs, and for the gradients of the outputs that it has made.
+
+    Args:
+        in_step: under ODC, what moves between the phases moves by all-to-all (:class:`~odc.balance.multimodal.InStep`):
+            all ranks wait for all behind the forwards of each encoder, and behind the language model.
     """
     is_frozen = schedule.frozen
     encoders = {name: plan.microbatch_times() for name, plan in schedule.encoders.items()}
@@ -46,9 +51,19 @@ def step_times(schedule: MinibatchSchedule, comm: Comm) -> StepTimes:
     if comm == "collective":
         plans = [(schedule.language, 1.0), *((schedule.encoders[name], share[name]) for name in encoders)]
         makespan = sum(plan.makespan("collective") * part for plan, part in plans)
+    elif in_step:
+        makespan = _in_step(encoders, language, is_frozen)
     else:
         makespan = _on_demand(schedule, encoders, language, is_frozen)
     return StepTimes(float(makespan), work, schedule.num_ranks)
+
+
+def _in_step(encoders: Mapping[str, FloatArray], language: FloatArray, is_frozen: Mapping[str, bool]) -> float:
+    loads = {name: times.sum(axis=1) for name, times in encoders.items()}
+    forward = sum(FORWARD_SHARE * float(load.max()) for load in loads.values())
+    # The gradients of all encoders meet behind the language model; the backwards follow each other without.
+    backward = sum((load for name, load in loads.items() if not is_frozen[name]), np.zeros(len(language)))
+    return forward + float(language.sum(axis=1).max()) + (1 - FORWARD_SHARE) * float(backward.max())
 
 
 def _on_demand(

@@ -2,6 +2,17 @@
 
 from odc.balance.simulate.laws import even_lengths, law_names, sample_lengths
 from odc.balance.simulate.machine import Machine
+from odc.balance.simulate.modalities import ModalitySamples, sample_modalities
 from odc.balance.simulate.simulator import PlannedEpoch, Scenario, Simulation
 
-__all__ = ["Machine", "PlannedEpoch", "Scenario", "Simulation", "even_lengths", "law_names", "sample_lengths"]
+__all__ = [
+    "Machine",
+    "ModalitySamples",
+    "PlannedEpoch",
+    "Scenario",
+    "Simulation",
+    "even_lengths",
+    "law_names",
+    "sample_lengths",
+    "sample_modalities",
+]
