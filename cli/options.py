@@ -79,12 +79,12 @@ Modalities = Annotated[
     typer.Option(
         "--modality",
         metavar="NAME:KEY=VALUE,...",
-        help="An encoder, and the field of the JSONL objects that lists its items; repeatable. An item is "
-        "[encoder length, rows that come out], or its encoder length alone with rate=; the object's length is that of "
-        "the whole sequence, rows included. Costs, as FLOPs: layers=, hidden=, ffn= and gated (three matrices in the "
-        "MLP); or linear= and quadratic=, per (squared) token, forward and backward; or timings=FILE, a CSV of "
-        "measured 'length,seconds'. Besides: rate= (tokens per row), layout= (packed, padded or padded-attention), "
-        "max-tokens= (of a microbatch), frozen, bytes= (of an item per token; default 588, 14 x 14 pixels).",
+        help="An encoder; NAME is the field of the JSONL objects that lists its items. Repeatable. "
+        "Its cost: layers=, hidden=, ffn= and gated (three matrices in an MLP); or FLOPs linear= and quadratic=, per "
+        "token and per squared token, forward and backward; or timings=FILE, a CSV of measured 'length,seconds'. "
+        "Besides: rate= (tokens per row, for items of which only the length in the encoder is there), layout= (packed, "
+        "padded or padded-attention), max-tokens= (of a microbatch), frozen, bytes= (of an item per token; default: "
+        "588, 14 x 14 pixels).",
         show_default=False,
         **_MODALITIES,
     ),

@@ -96,9 +96,10 @@ def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
     if held >= 0.5:
         size = size_that_hides_one(found, worst)
         way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide it"
+        unit = "sample" if name == LANGUAGE else "item"
         return (
-            f"What holds it back is {what}: one {'sample' if name == LANGUAGE else 'item'} alone takes longer than a "
-            f"rank's fair share of {'it' if name == LANGUAGE else 'them'} in {held:.0%} of the minibatches; {way_out}."
+            f"What holds it back is {what}: one {unit} alone takes longer than a rank's fair share of that phase in "
+            f"{held:.0%} of the minibatches; {way_out}."
         )
     own = np.array([loads.sum(axis=0).max() for loads in outcome.loads]).sum()
     mean = float(outcome.work.sum()) / found.num_ranks

@@ -77,8 +77,11 @@ def plan(
     """Show what each balancing policy would do to a dataset: waiting, samples/s, planning time, memory.
 
     Ranks wait for each other at every layer with FSDP's collectives, once per optimizer step with ODC. Nothing
-    is trained and no GPU is needed: plans are simulated on a cost model of the transformer. With --modality,
-    samples have images, sound, ...: what is compared is balancing nothing, the language model, or all encoders too.
+    is trained and no GPU is needed: plans are simulated on a cost model of the transformer.
+
+    Samples of several modalities, with one --modality per encoder: {"length": 812, "vision": [[1024, 256], [576, 144]]}
+    has the length of the whole sequence, and of each item its length in the encoder and the rows that come out of it.
+    Compared is what balancing nothing, the language model, or all phases would do.
 
     Examples:
 
@@ -86,7 +89,7 @@ def plan(
 
         odc plan data.jsonl --field text --plot plan.png
 
-        odc plan mix.jsonl --modality vision:layers=24,hidden=1024,ffn=4096
+        odc plan mix.jsonl --modality audio:layers=6,hidden=512,ffn=2048
     """
     with errors_in_one_line():
         check_plot(plot)
