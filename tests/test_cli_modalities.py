@@ -375,7 +375,10 @@ def test_items_without_the_option(tmp_path: Path) -> None:
 
 def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an optional package")
+    from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
+
+    from odc.cli.phase_plots import _LANGUAGE
 
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
@@ -391,6 +394,12 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert before.get_ylabel() == "16 of 18 ranks"
     ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in (before, after)]
     assert ends[1] < 0.9 * ends[0]
+    # Under collectives all ranks begin with the language model together, under ODC each when its encoders are done.
+    starts = [
+        {round(bar.get_x(), 9) for bar in axes.patches if to_hex(bar.get_facecolor()) == _LANGUAGE}
+        for axes in (before, after)
+    ]
+    assert len(starts[0]) == 1 < len(starts[1])
 
 
 def test_help_teaches_it() -> None:
