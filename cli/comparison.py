@@ -86,14 +86,15 @@ def table(comparison: Comparison) -> Table:
             f"{simulation.bubble_rate:.1%}",
             significant(simulation.samples_per_time),
             f"{simulation.speedup(baseline):.2f}x",
-            _duration(simulation.planning_s),
+            duration(simulation.planning_s),
             memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
             style="bold green" if simulation is best else None,
         )
     return result
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Of planning, for people."""
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from odc.balance import even_lengths, law_names
 from odc.balance.checks import IntArray, as_lengths
-from odc.cli.records import RecordReader, TokenCounter
+from odc.cli.records import RecordReader, TokenCounter, how_to_plan
 from odc.errors import shorten, shown
 
 # Sums of lengths stay exact far above this.
@@ -66,12 +66,19 @@ def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_
         return Lengths(_checked(_load_npy(path), named), f"the numbers in {named}")
     if path.suffix == ".json":
         raise ValueError(f"{named} is one JSON document: expected .jsonl, one object per line")
-    # Bytes that are not UTF-8 become surrogates, which _numbered finds: so the line is known.
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+    with open_text(path) as lines:
         if path.suffix in (".jsonl", ".ndjson"):
             reader = RecordReader(fields, count_tokens)
-            return Lengths(_checked(_as_array(_from_objects(lines, named, reader), named), named), reader.about)
+            found = _checked(_as_array(_from_objects(lines, named, reader), named), named)
+            items = reader.item_fields
+            note = f"; {how_to_plan(items)}, here they count for nothing" if items else ""
+            return Lengths(found, reader.about + note)
         return Lengths(_from_lines(lines, named), f"one length per line of {named}")
+
+
+def open_text(path: Path) -> TextIO:
+    """Open a file of lines. Bytes that are not UTF-8 become surrogates, so that its reader can say in which line."""
+    return path.open(encoding="utf-8", errors="surrogateescape")
 
 
 def check_ends(path: Path) -> None:
@@ -167,10 +174,15 @@ def _as_integer(text: str, where: str) -> int:
         value = int(text)
     except ValueError:
         raise ValueError(f"{where}: {text[:40]!r} is not an integer; expected one length in tokens per line") from None
-    return _in_range(value, where)
+    return in_range(value, where)
 
 
-def _in_range(value: int, where: str) -> int:
+def in_range(value: int, where: str) -> int:
+    """A length, if it is one.
+
+    Raises:
+        ValueError: it is less than 1, or absurdly large.
+    """
     if value < 1:
         raise ValueError(f"{where} is {shown(value)}: expected a length of at least 1 token")
     if value > MOST_TOKENS:
@@ -178,18 +190,28 @@ def _in_range(value: int, where: str) -> int:
     return value
 
 
-def _from_objects(file: TextIO, source: str, reader: RecordReader) -> Iterator[int]:
+def read_objects(file: TextIO, source: str) -> Iterator[tuple[object, str]]:
+    """What each line of JSONL holds, and where it is, for messages. Blank lines are left out.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
     for line, where in _numbered(_lines(file, source, _LONGEST_OBJECT), source):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is not JSON: {shorten(str(error))}") from None
-        yield _in_range(reader.length(record, where), f"{where}, {reader.place}")
+        yield record, where
+
+
+def _from_objects(file: TextIO, source: str, reader: RecordReader) -> Iterator[int]:
+    for record, where in read_objects(file, source):
+        yield in_range(reader.length(record, where), f"{where}, {reader.place}")
 
 
 def _checked(values: IntArray, source: str) -> IntArray:
     lengths = as_lengths(values, name=f"{source}: lengths")
     if lengths.size == 0:
         raise ValueError(f"{source} holds no lengths")
-    _in_range(int(lengths.max()), f"the longest sample of {source}")
+    in_range(int(lengths.max()), f"the longest sample of {source}")
     return lengths

@@ -71,3 +71,30 @@ OdcSlower = Annotated[
 Overlap = Annotated[
     float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
 ]
+
+_MODALITIES: dict[str, Any] = {"rich_help_panel": "Samples of several modalities"}
+
+Modalities = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--modality",
+        metavar="NAME:KEY=VALUE,...",
+        help="An encoder; NAME is the field of the JSONL objects that lists its items. Repeatable. "
+        "Its cost: layers=, hidden=, ffn= and gated (three matrices in an MLP); or FLOPs linear= and quadratic=, per "
+        "token and per squared token, forward and backward; or timings=FILE, a CSV of measured 'length,seconds'. "
+        "Besides: rate= (tokens per row, for items of which only the length in the encoder is there), layout= (packed, "
+        "padded or padded-attention), max-tokens= (of a microbatch), frozen, bytes= (of an item per token; default: "
+        "588, 14 x 14 pixels).",
+        show_default=False,
+        **_MODALITIES,
+    ),
+]
+RanksPerNode = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-node",
+        min=1,
+        help="Keep what moves within nodes of so many ranks, and count the rest.",
+        **_MODALITIES,
+    ),
+]

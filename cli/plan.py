@@ -18,15 +18,25 @@ from odc.cli import options
 from odc.cli.advice import memory_note, recommend
 from odc.cli.comparison import Comparison, compare, table, to_json
 from odc.cli.costs import Training, make_training
+from odc.cli.devices import DEVICES
 from odc.cli.lengths import read_lengths
+from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
+from odc.cli.phase_report import report_phases
+from odc.cli.phases import compare_phases
 from odc.cli.records import TokenCounter
 from odc.cli.samples import check_enough, cut, describe, some_of
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
+_TEXT_ONLY = (
+    *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
+    "samples",
+)
+"""Options that plans of several modalities do not look at."""
 
 
 def plan(
+    context: typer.Context,
     lengths: options.Lengths,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")] = 8,
     minibatch_size: Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples per rank and step.")] = 4,
@@ -61,24 +71,55 @@ def plan(
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
     plot: options.Plot = None,
+    modality: options.Modalities = None,
+    ranks_per_node: options.RanksPerNode = None,
 ) -> None:
     """Show what each balancing policy would do to a dataset: waiting, samples/s, planning time, memory.
 
     Ranks wait for each other at every layer with FSDP's collectives, once per optimizer step with ODC. Nothing
     is trained and no GPU is needed: plans are simulated on a cost model of the transformer.
 
+    Samples of several modalities, with one --modality per encoder: {"length": 812, "vision": [[1024, 256], [576, 144]]}
+    has the length of the whole sequence, and of each item its length in the encoder and the rows that come out of it.
+    Compared is what balancing nothing, the language model, or all phases would do.
+
     Examples:
 
         odc plan lengths.txt --world-size 16 --max-tokens 65536
 
         odc plan data.jsonl --field text --plot plan.png
+
+        odc plan mix.jsonl --modality audio:layers=6,hidden=512,ffn=2048
     """
     with errors_in_one_line():
         check_plot(plot)
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token)
-        policies = chosen_policies(policy)
+        check_options(context, with_modalities=bool(modality))
         count_tokens = TokenCounter(tokenizer, chars_per_token)
+        if modality:
+            modalities = parse_modalities(modality, mfu * DEVICES[device].flops_per_s)
+            items = read_dataset(lengths, modalities, fields=field or (), count_tokens=count_tokens)
+            check_enough(items.tokens.size, lengths, minibatch_size, world_size)
+            training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
+            with progress_bar() as progress:
+                bar = progress.add_task("planning", total=None)
+                found = compare_phases(
+                    items,
+                    modalities,
+                    training,
+                    model,
+                    num_ranks=world_size,
+                    minibatch_size=minibatch_size,
+                    max_tokens=max_tokens,
+                    ranks_per_node=ranks_per_node,
+                    num_minibatches=minibatches,
+                    seed=seed,
+                    on_plan=lambda done, total: progress.update(bar, completed=done, total=total),
+                )
+            report_phases(found, as_json=as_json, plot=plot)
+            return
+        policies = chosen_policies(policy)
         dataset = read_lengths(lengths, num_samples=samples, fields=field or (), count_tokens=count_tokens)
         tokens = cut(dataset.tokens, max_tokens, truncate=truncate)
         check_enough(tokens.size, lengths, minibatch_size, world_size)
@@ -103,6 +144,26 @@ def plan(
         typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation)}))
         return
     _show(comparison, dataset.about, recommendation, plot)
+
+
+def check_options(context: typer.Context, *, with_modalities: bool) -> None:
+    """Refuse options that the kind of plan asked for does not look at.
+
+    Raises:
+        ValueError: one of them was given.
+    """
+    wrong = _TEXT_ONLY if with_modalities else ("ranks_per_node",)
+    # By name: the enumeration is click's or typer's own, by the version of typer.
+    given = [name for name in wrong if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        if with_modalities:
+            raise ValueError(
+                f"{option} is not for samples of several modalities: leave it out, or leave out --modality"
+            )
+        raise ValueError(
+            f"{option} is for samples of several modalities: expected --modality too (see odc plan --help)"
+        )
 
 
 def chosen_policies(given: list[str] | None) -> list[str]:

@@ -79,6 +79,17 @@ class RecordReader:
         self._fields = tuple(fields)
         self._count_tokens = count_tokens
         self._kinds: tuple[type, ...] = ()
+        self._item_fields: dict[str, None] = {}
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether lengths were counted from text, which has no place for what encoders make; once an object was."""
+        return str in self._kinds or dict in self._kinds
+
+    @property
+    def item_fields(self) -> tuple[str, ...]:
+        """Fields of the objects so far that hold items of a modality, as :func:`item_fields` knows them."""
+        return tuple(self._item_fields)
 
     @property
     def place(self) -> str:
@@ -90,8 +101,7 @@ class RecordReader:
         """The fields, and how they were counted; once an object was."""
         kinds = list(dict.fromkeys(_KINDS[kind] for kind in self._kinds))
         text = f"{self.place}: {' and '.join(kinds)}"
-        counts_text = str in self._kinds or dict in self._kinds
-        return f"{text}; {self._count_tokens.about}" if counts_text else text
+        return f"{text}; {self._count_tokens.about}" if self.counts_text else text
 
     def length(self, record: object, where: str) -> int:
         """Tokens of an object, not yet checked for being at least 1.
@@ -103,11 +113,14 @@ class RecordReader:
         if not isinstance(record, dict):
             raise ValueError(f"{where} holds a {type(record).__name__}: expected an object")
         self._fields = self._fields or _find(record, where)
+        self._item_fields.update(dict.fromkeys(item_fields(record)))
         total, texts, kinds = 0, [], []
         for field in self._fields:
             if field not in record:
                 raise ValueError(f"{where} has no field {shown(field)}, only {_names(record)}")
             place = f"{where}, field {shown(field)}"
+            if field in self._item_fields:
+                raise ValueError(f"{place} holds items of a modality, not a length: {how_to_plan([field])}")
             kind, count, found = _read(record[field], place)
             total += count
             texts += found
@@ -119,6 +132,21 @@ class RecordReader:
         return total + (self._count_tokens(texts) if texts else 0)
 
 
+def item_fields(record: dict[str, object]) -> list[str]:
+    """The fields of an object that hold items of a modality: lists of pairs of integers, and nothing else does."""
+    return [name for name, value in record.items() if isinstance(value, list) and value and all(map(_is_pair, value))]
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
+
+
+def how_to_plan(modalities: Sequence[str]) -> str:
+    """What to do about fields that hold items of modalities, for messages."""
+    options = " ".join(f"--modality {name}:..." for name in modalities)
+    return f"odc plan {shorten(options)} plans their encoders (odc plan --help tells how)"
+
+
 def _find(record: dict[str, object], where: str) -> tuple[str, ...]:
     """The known fields of an object. A prompt alone is part of a sample unless nothing else could be the rest of it."""
     for fields in _KNOWN:
@@ -127,6 +155,12 @@ def _find(record: dict[str, object], where: str) -> tuple[str, ...]:
     others = [name for name, value in record.items() if name != "prompt" and isinstance(value, (str, list))]
     if "prompt" in record and not others:
         return ("prompt",)
+    if items := item_fields(record):
+        raise ValueError(
+            f"{where} has the fields {_names(record)}: {shorten(', '.join(map(shown, items)))} looks like items of a "
+            "modality, and none holds the length of the whole interleaved sequence; add it as 'length' (or name its "
+            f"field with --field). {how_to_plan(items)}"
+        )
     whole = "a whole sample: 'prompt' is a part of one" if "prompt" in record else "a length, tokens or text"
     raise ValueError(
         f"{where} has the fields {_names(record)}: none of them is known to hold {whole}; name it with --field, or "

@@ -14,11 +14,16 @@ def shuffled(num_samples: int, seed: int) -> IntArray:
     return np.argsort(random_generator("some", seed).random_raw(num_samples), kind="stable")
 
 
+def draw(num_samples: int, most: int, seed: int) -> IntArray:
+    """The indices of at most so many of the samples, drawn at random, rising."""
+    if num_samples <= most:
+        return np.arange(num_samples)
+    return np.sort(shuffled(num_samples, seed)[:most])
+
+
 def some_of(lengths: IntArray, most: int, seed: int) -> IntArray:
     """At most so many of the samples, drawn at random."""
-    if lengths.size <= most:
-        return lengths
-    return lengths[np.sort(shuffled(lengths.size, seed)[:most])]
+    return lengths[draw(lengths.size, most, seed)]
 
 
 def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool) -> IntArray:

@@ -1,0 +1,109 @@
+"""What to make of a comparison of phases: what to balance, with what, and what holds it back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from odc.balance.plan import Comm
+from odc.cli.comparison import COMM_NAMES
+from odc.cli.modalities import LANGUAGE
+from odc.cli.phases import Outcome, PhaseComparison, size_that_hides_one
+
+# A gain below this is within what a cost model can be wrong about.
+_NOT_WORTH_IT = 0.02
+# What balancing a phase must gain to be worth moving its items.
+_LITTLE = 0.01
+# Waiting and padding below this are not what holds anything back.
+_WORTH_A_WORD = 0.05
+_WHAT = {"none": "nothing", "language": "the language model only", "all": "all phases"}
+
+
+def recommend_phases(found: PhaseComparison) -> str:
+    """What to balance and why, in a few sentences."""
+    fsdp, odc = _simplest(found, "collective"), _simplest(found, "odc")
+    chosen = odc if odc.speedup(fsdp) - 1 >= _NOT_WORTH_IT else fsdp
+    gain = chosen.speedup(found.baseline) - 1
+    if gain < _NOT_WORTH_IT:
+        best = max(found.outcomes, key=lambda outcome: outcome.samples_per_s)
+        more = best.speedup(found.baseline) - 1
+        would = f"bring {more:.1%} more samples/s" if more >= 0.0005 else "be no faster"
+        what = _WHAT[best.balanced if best.balanced != "none" else "all"]
+        text = (
+            f"Leave minibatches as they are: ranks wait for {found.baseline.bubble_rate:.1%} of the time, and "
+            f"balancing {what} with {COMM_NAMES[best.comm]} would {would}."
+        )
+        return text + _what_is_left(found, best)
+    choice = f"Balance {_WHAT[chosen.balanced]}, with" if chosen.balanced != "none" else "Use"
+    text = (
+        f"{choice} {COMM_NAMES[chosen.comm]}: {1 + gain:.2f}x speedup over none with FSDP, waiting "
+        f"{found.baseline.bubble_rate:.1%} -> {chosen.bubble_rate:.1%}"
+    )
+    if chosen.balanced == "all":
+        part = found.of("language", chosen.comm).speedup(found.baseline)
+        text += f" (the language model only: {part:.2f}x)"
+    return f"{text}.{_about_small_encoders(found, chosen)}{_about_other(odc, chosen)}{_what_is_left(found, chosen)}"
+
+
+def _simplest(found: PhaseComparison, comm: Comm) -> Outcome:
+    """The choice that moves least, of those that are nearly as fast as the fastest with this communication."""
+    candidates = [outcome for outcome in found.outcomes if outcome.comm == comm]
+    best = max(candidates, key=lambda outcome: outcome.samples_per_s)
+    return next(outcome for outcome in candidates if best.speedup(outcome) - 1 < _LITTLE)
+
+
+def _about_other(odc: Outcome, chosen: Outcome) -> str:
+    """What ODC would add where FSDP is recommended."""
+    if chosen is odc:
+        return ""
+    more = odc.speedup(chosen) - 1
+    return f" ODC would bring {more:.1%} more." if more >= 0.0005 else " ODC would be no faster."
+
+
+def _about_small_encoders(found: PhaseComparison, chosen: Outcome) -> str:
+    """Encoders that need no balancing."""
+    if chosen.balanced == "none":
+        return ""
+    apart, balanced = found.of("language", chosen.comm), found.of("all", chosen.comm)
+    gains = (np.array(apart.spans) - np.array(balanced.spans)).sum(axis=0)[:-1] / apart.total
+    shares = (apart.work / apart.work.sum())[:-1]
+    small = [
+        f"{name} ({share:.1%} of the work)"
+        for name, gain, share in zip(found.phases, gains.tolist(), shares.tolist(), strict=False)
+        if gain < _LITTLE
+    ]
+    if chosen.balanced == "all" and len(small) == len(gains):
+        return ""  # they gain by what they add up to
+    return f" Balancing {' and '.join(small)} gains under 1%." if small else ""
+
+
+def _what_is_left(found: PhaseComparison, outcome: Outcome) -> str:
+    """A sentence about what is still waited for, and one about padding, if it is much."""
+    text = ""
+    if outcome.bubble_rate > _WORTH_A_WORD and outcome.waiting.any():
+        text += f" {_what_is_awaited(found, outcome)}"
+    padding = outcome.padding / (found.num_ranks * outcome.total)
+    if padding.max() > _WORTH_A_WORD:
+        worst = int(padding.argmax())
+        text += f" Padding of {found.phases[worst]} takes {padding[worst]:.0%} of the time."
+    return text
+
+
+def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
+    worst = int(outcome.waiting.argmax())
+    name = found.phases[worst]
+    what = "the language model" if name == LANGUAGE else name
+    held = found.held_by_one[worst] / found.num_minibatches
+    if held >= 0.5:
+        size = size_that_hides_one(found, worst)
+        way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide it"
+        unit = "sample" if name == LANGUAGE else "item"
+        return (
+            f"What holds it back is {what}: one {unit} alone takes longer than a rank's fair share of that phase in "
+            f"{held:.0%} of the minibatches; {way_out}."
+        )
+    own = np.array([loads.sum(axis=0).max() for loads in outcome.loads]).sum()
+    mean = float(outcome.work.sum()) / found.num_ranks
+    if outcome.comm == "odc" and outcome.total - own > own - mean:
+        return "Most of the waiting that is left is for what other ranks' encoders make."
+    stays = name != LANGUAGE and outcome.balanced != "all"
+    return f"Most of the waiting that is left is in {what}{', whose items stay with their samples' if stays else ''}."

@@ -1,0 +1,410 @@
+"""Layer 1: no processes. ``odc plan --modality``: samples of several modalities, as users call it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from odc.balance import Scenario, TransformerCost
+from odc.cli.app import app
+from odc.cli.costs import make_training
+from odc.cli.modalities import encoder_flops, parse_modalities, read_dataset
+from odc.cli.phases import compare_phases
+from odc.cli.records import TokenCounter
+from odc.cli.samples import some_of
+
+VISION = "vision:layers=24,hidden=1024,ffn=4096"
+AUDIO = "audio:layers=32,hidden=1280,ffn=5120,layout=padded"
+MODEL = ("--model", "qwen2.5-1.5b")
+FLOPS_PER_S = 0.4 * 989e12
+
+Record = dict[str, object]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def plan_json(*arguments: str) -> dict[str, object]:
+    result = call(*arguments, *MODEL, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def rows(found: dict[str, object]) -> dict[tuple[str, str], dict[str, object]]:
+    return {(row["balanced"], row["comm"]): row for row in found["choices"]}
+
+
+def error(*arguments: str) -> str:
+    result = call(*arguments, *MODEL)
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def write(path: Path, records: list[Record]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def mix(tmp_path: Path) -> str:
+    """Text with images, with sound, with both, and with nothing."""
+    draw = random.Random(0)
+    records: list[Record] = []
+    for number in range(400):
+        vision = [[patches, patches // 4] for patches in draw.choices(range(64, 1025, 4), k=(2, 0, 1, 0)[number % 4])]
+        audio = [[frames, -(-frames // 2)] for frames in draw.choices(range(2, 3000), k=(0, 1, 1, 0)[number % 4])]
+        length = int(draw.lognormvariate(5.5, 0.8)) + 8 + sum(item[1] for item in vision + audio)
+        records.append({"length": length, "vision": vision, "audio": audio})
+    return write(tmp_path / "mix.jsonl", records)
+
+
+def test_table_fits_80_columns(mix: str) -> None:
+    result = call(mix, "--modality", VISION, "--modality", AUDIO, *MODEL, "--ranks-per-node", "4", "--minibatches", "3")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    table = [re.split(r" *│ *", line)[1:-1] for line in lines if line.startswith("│")]
+    assert [row[:2] for row in table] == [[b, c] for b in ("none", "language", "all") for c in ("FSDP", "ODC")]
+    assert {len(row) for row in table} == {8}
+    assert table[0][-2:] == ["0", "0"]
+    assert all(0 < float(row[-1].replace(",", "")) < float(row[-2].replace(",", "")) for row in table[2:])
+    assert "vision: 300 items, encoder length median" in result.stdout
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_figures_of_a_minibatch_worked_out_by_hand(tmp_path: Path, frozen: bool) -> None:
+    """Two ranks, one sequence each of equal length; one has four items, the other none."""
+    records: list[Record] = [{"length": 500, "vision": [[100, 10]] * 4}, {"length": 500}]
+    option = "vision:linear=1e12,bytes=3" + (",frozen" if frozen else "")
+    size = ("--world-size", "2", "--minibatch-size", "1", "--modality", option)
+    found = rows(plan_json(write(tmp_path / "a.jsonl", records), *size, "--ranks-per-node", "1"))
+    language = float(TransformerCost.from_config("qwen2.5-1.5b")([500])[0]) / FLOPS_PER_S
+    encoder = 400 * 1e12 / FLOPS_PER_S * (1 / 3 if frozen else 1)
+    for comm in ("collective", "odc"):
+        none, apart, balanced = (found[choice, comm] for choice in ("none", "language", "all"))
+        assert none["samples_per_s"] == pytest.approx(2 / (language + encoder))
+        assert none["bubble_rate"] == pytest.approx(encoder / 2 / (language + encoder))
+        assert apart["samples_per_s"] == none["samples_per_s"]
+        assert balanced["speedup"] == pytest.approx((language + encoder) / (language + encoder / 2))
+        assert balanced["bubble_rate"] == pytest.approx(0, abs=1e-12)
+        assert apart["moved"]["bytes"] == none["moved"]["bytes"] == 0
+        # Two items of 100 tokens go there, two times 10 rows of 1536 numbers in bf16 back, their gradients there.
+        outputs = 2 * 10 * 1536 * 2 * (1 if frozen else 2)
+        moved = {"bytes": 600 + outputs, "item_bytes": 600, "output_bytes": outputs, "text_bytes": 0}
+        assert balanced["moved"] == balanced["moved_between_nodes"] == moved
+
+
+def test_what_a_choice_moves_within_a_node_is_not_between_nodes(mix: str) -> None:
+    found = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--minibatches", "2", "--ranks-per-node", "8")
+    assert rows(found)["all", "odc"]["moved"]["bytes"] > 0
+    assert {row["moved_between_nodes"]["bytes"] for row in found["choices"]} == {0}
+    alone = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--minibatches", "2")
+    assert "moved_between_nodes" not in alone["choices"][0]
+
+
+def test_one_integer_per_item_and_a_rate(tmp_path: Path) -> None:
+    pairs: list[Record] = [{"length": 900, "vision": [[400, 100], [401, 101]]}, {"length": 800, "vision": [[4, 1]]}] * 8
+    integers: list[Record] = [{"length": 900, "vision": [400, 401]}, {"length": 800, "vision": [4]}] * 8
+    size = ("--world-size", "2", "--minibatch-size", "2")
+    one = plan_json(write(tmp_path / "a.jsonl", pairs), *size, "--modality", VISION)
+    other = plan_json(write(tmp_path / "b.jsonl", integers), *size, "--modality", f"{VISION},rate=4")
+    for first, second in zip(one["choices"], other["choices"], strict=True):
+        assert first.pop("planning_s_per_minibatch") > 0 < second.pop("planning_s_per_minibatch")
+        assert first == second
+    exact = parse_modalities(["a:linear=1,rate=0.1"], 1.0)
+    read = read_dataset(
+        write(tmp_path / "c.jsonl", [{"length": 99, "a": [3]}]), exact, fields=(), count_tokens=TokenCounter(None, 4.0)
+    )
+    assert read.items["a"].output.tolist() == [30]
+
+
+def test_rows_are_added_to_text(tmp_path: Path) -> None:
+    records: list[Record] = [{"text": "x" * 400, "vision": [[64, 16], [64, 4]]}, {"text": "x" * 40, "vision": None}]
+    path, modalities = write(tmp_path / "a.jsonl", records), parse_modalities([VISION], 1.0)
+    read = read_dataset(path, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    assert read.tokens.tolist() == [120, 10]
+    assert read.about.endswith("4 characters per token, an estimate (--tokenizer counts), and rows of encoders")
+
+
+def test_flops_of_an_encoder() -> None:
+    """By the matrices of the encoders of the paper's table 1, of 2B and 0.6B parameters."""
+    for layers, hidden, ffn, billions in ((36, 2048, 8192, 1.812), (32, 1280, 5120, 0.629)):
+        cost = encoder_flops(layers, hidden, ffn)
+        assert cost.b / 6 / 1e9 == pytest.approx(billions, abs=5e-4)
+        # All pairs, where a decoder with as many heads counts half of them.
+        size = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 16, "intermediate_size": ffn}
+        decoder = TransformerCost.from_config({**size, "vocab_size": 1}, gated_mlp=False)
+        assert cost.a == 2 * decoder.flops_per_squared_token
+        assert cost.b == pytest.approx(decoder.flops_per_token, rel=1e-5)
+        assert encoder_flops(layers, hidden, ffn, gated=True).b > 1.3 * cost.b
+
+
+def test_costs_by_coefficients_and_by_timings(tmp_path: Path) -> None:
+    timings = tmp_path / "t.csv"
+    timings.write_text("".join(f"{s},{1e-6 * s * s + 1e-4 * s + 0.01}\n" for s in (10, 100, 500, 1000)))
+    given = ["a:linear=1000,quadratic=10,max-tokens=50,frozen", f"b:timings={timings},layout=padded-attention"]
+    a, b = parse_modalities(given, 1e7)
+    assert (a.phase.cost([100]), a.microbatch_s) == (pytest.approx([(10 * 100**2 + 1000 * 100) / 1e7]), 0.0)
+    assert (a.phase.max_tokens, a.phase.frozen, b.phase.layout) == (50, True, "padded-attention")
+    assert (b.phase.cost([100]), b.microbatch_s) == (pytest.approx([0.02], rel=1e-3), pytest.approx(0.01, rel=1e-3))
+
+
+def test_microbatches_cost_what_timings_say(tmp_path: Path) -> None:
+    """One rank: all work in a row, and each microbatch's own time besides."""
+    timings = tmp_path / "t.csv"
+    timings.write_text("".join(f"{s},{1e-4 * s + 0.5}\n" for s in (10, 100, 500, 1000)))
+    path = write(tmp_path / "a.jsonl", [{"length": 100, "a": [[40, 1], [40, 1], [40, 1]]}])
+    size = ("--world-size", "1", "--minibatch-size", "1")
+    for limit, number in (("", 1), (",max-tokens=80", 2), (",max-tokens=40", 3)):
+        found = plan_json(path, *size, "--modality", f"a:timings={timings}{limit}", "--timings", str(timings))
+        seconds = 0.0220 + 0.5 * (1 + number)
+        assert [1 / row["samples_per_s"] for row in found["choices"]] == pytest.approx([seconds] * 6, rel=1e-6)
+
+
+def test_minibatches_are_those_of_text(mix: str) -> None:
+    modalities = parse_modalities([VISION, AUDIO], FLOPS_PER_S)
+    dataset = read_dataset(mix, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    training = make_training("qwen2.5-1.5b", "h100", 0.4, 4, recompute=True, timings=None)
+    size = {"num_ranks": 4, "minibatch_size": 3, "num_minibatches": 5, "seed": 7}
+    found = compare_phases(dataset, modalities, training, "qwen2.5-1.5b", **size)
+    tokens = some_of(dataset.tokens, 60, 7)
+    sampler = Scenario(tokens, training.cost, 4, 3, max_tokens=int(tokens.max()), seed=7).sampler("none")
+    drawn = [sorted(tokens[minibatch.samples].tolist()) for minibatch in sampler]
+    assert np.sort(dataset.tokens[found.order].reshape(5, 12), axis=1).tolist() == drawn
+    assert len(set(found.order.tolist())) == 60
+    for outcome in found.outcomes:
+        assert all(loads.shape == (3, 4) for loads in outcome.loads)
+        assert np.sum(outcome.makespans) >= float(outcome.work.sum()) / 4 * (1 - 1e-9)
+
+
+def test_balancing_more_waits_less(mix: str) -> None:
+    found = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--world-size", "4", "--minibatch-size", "8")
+    assert found["num_minibatches"] == 12
+    assert found["costs"]["audio"] == "FLOPs of 32 layers of 1280 and 5120, padded"
+    for comm in ("collective", "odc"):
+        speeds = [rows(found)[choice, comm]["speedup"] for choice in ("none", "language", "all")]
+        assert speeds == sorted(speeds)
+    assert found["recommendation"].startswith("Balance all phases, with ")
+    assert rows(found)["all", "odc"]["phases"]["audio"]["padding"] > 0
+    assert rows(found)["all", "odc"]["phases"]["vision"]["padding"] == pytest.approx(0, abs=1e-12)
+
+
+def advice(path: str, *arguments: str) -> str:
+    size = ("--world-size", "4", "--minibatch-size", "2", "--minibatches", "12")
+    return str(plan_json(path, *size, *arguments)["recommendation"])
+
+
+def test_advice_about_one_long_clip(tmp_path: Path) -> None:
+    """One of 8 items takes 8 times as long: more than a quarter of 15; of 32 items, 8 is less than a quarter of 60."""
+    clips = [800, *[100] * 7]
+    path = write(tmp_path / "a.jsonl", [{"length": 50, "audio": [[clip, 10]]} for clip in clips] * 60)
+    text = advice(path, "--modality", "audio:linear=1e11", "--minibatches", "40")
+    assert "What holds it back is audio: one item alone takes longer than a rank's fair share of that phase in " in text
+    assert text.endswith("of the minibatches; with --minibatch-size 8, in fewer than half.")
+    few = advice(write(tmp_path / "b.jsonl", [{"length": 50, "audio": [[8, 1]]}, *[{"length": 50}] * 3]), *FEW)
+    assert few.endswith("; a larger minibatch would hide it.")
+
+
+FEW = ("--minibatch-size", "1", "--modality", "audio:linear=1e11")
+
+
+def test_advice_about_a_small_encoder(mix: str) -> None:
+    small = ["vision:layers=1,hidden=64,ffn=256", "audio:layers=1,hidden=64,ffn=64"]
+    text = advice(mix, *(part for option in small for part in ("--modality", option)))
+    assert text.startswith("Balance the language model only, with ODC: ")
+    assert re.search(r"Balancing vision \(0\.\d% of the work\) and audio \(0\.\d% of the work\) gains under 1%\.", text)
+    one = advice(mix, "--modality", VISION, "--modality", small[1])
+    assert one.startswith("Balance all phases, with ")
+    assert " Balancing audio (0.0% of the work) gains under 1%." in one
+
+
+def test_advice_to_change_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"length": 100, "vision": [[64, 16]]}] * 64)
+    text = advice(path, "--modality", VISION)
+    assert text == (
+        "Leave minibatches as they are: ranks wait for 0.0% of the time, and balancing all phases with FSDP would be "
+        "no faster."
+    )
+
+
+def test_advice_about_padding(tmp_path: Path) -> None:
+    """Two ranks with a long and a short item each: where they are, half of each batch is padding."""
+    path = write(tmp_path / "a.jsonl", [{"length": 50, "audio": [[1000, 1], [10, 1]]}] * 40)
+    text = advice(path, "--world-size", "2", "--minibatch-size", "1", "--modality", "audio:linear=1e9,layout=padded")
+    assert text.startswith("Leave minibatches as they are")
+    assert re.search(r"Padding of audio takes 4\d% of the time\.$", text)
+
+
+@pytest.fixture
+def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts to plan fails."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("planned something")
+
+    monkeypatch.setattr("odc.cli.plan.compare_phases", fail)
+    monkeypatch.setattr("odc.cli.plan.Scenario", fail)
+
+
+GOOD: Record = {"length": 300, "vision": [[64, 16]]}
+
+
+@pytest.mark.usefixtures("unplanned")
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"length": 9, "vision": [[64]]}, "line 2, modality 'vision', item 0 is [64], which says no lengths"),
+        ({"length": 99, "vision": [[64, 16], {}]}, "line 2, modality 'vision', item 1 is {}, which says no lengths"),
+        ({"length": 9, "vision": [64]}, "line 2, modality 'vision', item 0 is 64, one integer: expected [encoder"),
+        ({"length": 9, "vision": [[True, 1]]}, "line 2, modality 'vision', item 0 is [True, 1], which says no lengths"),
+        ({"length": 9, "vision": 64}, "line 2, modality 'vision' is 64: expected a list of items"),
+        ({"length": 9, "vision": [[0, 1]]}, "line 2, modality 'vision', item 0, the encoder length is 0: expected"),
+        ({"length": 9, "vision": [[4, -1]]}, "line 2, modality 'vision', item 0 puts -1 rows into the sequence"),
+        ({"length": 9, "vision": [[4, 10**13]]}, "line 2, modality 'vision', item 0, the second number is 1000"),
+        ({"length": 9, "audio": [[4, 1]]}, "line 2, modality 'audio': no --modality is called so, only 'vision'; add"),
+        ({"length": 9, "vision": [[64, 16]]}, "line 2: a sequence of 9 tokens, into which items put 16 rows (modality"),
+        ({"length": 999, "vision": [[513, 1]]}, "line 2, modality 'vision', item 0 has 513 tokens: expected at most"),
+        ({"vision": [[64, 16]]}, "line 2 has no field 'length', only 'vision'"),
+        ({"length": 0}, "line 2, field 'length' is 0: expected a length of at least 1 token"),
+        ({"length": 10**9 + 1}, "1 of 9 samples are longer than --max-tokens 1000000000: raise --max-tokens to 10000"),
+    ],
+)
+def test_errors_name_line_and_modality(
+    tmp_path: Path, record: Record, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "longer" in message:
+        monkeypatch.setattr("odc.cli.plan.compare_phases", compare_phases)
+    path = write(tmp_path / "a.jsonl", [GOOD, record, *[GOOD] * 7])
+    size = ("--world-size", "2", "--minibatch-size", "2", "--max-tokens", "1000000000")
+    assert message in error(path, "--modality", f"{VISION},max-tokens=512", *size)
+
+
+@pytest.mark.usefixtures("unplanned")
+@pytest.mark.parametrize(
+    ("records", "options", "message"),
+    [
+        (
+            [{"length": 9}],
+            [],
+            "a.jsonl has no items of 'vision' in any of its 1 samples, whose fields are 'length': exp",
+        ),
+        (
+            [{"length": 9, "vision": []}],
+            [],
+            "fields are 'length', 'vision': expected e.g. {\"length\": 812, \"vision\": ",
+        ),
+        ([GOOD], ["--modality", "audio:linear=1"], "has no items of 'audio' in any"),
+        ([], [], "a.jsonl holds no samples"),
+        ([{"vision": [[1, 1]]}], [], "'vision' looks like items of a modality, and none holds the length of the whole"),
+        ([GOOD], ["--field", "vision"], "line 1, field 'vision' holds items of a modality, not a length: odc plan"),
+        ([GOOD], ["--policy", "lb-mini"], "--policy is not for samples of several modalities: leave it out, or"),
+        ([GOOD], ["--truncate"], "--truncate is not for samples of several modalities"),
+        ([GOOD], ["--gather-ms", "1"], "--gather-ms is not for samples of several modalities"),
+        ([GOOD], ["--modality", VISION], "--modality vision is given twice"),
+        ([GOOD], [], "1 samples make no minibatch of 4 samples on each of 8 ranks"),
+    ],
+)
+def test_files_and_options_that_do_not_fit(
+    tmp_path: Path, records: list[Record], options: list[str], message: str
+) -> None:
+    assert message in error(write(tmp_path / "a.jsonl", records), "--modality", VISION, *options)
+
+
+@pytest.mark.usefixtures("unplanned")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("vision", "says nothing of what it costs: expected one of its encoder's layers=, hidden= and ffn=, or"),
+        ("layers=1,hidden=2,ffn=3", "expected a name first, e.g. --modality vision:"),
+        ("vision:layers=1,hidden=2", "has no ffn=: expected layers=, hidden= and ffn="),
+        ("vision:layers=1,linear=2", "says layers and linear of what it costs"),
+        ("vision:linear=0", "linear and quadratic are 0"),
+        ("vision:linear=-1", "linear is '-1', expected a number of at least 0"),
+        ("vision:layers=1.5,hidden=2,ffn=3", "layers is '1.5', expected an integer of at least 1"),
+        ("vision:linear=1,rate=0", "rate is '0', expected a number above 0"),
+        ("vision:linear=1,rate=1e400", "rate is '1e400', expected a number above 0"),
+        ("vision:linear=1,speed=3", "'speed=3' is not known: expected of layers=, hidden="),
+        ("vision:linear=1,frozen=yes", "'frozen=yes' is not known"),
+        ("vision:linear=1,rate", "'rate' is not known"),
+        ("vision:linear=1,linear=2", "linear is said twice"),
+        ("vision:linear=1,gated", "gated goes with the sizes of an encoder"),
+        ("vision:linear=1,layout=tight", "layout='tight': expected"),
+        ("vision:timings=no.csv", "there is no file 'no.csv'"),
+        ("language:linear=1", "'language' is what the language model is called here"),
+    ],
+)
+def test_options_that_cannot_be_read(tmp_path: Path, option: str, message: str) -> None:
+    assert message in error(write(tmp_path / "a.jsonl", [GOOD] * 64), "--modality", option)
+
+
+def test_other_sources_have_no_items(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("12\n")
+    assert "a.txt holds no items of modalities: --modality needs .jsonl" in error(
+        str(tmp_path / "a.txt"), "--modality", VISION
+    )
+    assert "'llava' is no file: --modality needs .jsonl" in error("llava", "--modality", VISION)
+    assert "--ranks-per-node is for samples of several modalities" in error("llava", "--ranks-per-node", "4")
+    path = write(tmp_path / "b.jsonl", [GOOD] * 64)
+    assert "expected full nodes" in error(path, "--modality", VISION, "--ranks-per-node", "3")
+
+
+def test_items_without_the_option(tmp_path: Path) -> None:
+    """Lengths are planned as before, and it is said that encoders are not."""
+    records: list[Record] = [{"length": 300}, *[{"length": 300, "vision": [[64, 16]], "labels": [1, 2]}] * 63]
+    result = call(write(tmp_path / "a.jsonl", records), "--policy", "none", *MODEL)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    note = (
+        "odc plan --modality vision:... plans their encoders (odc plan --help tells how), here they count for nothing"
+    )
+    assert f"Lengths: field 'length': the length that it says; {note}." in said
+    message = error(write(tmp_path / "b.jsonl", [{"id": 1, "vision": [[64, 16]]}]))
+    assert "'vision' looks like items of a modality, and none holds the length of the whole interleaved" in message
+    assert "odc plan --modality vision:... plans their encoders" in message
+
+
+def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional package")
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    from odc.cli.phase_plots import _LANGUAGE
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    size = ("--world-size", "18", "--minibatch-size", "4", "--minibatches", "3")
+    path = tmp_path / "a.png"
+    found = call(mix, *size, "--modality", VISION, "--modality", AUDIO, *MODEL, "--plot", str(path))
+    assert found.exit_code == 0, found.output
+    assert "Picture: " in found.stdout
+    before, after = saved[0].axes
+    assert before.get_title(loc="left") == "nothing balanced, FSDP"
+    assert after.get_title(loc="left") == "all phases balanced, ODC"
+    assert len(before.get_yticks()) == 16
+    assert before.get_ylabel() == "16 of 18 ranks"
+    ends = [max(bar.get_x() + bar.get_width() for bar in axes.patches) for axes in (before, after)]
+    assert ends[1] < 0.9 * ends[0]
+    # Under collectives all ranks begin with the language model together, under ODC each when its encoders are done.
+    starts = [
+        {round(bar.get_x(), 9) for bar in axes.patches if to_hex(bar.get_facecolor()) == _LANGUAGE}
+        for axes in (before, after)
+    ]
+    assert len(starts[0]) == 1 < len(starts[1])
+
+
+def test_help_teaches_it() -> None:
+    text = " ".join(call("--help").stdout.replace("│", " ").split())
+    assert "--modality NAME:KEY=VALUE,..." in text
+    assert '{"length": 812, "vision": [[1024, 256], [576, 144]]} has the length of the whole sequence' in text
+    for key in ("layers=", "quadratic=", "timings=FILE", "rate=", "padded-attention", "max-tokens=", "frozen", "gated"):
+        assert key in text
