@@ -7,7 +7,7 @@
 - Speed: 153,600 samples on 2,560 ranks, whose attention costs a tenth of the rest at mean length. The excess is that
   over what no division can beat, the mean cost without padding; how much of it can be avoided is not known.
 - Nodes: what the rank that sends most sends to other nodes, over what it is without placement, for 60 samples a rank
-  post-balanced over nodes of 8. With pulp (pip install 'odc[exact]'), of 128 ranks, also for CBC after 12 seconds
+  post-balanced over nodes of 8. With pulp (the extra "exact"), of 128 ranks, also for CBC after 12 seconds
   on the integer program of the paper's algorithm 3, and the bound that its linear relaxation gives.
 
 Not covered: the time in which ranks tell each other their lengths, and the exchange itself.
