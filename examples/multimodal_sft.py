@@ -142,7 +142,10 @@ def num_tokens(minibatch: MultimodalMinibatch) -> int:
 def build_orchestrator(args: argparse.Namespace, config: Any, world_size: int) -> Orchestrator:
     """Phases and their costs in FLOPs. The loader shares out the language model's samples."""
     cost = costs(config)
-    phases = [Phase(name, cost[name], max_tokens=args.max_encoder_tokens) for name in ("image", "audio")]
+    row_bytes = 4 * args.hidden_size  # float32
+    phases = [
+        Phase(name, cost[name], max_tokens=args.max_encoder_tokens, row_bytes=row_bytes) for name in ("image", "audio")
+    ]
     return Orchestrator(
         phases,
         Phase("language", cost["language"], max_tokens=args.max_tokens),

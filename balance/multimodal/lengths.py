@@ -34,6 +34,9 @@ class Phase:
     frozen: bool = False
     """It is not trained: nothing flows back through it, and no gradient of its outputs is sent home."""
 
+    row_bytes: int | None = None
+    """Bytes of a row of an encoder's output, to weigh what moves; None: outputs count as much as inputs, in all."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a phase is called {shown(self.name)}: expected a text, the name of a modality")
@@ -42,6 +45,8 @@ class Phase:
         as_layout(self.layout)
         if self.max_tokens is not None:
             as_count(self.max_tokens, f"max_tokens of phase {self.name!r}")
+        if self.row_bytes is not None:
+            as_count(self.row_bytes, f"row_bytes of phase {self.name!r}")
 
 
 class ItemLengths(NamedTuple):

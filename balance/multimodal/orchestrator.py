@@ -266,10 +266,14 @@ class Orchestrator:
             batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
         else:
             batches = karmarkar_karp(evaluate(phase.cost, items.encoder), self.num_ranks)
-        # Inputs come from where samples were read, and outputs go to where sequences are: both are moves.
-        into = Rearrangement.between(has, batches).volume(items.num_bytes if items.num_bytes.any() else items.encoder)
+        # Inputs come from where samples were read; outputs go to where sequences are, and their gradients come back.
+        has_bytes = bool(items.num_bytes.any())
+        into = Rearrangement.between(has, batches).volume(items.num_bytes if has_bytes else items.encoder)
         out = Rearrangement.between(wants, batches).volume(items.output)
-        weight = into.sum() / out.sum() if out.any() and not items.num_bytes.any() else 1.0
+        if has_bytes and phase.row_bytes is not None:
+            weight = float(phase.row_bytes * (1 if phase.frozen else 2))
+        else:
+            weight = into.sum() / out.sum() if out.any() else 0.0
         return _permuted(batches, place_on_nodes(into + weight * out, self.ranks_per_node or self.num_ranks))
 
     def _filled(self, microbatches: list[Parts]) -> list[Parts]:
