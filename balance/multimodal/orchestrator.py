@@ -160,7 +160,7 @@ class Orchestrator:
             lengths = MinibatchLengths.of_samples(lengths, self.modalities)
         if lengths.num_ranks != self.num_ranks:
             raise ValueError(f"lengths of {lengths.num_ranks} ranks: expected num_ranks={self.num_ranks}")
-        if self.policy != "joint":
+        if self.policy != "joint" or not self.balance_encoders:
             return self._schedule(lengths, None)
         # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
         has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
