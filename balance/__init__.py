@@ -39,6 +39,7 @@ from odc.balance.policies import Policy, get_policy, policy_names
 from odc.balance.rearrange.nodes import place_on_nodes
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.rebalance import rebalance
 from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ __all__ = [
     "post_balance",
     "preset",
     "preset_names",
+    "rebalance",
     "run_minibatch",
     "sample_lengths",
     "sketch_lengths",

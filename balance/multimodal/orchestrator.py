@@ -18,15 +18,16 @@ from odc.balance.layout import microbatch_tokens
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
 from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, in_order
 from odc.balance.multimodal.simulate import step_times
-from odc.balance.partition import karmarkar_karp, split_beside
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
 from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import costliest_first, renumber
+from odc.balance.policies.mini import LBMini
 from odc.balance.policies.packing import pack, pack_together
 from odc.balance.rearrange.nodes import place_on_nodes
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.rebalance import rebalance
 from odc.errors import shown
 
 T = TypeVar("T")
@@ -220,8 +221,10 @@ class Orchestrator:
             self._check_language(lengths, limit)
         if self.policy == "local":
             microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
-        elif self.policy == "joint":
-            microbatches, name = self._packed(lengths.language, costs, split_beside(costs, loads), limit), "joint"
+        elif self.policy == "joint" or type(self.policy) is LBMini:
+            batches = rebalance(costs, has, loads=loads, ranks_per_node=self.ranks_per_node)
+            name = "joint" if self.policy == "joint" else LBMini.name
+            microbatches = self._packed(lengths.language, costs, batches, limit)
         elif isinstance(self.policy, Policy):
             plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
             microbatches, name = self._at_home(plan.microbatches, has, lengths.language), plan.policy
@@ -250,7 +253,7 @@ class Orchestrator:
         costs = evaluate(phase.cost, items.encoder)
         batches = wants
         if self.balance_encoders:
-            batches = self._balanced(phase, items, has, wants)
+            batches = self._balanced(phase, items, costs, has, wants)
         microbatches = self._filled([_cut(phase, items.encoder, costs, batch) for batch in batches])
         peak = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
         limit = phase.max_tokens or peak
@@ -261,11 +264,13 @@ class Orchestrator:
         name = "post-balancing" if self.balance_encoders else "as the language model"
         return Plan(microbatches, items.encoder, costs, limit, name, layout=phase.layout, attention_costs=attention)
 
-    def _balanced(self, phase: Phase, items: Items, has: list[list[int]], wants: list[list[int]]) -> list[list[int]]:
-        if isinstance(phase.cost, QuadraticCost):
-            batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
-        else:
-            batches = karmarkar_karp(evaluate(phase.cost, items.encoder), self.num_ranks)
+    def _balanced(
+        self, phase: Phase, items: Items, costs: FloatArray, has: list[list[int]], wants: list[list[int]]
+    ) -> list[list[int]]:
+        if phase.layout == "packed":
+            # From where outputs are wanted: these and their gradients are more than what was read.
+            return rebalance(costs, wants, ranks_per_node=self.ranks_per_node)
+        batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
         # Inputs come from where samples were read; outputs go to where sequences are, and their gradients come back.
         has_bytes = bool(items.num_bytes.any())
         into = Rearrangement.between(has, batches).volume(items.num_bytes if has_bytes else items.encoder)

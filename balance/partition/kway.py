@@ -86,28 +86,19 @@ def split_by_cost(
 def split_beside(costs: FloatArray, loads: FloatArray) -> Parts:
     """Share items out over parts that have loads already, so that the largest sum of both is small.
 
-    Longest processing time first on top of the loads, then moves and swaps, the loads staying where they are. Both
-    checked.
+    Longest processing time first on top of the loads, then moves and swaps. Both checked.
 
     Returns:
         Part p belongs to ``loads[p]``; its items ascending.
     """
-    num_items, k = costs.size, loads.size
-    together = np.concatenate([costs, loads])
-    parts: Parts = [[num_items + part] for part in range(k)]
+    parts: Parts = [[] for _ in range(loads.size)]
     heap = [(float(load), part) for part, load in enumerate(loads)]
     heapq.heapify(heap)
     for item in np.argsort(-costs, kind="stable").tolist():
         load, part = heap[0]
         parts[part].append(item)
         heapq.heapreplace(heap, (load + float(costs[item]), part))
-    # A load is an item, too, of which no part may have two: there are as many as parts, so each has one.
-    limit = Limit((np.arange(together.size) >= num_items).astype(np.int64), 1)
-    found: Parts = [[] for _ in range(k)]
-    for part_items in refine(together, parts, equal_size=False, limit=limit):
-        place = max(part_items) - num_items
-        found[place] = sorted(item for item in part_items if item < num_items)
-    return found
+    return [sorted(part) for part in refine(costs, parts, equal_size=False, loads=loads)]
 
 
 def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | None, thorough: bool) -> Parts:

@@ -49,20 +49,23 @@ def refine(
     equal_size: bool,
     speeds: FloatArray | None = None,
     limit: Limit | None = None,
+    loads: FloatArray | None = None,
+    target: float = 0.0,
 ) -> Parts:
     """Improve ``parts`` by moves and swaps until they are even or none helps.
 
     In each round parts are paired, slow with fast, and each pair makes the exchange after which the later one
     of the two finishes earliest, if that is earlier than before. A move is a swap with nothing; with
     ``equal_size``, for parts of equal sizes, there are only swaps. With ``limit``, which the given parts must
-    meet, an exchange that breaks it is not made. Part p finishes at its cost over ``speeds[p]``. A part that
+    meet, an exchange that breaks it is not made. Part p finishes at its cost over ``speeds[p]``; ``loads[p]``
+    is a part of its cost that stays. Parts that finish by ``target`` only help others. A part that
     finishes last and finds no partner is set aside, and the search goes on among the others: where one large
     item fixes the makespan, the rest must still come out even.
 
     The makespan never rises, and without ``speeds`` no part becomes empty. The result is deterministic; items
     within a part have no particular order.
     """
-    table = _Table(costs, parts, equal_size=equal_size, speeds=speeds, limit=limit)
+    table = _Table(costs, parts, equal_size=equal_size, speeds=speeds, limit=limit, loads=loads, target=target)
     active = np.arange(len(parts))
     shift = 0
     for _ in range(table.num_rounds):
@@ -85,8 +88,17 @@ class _Table:
     """The partition as a table: a row per part, its items by cost. -1 is no item, of cost 0."""
 
     def __init__(
-        self, costs: FloatArray, parts: Parts, *, equal_size: bool, speeds: FloatArray | None, limit: Limit | None
+        self,
+        costs: FloatArray,
+        parts: Parts,
+        *,
+        equal_size: bool,
+        speeds: FloatArray | None,
+        limit: Limit | None,
+        loads: FloatArray | None,
+        target: float,
     ) -> None:
+        self._target = target
         self._item_costs = np.append(costs, 0.0)
         self._item_weights = None if limit is None else np.append(limit.weights, 0)
         self._capacity = 0 if limit is None else limit.capacity
@@ -95,10 +107,11 @@ class _Table:
         widest = max(map(len, parts))
         width = min(widest, max(_MIN_WIDTH, _MAX_CELLS // len(parts)))
         self._left_out: Parts = [[] for _ in parts]
-        self._fixed_loads, self._fixed_weights = np.zeros(len(parts)), np.zeros(len(parts), dtype=np.int64)
+        self._fixed_loads = np.zeros(len(parts)) if loads is None else loads
+        self._fixed_weights = np.zeros(len(parts), dtype=np.int64)
         if widest > width:
             parts, self._left_out = _costliest(costs, parts, width)
-            self._fixed_loads = np.array([costs[items].sum() for items in self._left_out])
+            self._fixed_loads = self._fixed_loads + np.array([costs[items].sum() for items in self._left_out])
             if limit is not None:
                 self._fixed_weights = np.array([limit.weights[items].sum() for items in self._left_out])
         self._items = np.full((len(parts), width + (2 if self._room_needed else 0)), -1, dtype=np.int64)
@@ -117,7 +130,7 @@ class _Table:
         """Whether these parts finish together, as closely as costs are known."""
         total_speed = rows.size if self._speeds is None else self._speeds[rows].sum()
         ideal = float(self._loads[rows].sum() / total_speed)
-        return bool(self.times[rows].max() <= ideal * (1 + CLOSE_ENOUGH))
+        return bool(self.times[rows].max() <= max(ideal * (1 + CLOSE_ENOUGH), self._target))
 
     def parts(self) -> Parts:
         rows = self._items.tolist()
@@ -136,6 +149,7 @@ class _Table:
         """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
         given, taken, times = self._best(slow, fast)
         helps = times < self.times[slow] - MIN_GAIN * float(self.times.max(initial=0.0))
+        helps &= self.times[slow] > self._target
         self._swap(slow[helps], given[helps], fast[helps], taken[helps])
         return helps
 

@@ -145,6 +145,8 @@ def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
 
 def first_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
     """Bins of at most ``max_tokens``: each sample, the longest first, goes into the first bin with room."""
+    if 0 < lengths.sum() <= max_tokens:
+        return [np.argsort(-lengths, kind="stable").tolist()]
     parts: Parts = []
     room = np.full(lengths.size, max_tokens, dtype=np.int64)
     for sample in np.argsort(-lengths, kind="stable").tolist():

@@ -1,0 +1,110 @@
+"""Even out what ranks have by moving little of it.
+
+OrchMLLM shares a batch out from nothing, and then decides which rank gets which new batch: almost every item moves. But
+ranks have drawn their samples at random, so their loads differ by some ten percent, and no more than that has to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from odc.balance.checks import FloatArray, as_costs, as_count
+from odc.balance.partition.bounds import lower_bound
+from odc.balance.partition.differencing import Parts
+from odc.balance.partition.kway import split_beside, split_by_cost
+from odc.balance.partition.refine import refine
+from odc.balance.rearrange.nodes import place_on_nodes
+from odc.balance.rearrange.rearrangement import Rearrangement
+
+_EVEN_ENOUGH = 5e-4
+"""So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
+
+_WORTH_MOVING = 2e-3
+"""Batches shared out from nothing are taken where they end by more than this (relative) earlier."""
+
+
+def rebalance(
+    costs: npt.ArrayLike,
+    home: Sequence[Sequence[int]],
+    *,
+    loads: npt.ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+) -> Parts:
+    """Give each rank about the same total cost, and let most items stay where they are.
+
+    Moves and swaps between ranks that have much and ranks that have little, first within each node, then between nodes,
+    until no rank has more than 0.05 % beyond a lower bound of the most that one must have, or nothing helps. Where few
+    large items are stuck in bad places, they are shared out from nothing, and batches placed where most of them comes
+    from.
+
+    Args:
+        costs: of each item, (num_items,), 0 or at least 1e-140.
+        home: the items that each rank has; each item once.
+        loads: what each rank has to compute besides, (num_ranks,), which stays where it is; default: nothing.
+        ranks_per_node: ranks 0 .. ranks_per_node - 1 are one node, and so on; default: all ranks are one.
+
+    Returns:
+        The items of each rank, ascending. Depends on the arguments alone.
+
+    Raises:
+        ValueError: an argument is not as described.
+    """
+    values = as_costs(costs)
+    num_ranks = len(home)
+    beside = np.zeros(num_ranks) if loads is None else as_costs(loads, "loads")
+    if beside.size != num_ranks:
+        raise ValueError(f"loads has {beside.size} entries: expected one for each of {num_ranks} ranks")
+    if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
+        raise ValueError(f"{num_ranks} ranks on nodes of ranks_per_node={ranks_per_node}: expected full nodes")
+    Rearrangement.between(home, home)  # each item is there once
+    num_items = sum(map(len, home))
+    if values.size != num_items:
+        raise ValueError(f"{values.size} costs for {num_items} items: expected one per item")
+    if not num_items:
+        return [[] for _ in home]
+    bound = _bound(values, beside)
+    moved = _evened_out(values, home, beside, ranks_per_node or num_ranks, bound * (1 + _EVEN_ENOUGH))
+    makespan = _makespan(values, moved, beside)
+    if makespan > bound * (1 + _WORTH_MOVING):
+        anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
+        if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
+            return anew if beside.any() else _placed(values, home, anew, ranks_per_node or num_ranks)
+    return [sorted(part) for part in moved]
+
+
+def _evened_out(
+    values: FloatArray, home: Sequence[Sequence[int]], beside: FloatArray, ranks_per_node: int, target: float
+) -> Parts:
+    """By moves and swaps: within nodes, then between them."""
+    parts: Parts = [list(map(int, items)) for items in home]
+    if 1 < ranks_per_node < len(parts):
+        for first in range(0, len(parts), ranks_per_node):
+            node = slice(first, first + ranks_per_node)
+            parts[node] = refine(values, parts[node], equal_size=False, loads=beside[node], target=target)
+    return refine(values, parts, equal_size=False, loads=beside, target=target)
+
+
+def _makespan(values: FloatArray, parts: Parts, beside: FloatArray) -> float:
+    owners = np.zeros(values.size, dtype=np.int64)
+    for rank, part in enumerate(parts):
+        owners[part] = rank
+    totals: FloatArray = np.bincount(owners, weights=values, minlength=beside.size) + beside
+    return float(totals.max())
+
+
+def _bound(values: FloatArray, beside: FloatArray) -> float:
+    """No sharing out ends earlier."""
+    if not beside.any():
+        return lower_bound(values, beside.size, equal_size=False, speeds=None)
+    return max(float(beside.max()), float((values.sum() + beside.sum()) / beside.size), float(values.max()))
+
+
+def _placed(values: FloatArray, home: Sequence[Sequence[int]], batches: Parts, ranks_per_node: int) -> Parts:
+    found: Parts = [[] for _ in batches]
+    volume = Rearrangement.between(home, batches).volume(values)
+    for batch, rank in zip(batches, place_on_nodes(volume, ranks_per_node), strict=True):
+        found[rank] = sorted(batch)
+    return found
