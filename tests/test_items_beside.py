@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from item_ranks import ONE_WAY, WAYS, config_of, reach, read_value, run_ranks_of
+from item_ranks import LIMIT_S, ONE_WAY, WAYS, config_of, reach, read_value, run_ranks_of
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import (
     AbortedError,
     ItemExchange,
     OdcError,
+    PeerClosedError,
     Runtime,
 )
+from odc.transports.base import PeerState
 
 # Failures, and two contexts beside each other
 
@@ -62,6 +64,30 @@ def test_what_fails_in_one_context_is_heard_in_the_one_beside(fails: str) -> Non
 
 
 @WAYS
+def test_what_a_rank_has_published_is_read_when_it_has_closed(hosts: int) -> None:
+    """And what it has not published is waited for by nobody: it is named."""
+    routes = [[[(7, 8, 1)], [(8, 8, 1)]], []]
+
+    def body(items: ItemExchange, exchange: ThreadExchange) -> None:
+        one = items.begin("c", routes)
+        if exchange.rank == 0:
+            one.publish(0, [torch.tensor([42])])
+            return
+        ends = time.monotonic() + LIMIT_S
+        while items._transport.peer_state(0) is not PeerState.CLOSED:
+            assert time.monotonic() < ends, "rank 0 has not closed"
+            time.sleep(0.001)
+        assert read_value(one, 7) == 42
+        read_value(one, 8)
+
+    first, second = run_ranks_of(2, body, hosts=hosts)
+    assert first is None
+    assert isinstance(second, PeerClosedError)
+    assert "item 8 (8 bytes) in part 1 of round 1 of 'c'" in str(second)
+    assert "rank 0" in str(second)
+
+
+@WAYS
 @pytest.mark.parametrize("closes_first", ["runtime", "items"])
 def test_contexts_beside_each_other_end_in_any_order(closes_first: str, hosts: int) -> None:
     def body(exchange: ThreadExchange) -> None:
@@ -88,7 +114,7 @@ def test_contexts_beside_each_other_end_in_any_order(closes_first: str, hosts: i
     values(run_threads(2, body, 60))
 
 
-@pytest.mark.parametrize("first", ["runtime", "items"])
+@pytest.mark.parametrize("first", ["runtime", pytest.param("items", marks=pytest.mark.extended)])
 def test_who_waits_in_one_context_is_not_taken_for_silent_in_the_one_beside(first: str) -> None:
     """Rank 0 waits in one for rank 1, which waits in the other for rank 2, for longer than the limit; rank 2 works, and
     shows it."""
