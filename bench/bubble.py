@@ -25,6 +25,7 @@ ACTIVITIES = ("wait", "gather", "scatter", "other", "compute")
 _ACTIVITY_OF_KIND = {
     "wait": "wait",
     "gather": "gather",
+    "read": "gather",
     "scatter": "scatter",
     "publish": "other",
     "finish": "other",

@@ -21,7 +21,7 @@ import torch
 from odc.config import RuntimeConfig
 from odc.context import RankContext, agree, complete, connect, weak_abort
 from odc.errors import MisuseError, OdcError, PeerClosedError, PeerDiedError, ProtocolError, SetupError
-from odc.exchange import Exchange
+from odc.exchange import Exchange, together
 from odc.rounds import Round, Signal
 from odc.routes import Layout, Routes
 from odc.timeline import Timeline
@@ -106,21 +106,18 @@ class ItemExchange(RankContext):
             channels: the names of the channels, the same on every rank.
             capacity_bytes: what a rank can publish in one round of a channel at first, each item rounded up to 64
                 bytes; twice that is allocated per channel. A round that needs more makes its channel grow
-                (:meth:`begin`).
+                (:meth:`begin`); but NVSHMEM's heap, which has one size, may have no room for that.
             device: where the items are; default: host memory.
             beside: another context of this rank, over the same ranks (the runtime of its model, say). What fails in one
                 is heard in the other, and a rank that waits in one is not taken for silent in the other.
 
         Raises:
             SetupError: on all ranks, naming the first difference between them or the resource that is missing.
-            ValueError: ``channels`` is empty or has a name twice, or ``capacity_bytes`` is negative.
+            ValueError: ``channels`` is empty or has a name twice, or ``capacity_bytes`` is negative; where that is so
+                on other ranks only, a SetupError says it.
         """
         config = config or RuntimeConfig()
-        if not channels or len(set(channels)) != len(channels) or capacity_bytes < 0:
-            raise ValueError(
-                f"channels {list(channels)} of {capacity_bytes} bytes: expected at least one name, each once, and 0 "
-                "bytes or more"
-            )
+        together(exchange, lambda: _check_channels(channels, capacity_bytes))
         described = {"channels": ", ".join(map(repr, channels)), "capacity_bytes": str(capacity_bytes)}
         agree(exchange, config, {"item exchange": described})
         transport = connect(exchange, config, device or HOST)
@@ -129,7 +126,7 @@ class ItemExchange(RankContext):
             items.faults.hit("setup")
             transport.seal()
             if transport.engine.has_streams:
-                items._watchdog = StreamWatchdog(transport, weak_abort(items))
+                together(transport.exchange, items._start_watchdog)
             if beside is not None:
                 items._waiter.job.add(beside._transport)
                 beside._waiter.job.add(transport)
@@ -159,6 +156,9 @@ class ItemExchange(RankContext):
         layout = Layout.of(routes, self.topology.rank, self.topology.world_size)
         with self.reporting:
             return self._channels[channel].begin(layout)
+
+    def _start_watchdog(self) -> None:
+        self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
 
     # Observation
 
@@ -234,6 +234,14 @@ class ItemExchange(RankContext):
                     f"begin({stuck[0].name!r}) for all ranks to come there, since the channel has to grow. Every rank "
                     "must begin the same rounds with the same routes, in the same order, before it reads in them"
                 )
+
+
+def _check_channels(channels: Sequence[str], capacity_bytes: int) -> None:
+    if not channels or len(set(channels)) != len(channels) or capacity_bytes < 0:
+        raise ValueError(
+            f"channels {list(channels)} of {capacity_bytes} bytes: expected at least one name, each once, and 0 bytes "
+            "or more"
+        )
 
 
 class Channel:

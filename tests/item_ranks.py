@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, run_threads, values
@@ -16,6 +18,9 @@ from thread_ranks import ThreadExchange, run_threads, values
 from odc import Item, ItemExchange, Round, RuntimeConfig
 from odc.bench.fake.cuda import FakeEngine
 
+LIMIT_S = 20.0
+WAYS = pytest.mark.parametrize("hosts", [1, 2])
+ONE_WAY = [[[(7, 8, 1)]], []]  # rank 0 publishes 8 bytes for rank 1
 SIZES = (0, 1, 3, 8, 64, 100, 257)
 DTYPES = {1: torch.uint8, 3: torch.uint8, 257: torch.uint8, 8: torch.float64, 64: torch.float32, 100: torch.bfloat16}
 
@@ -220,3 +225,13 @@ def run_ranks_of(
             return body(items, exchange)
 
     return run_threads(world_size, run, 60)
+
+
+def reach(event: threading.Event) -> None:
+    assert event.wait(LIMIT_S), "the other rank has not come so far"
+
+
+def read_value(one: Any, item: int = 7) -> int:
+    out = torch.full((1,), -1)
+    one.read(item, out)
+    return int(out)

@@ -11,7 +11,7 @@ from rich.console import Console
 from odc.bench.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
 from odc.bench.demo_runs import Run
 from odc.bench.demo_summary import quietest, summarize, table
-from odc.timeline import Span, Timeline
+from odc.timeline import KINDS, Span, Timeline
 
 
 def timeline(rank: int, *spans: tuple[str, str, int, int], minibatch: int = 0) -> Timeline:
@@ -31,6 +31,12 @@ def test_collectives_idle_from_own_start_to_the_last_ranks_start() -> None:
     assert shares(segments(ranks, [0], collectives=True)) == pytest.approx(
         {"wait": 36 / 200, "gather": 8 / 200, "scatter": 20 / 200, "other": 0, "compute": 136 / 200}
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "minibatch"])
+def test_every_kind_of_span_can_be_in_the_picture(kind: str) -> None:
+    ranks = [timeline(0, (kind, "l", 0, 10), ("minibatch", "m", 0, 100))]
+    assert shares(segments(ranks, [0], collectives=False))["compute"] == pytest.approx(0.9)
 
 
 def test_idle_in_a_collective_ends_when_the_rank_leaves_it() -> None:

@@ -1,8 +1,8 @@
 """Layer 2: ranks as threads. Items over the real CudaEngine, on the streams of ``host_cuda.py``.
 
 The transport, the exchange of items and the engine are the real ones. Memory that is given back becomes NaN in the
-order of its stream, so a copy from memory that nobody holds any more is seen, too. That each order is needed is shown in
-``test_items_streams.py``.
+order of its stream, so a copy from memory that nobody holds any more is seen, too. ``test_items_streams.py`` shows that
+each order is needed.
 """
 
 from __future__ import annotations
@@ -111,6 +111,6 @@ def run_case(k: SimpleNamespace, slow: str | None) -> None:
     assert checks == [3 * NUM_ROUNDS] * 2
 
 
-@pytest.mark.parametrize("slow", [None, "encode", "encode too", "read", "step"])
+@pytest.mark.parametrize("slow", [None, "encode", "read"])
 def test_items_on_streams_of_the_engine(k: SimpleNamespace, slow: str | None) -> None:
     run_case(k, slow)

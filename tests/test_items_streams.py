@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from item_ranks import Case, Violation, cases, run_case, run_ranks_of
-from test_items import LIMIT_S, ONE_WAY, reach
+from item_ranks import LIMIT_S, ONE_WAY, Case, Violation, cases, reach, run_case, run_ranks_of
 from thread_ranks import ThreadExchange, values
 
 from odc import ItemExchange
