@@ -1,6 +1,7 @@
 """Does a run of several modalities take what its plan says? OrchMLLM's models on 8 ranks, with emulated compute.
 
     python -m odc.bench.multimodal_emulated --json runs/multimodal_emulated.json
+    python -m odc.bench.multimodal_emulated --model MLLM-84B --minibatches 1 --picture runs/multimodal.png
 
 Each rank is a process. It loads minibatches through :class:`~odc.balance.multimodal.MultimodalLoader` and runs them
 with :func:`~odc.balance.multimodal.run_minibatch`: encoders and language model are sleeps of what the cost model says
@@ -16,6 +17,9 @@ FSDP's collectives make them; then a minibatch is as long as its slowest ranks.
     planning     in the loader's thread, beside the training; ``waited`` is the part that the training waited for
     MB moved     between ranks, of all ranks: counted where tensors arrive, and by the schedule
 
+Eight ranks share few cores: those that exchange wait for each other's turn on one, so the time of moving is an upper
+bound. Beside it stands the CPU time of a rank's training thread in it.
+
 Not covered: parameters and their gradients (they move in :mod:`odc.bench.emulated`), GPUs, real bandwidths: 8 ranks
 share the memory of one host, so the time of moving is none of a cluster's.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import time
@@ -63,6 +68,7 @@ from odc.balance.multimodal.simulate import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
+from odc.bench.bubble import Segment
 from odc.bench.emulated import Clock
 from odc.bench.environment import describe_environment
 from odc.bench.multimodal_sizes import SIZES, ModelSize
@@ -210,6 +216,8 @@ class RankRun:
     cost_s: list[float] = field(default_factory=list)
     """Of each minibatch, by the cost model of what came; ``compute_ns``: what was slept of it."""
     compute_ns: list[int] = field(default_factory=list)
+    moving_cpu_ns: list[int] = field(default_factory=list)
+    """Of the thread that trains."""
     planning_s: list[float] = field(default_factory=list)
     num_bytes: list[dict[str, int]] = field(default_factory=list)
     """That came from other ranks, of each cargo."""
@@ -222,6 +230,7 @@ class Rank:
         self.run = RankRun()
         self.clock = Clock()
         self.cost_s = 0.0
+        self.moving_cpu_ns = 0
         self.minibatch = 0
         self._size, self._width = size, settings.width(size)
         self._phases = {phase.name: phase for phase in (*size.phases, size.language)}
@@ -231,8 +240,10 @@ class Rank:
     @contextmanager
     def span(self, kind: str, label: str) -> Iterator[None]:
         """Record what is done inside."""
-        start_ns = time.monotonic_ns()
+        start_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
         yield
+        if kind == "move":
+            self.moving_cpu_ns += time.thread_time_ns() - cpu_ns
         self.run.spans.append(Span(kind, label, start_ns, time.monotonic_ns(), self.minibatch))
 
     def meet(self, why: str) -> None:
@@ -377,7 +388,8 @@ def run_rank(
             emulated.meet("finish")
         run.compute_ns.append(emulated.clock.take())
         run.cost_s.append(emulated.cost_s)
-        emulated.cost_s = 0.0
+        run.moving_cpu_ns.append(emulated.moving_cpu_ns)
+        emulated.cost_s, emulated.moving_cpu_ns = 0.0, 0
         run.num_bytes.append(dict(counting.num_bytes))
         report(1.0 if rank == 0 else 0.0)
     run.planning_s = loader.planning_s
@@ -444,10 +456,32 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int]) -> dict[str, Any
         "rest": 1 - sum(parts.values()) / total,
         "compute_s": compute_ns * 1e-9 / count,
         "moving_s": parts["moving"] * 1e-9 / count,
+        "moving_cpu_s": sum(run.moving_cpu_ns[number] for run in runs for number in minibatches) * 1e-9 / count,
         "planning_s": sum(run.planning_s[number] for run in runs for number in minibatches) / count,
         "waited_for_plans_s": spent["load"] * 1e-9 / count,
         "bytes": {name: value // len(minibatches) for name, value in num_bytes.items()},
     }
+
+
+_STRENGTH = {"minibatch": 0, "move": 1, "compute": 2, "wait": 3}
+
+
+def segments(run: RankRun, minibatch: int) -> list[Segment]:
+    """What a rank did in a minibatch, for :func:`odc.bench.plots.plot_timelines`: the phases by name, "move", "wait",
+    and "other"."""
+    spans = [span for span in run.spans if span.minibatch == minibatch and span.kind in _STRENGTH]
+    borders = sorted({border for span in spans for border in (span.start_ns, span.end_ns)})
+    found: list[Segment] = []
+    for start_ns, end_ns in itertools.pairwise(borders):
+        inside = [span for span in spans if span.start_ns <= start_ns and end_ns <= span.end_ns]
+        if not inside:
+            continue
+        span = max(inside, key=lambda span: _STRENGTH[span.kind])
+        activity = {"compute": span.label, "minibatch": "other"}.get(span.kind, span.kind)
+        if found and found[-1].activity == activity and found[-1].end_ns == start_ns:
+            start_ns = found.pop().start_ns
+        found.append(Segment(activity, start_ns, end_ns))
+    return found
 
 
 def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
@@ -475,6 +509,7 @@ def table(model: str, entries: Sequence[dict[str, Any]]) -> Table:
             (f"{name}, %", lambda e, name=name: f"{100 * e[name]:.1f}")
             for name in ("compute", "waiting", "moving", "load", "rest")
         ),
+        ("CPU time of moving, ms", lambda e: f"{1e3 * e['moving_cpu_s']:.1f}"),
         ("planning, ms", lambda e: f"{1e3 * e['planning_s']:.1f}"),
         ("waited for it, ms", lambda e: f"{1e3 * e['waited_for_plans_s']:.1f}"),
         ("MB moved, planned", lambda e: f"{sum(e['planned_bytes'].values()) / 1e6:.1f}"),
@@ -497,6 +532,7 @@ def main() -> None:
 
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--timelines", type=Path, help="write what all ranks did when to this file (JSON)")
+    parser.add_argument("--picture", type=Path, help="draw the last minibatch of the last model (needs matplotlib)")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="(all)")
     parser.add_argument("--model", nargs="+", choices=list(SIZES), default=list(SIZES), help="(all)")
     add("scale", float, "seconds that a rank computes in an average minibatch")
@@ -506,7 +542,7 @@ def main() -> None:
     add("shrink", int, "times that tensors are smaller than the model's")
     add("seed", int, "of the first minibatch")
     options = vars(parser.parse_args())
-    json_path, timelines = options.pop("json"), options.pop("timelines")
+    json_path, timelines, picture = (options.pop(name) for name in ("json", "timelines", "picture"))
     ways, models = options.pop("way"), options.pop("model")
     settings = Settings(**options)
     if min(settings.ranks, settings.minibatches, settings.shrink) < 1 or settings.scale <= 0:
@@ -515,6 +551,7 @@ def main() -> None:
         parser.error("--minibatch-size and --seed must be at least 0")
     results: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     spans: dict[str, dict[str, Any]] = {model: {} for model in models}
+    drawn: dict[str, list[list[Segment]]] = {}
     with progress_bar(Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(models) * len(ways) * (settings.minibatches + NUM_UNTIMED))
         for model in models:
@@ -526,6 +563,7 @@ def main() -> None:
                     print(error, file=sys.stderr)
                     sys.exit(1)
                 results[model].append(entry)
+                drawn[way] = [segments(rank, settings.minibatches) for rank in runs]
                 spans[model][way] = [[list(asdict(span).values()) for span in rank.spans] for rank in runs]
             add_ratios(results[model])
     console = Console(width=None if sys.stdout.isatty() else 100)
@@ -534,6 +572,11 @@ def main() -> None:
     )
     for model, entries in results.items():
         console.print(table(model, entries))
+    if picture:
+        from odc.bench.plots import plot_timelines
+
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        plot_timelines(picture, drawn, settings.minibatches)
     if timelines:
         timelines.parent.mkdir(parents=True, exist_ok=True)
         timelines.write_text(json.dumps(spans))

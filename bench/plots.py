@@ -17,6 +17,11 @@ _COLOURS = {
     "scatter": "#c9a227",
     "other": "#9a9a9a",
     "wait": "#d1495b",
+    # Of several modalities.
+    "vision": "#c9a227",
+    "audio": "#a56cc1",
+    "language": "#7a9cc6",
+    "move": "#5aa469",
 }
 _NAMES = {"other": "publish and finish"}
 # Curves that lie on each other: each one thinner than the one before, so that all can be seen.
@@ -73,7 +78,9 @@ def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], 
         axes.invert_yaxis()
     rows[-1].set_xlim(0, 1.02 * longest_s)
     rows[-1].set_xlabel("seconds")
-    handles = [Patch(color=colour, label=_NAMES.get(a, a)) for a, colour in _COLOURS.items()]
+    there = {segment.activity for ranks in runs.values() for rank in ranks for segment in rank}
+    names = {} if "move" in there else _NAMES
+    handles = [Patch(color=colour, label=names.get(a, a)) for a, colour in _COLOURS.items() if a in there]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
     figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)

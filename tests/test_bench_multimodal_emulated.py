@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.multimodal_emulated import NUM_UNTIMED, WAYS, RankRun, Settings, add_ratios, run, shares, table
+from odc.bench.multimodal_emulated import NUM_UNTIMED, WAYS, RankRun, Settings, add_ratios, run, segments, shares, table
 from odc.timeline import Span
 
 TINY = Settings(ranks=2, minibatches=2, minibatch_size=8, scale=0.1)
@@ -86,8 +86,20 @@ def test_time_is_shared_out() -> None:
         Span("minibatch", "0", 0, 100, 0),
         Span("minibatch", "1", 100, 900, 1),
     ]
-    found = shares([RankRun(spans, [3e-8, 0.0], [30, 0], [0.5, 0.0], [{"vision/outputs": 7}, {}])], [0])
+    run = RankRun(spans, [3e-8, 0.0], [30, 0], [11, 0], [0.5, 0.0], [{"vision/outputs": 7}, {}])
+    found = shares([run], [0])
     assert found["minibatch_s"] == pytest.approx(100e-9)
     parts = {name: found[name] for name in ("load", "compute", "waiting", "moving", "rest")}
     assert parts == pytest.approx({"load": 0.1, "compute": 0.3, "waiting": 0.2, "moving": 0.2, "rest": 0.2})
     assert (found["planning_s"], found["bytes"]) == (0.5, {"vision/outputs": 7})
+    assert found["moving_cpu_s"] == pytest.approx(11e-9)
+    activities = [(segment.activity, segment.start_ns, segment.end_ns) for segment in segments(run, 0)]
+    assert activities == [
+        ("other", 0, 10),
+        ("wait", 10, 15),
+        ("vision", 15, 45),
+        ("wait", 45, 55),
+        ("move", 55, 75),
+        ("wait", 75, 80),
+        ("other", 80, 100),
+    ]
