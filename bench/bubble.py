@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from odc.timeline import Span, Timeline
 
 # From the strongest to the weakest: where spans overlap, time belongs to the first of them. "other" is
-# publishing shards, taking gradients in, and moving what is neither.
+# publishing shards and taking gradients in.
 ACTIVITIES = ("wait", "gather", "scatter", "other", "compute")
 _ACTIVITY_OF_KIND = {
     "wait": "wait",
@@ -29,7 +29,6 @@ _ACTIVITY_OF_KIND = {
     "scatter": "scatter",
     "publish": "other",
     "finish": "other",
-    "read": "other",
     "minibatch": "compute",
     "phase": "compute",
 }

@@ -45,6 +45,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from odc import ItemExchange
 from odc.balance.checks import IntArray
 from odc.balance.data.loader import Minibatch
 from odc.balance.layout import microbatch_costs
@@ -54,17 +55,19 @@ from odc.balance.multimodal import (
     ItemLengths,
     MinibatchLengths,
     MultimodalLoader,
+    OnDemand,
     Orchestrator,
     Phase,
     RankLengths,
     SampleLengths,
     SampleParts,
+    channels_of,
     run_minibatch,
     step_times,
 )
 from odc.balance.multimodal.carriers import Cargo, Carrier, Mover
 from odc.balance.multimodal.payload import count_bytes, named
-from odc.balance.multimodal.simulate import FORWARD_SHARE
+from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
@@ -74,10 +77,12 @@ from odc.bench.environment import describe_environment
 from odc.bench.multimodal_sizes import SIZES, ModelSize
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
+from odc.exchange import ProcessGroupExchange
 from odc.timeline import Span
 
 NUM_UNTIMED = 1  # minibatches at the start
 DTYPE = torch.bfloat16
+CAPACITY_BYTES = 1 << 20  # of a channel at first
 
 
 @dataclass(frozen=True)
@@ -87,17 +92,15 @@ class Way:
     policy: str | None
     balance_encoders: bool
     comm: Comm = "collective"
-    mover: Callable[[], Mover] = InStep
     in_step: bool = True
-    """Whether the mover makes all ranks wait for all."""
+    """Whether items move by all-to-all, for which all ranks wait for all."""
 
 
 WAYS = {
     "none": Way(None, False),
     "language": Way("lb-mini", False),
     "all": Way("lb-mini", True),
-    # To be replaced: with a mover that reads from the producers' memory (odc.ItemExchange), and in_step=False.
-    "all, ODC": Way("lb-mini", True, comm="odc", mover=InStep, in_step=True),
+    "all, ODC": Way("lb-mini", True, comm="odc", in_step=False),
 }
 
 
@@ -326,19 +329,35 @@ class _Work(torch.autograd.Function):
 
 
 class Counting:
-    """A mover that counts what comes from other ranks, and tells waiting for them from moving."""
+    """A mover that counts what comes from other ranks, and tells waiting for them from moving.
 
-    def __init__(self, mover: Mover, rank: Rank, *, in_step: bool) -> None:
-        self.rank = mover.rank
+    Args:
+        items: that of an :class:`OnDemand`, whose runtime records its waits.
+    """
+
+    def __init__(self, mover: Mover, rank: Rank, items: ItemExchange | None) -> None:
+        self.rank, self.moved = mover.rank, mover.moved
         self.num_bytes: Counter[str] = Counter()
-        self._mover, self._model, self._in_step = mover, rank, in_step
+        self._mover, self._model, self._items = mover, rank, items
 
     def carry(self, cargo: Cargo) -> Carrier:
         return _Counted(self._mover.carry(cargo), cargo, self)
 
     def meet(self, channel: str) -> None:
-        if self._in_step:
+        if self._items is None:
             self._model.meet(channel)
+
+    @contextmanager
+    def waits(self, channel: str) -> Iterator[None]:
+        """Around what may wait for another rank by itself."""
+        if self._items is None:
+            yield
+            return
+        before, start_ns = self._items.stats.wait_s, time.monotonic_ns()
+        yield
+        waited_ns = round((self._items.stats.wait_s - before) * 1e9)
+        if waited_ns:
+            self._model.run.spans.append(Span("wait", channel, start_ns, start_ns + waited_ns, self._model.minibatch))
 
 
 class _Counted(Carrier):
@@ -347,14 +366,16 @@ class _Counted(Carrier):
         self._own = set(cargo.route.source[counting.rank].tolist())
 
     def put(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._carrier.put(part, tensors)
+        with self._counting.waits(self._channel):
+            self._carrier.put(part, tensors)
 
     def meet(self, problem: ValueError | None = None) -> None:
         self._counting.meet(self._channel)
         self._carrier.meet(problem)
 
     def get(self, items: Sequence[int]) -> list[torch.Tensor]:
-        found = self._carrier.get(items)
+        with self._counting.waits(self._channel):
+            found = self._carrier.get(items)
         came = sum(tensor.nbytes for item, tensor in zip(items, found, strict=True) if item not in self._own)
         self._counting.num_bytes[self._channel] += came
         return found
@@ -371,7 +392,13 @@ def run_rank(
     gc.freeze()
     size, how = SIZES[model], WAYS[way]
     emulated = Rank(size, settings, pace, lockstep=how.comm == "collective")
-    encoders, mover, run = emulated.encoders(), how.mover(), emulated.run
+    encoders, run = emulated.encoders(), emulated.run
+    items: ItemExchange | None = None
+    mover: Mover = InStep()
+    if not how.in_step:
+        channels = channels_of(list(size.encoders))
+        items = ItemExchange.create(ProcessGroupExchange(), channels, capacity_bytes=CAPACITY_BYTES)
+        mover = OnDemand(items, rank)
     feed: Any = Feed(size, settings, rank)
     loader: MultimodalLoader[SampleParts] = MultimodalLoader(
         feed, lambda sample: sample, orchestrator(size, world_size, how), rank
@@ -380,7 +407,7 @@ def run_rank(
     for number in range(NUM_UNTIMED + settings.minibatches):
         dist.barrier()
         emulated.minibatch = number
-        counting = Counting(mover, emulated, in_step=how.in_step)
+        counting = Counting(mover, emulated, items)
         with emulated.span("minibatch", str(number)):
             with emulated.span("load", "minibatch"):
                 minibatch = next(minibatches)
@@ -396,6 +423,8 @@ def run_rank(
     for _ in minibatches:
         raise AssertionError("more minibatches than were asked for")
     loader.close()
+    if items is not None:
+        items.close()
     dist.barrier()
     return run
 

@@ -14,7 +14,7 @@ from odc.balance import MinibatchSampler, Rearrangement, TransformerShape
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import evaluate
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, Phase, RankLengths, step_times
-from odc.balance.multimodal.simulate import FORWARD_SHARE
+from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.policies.packing import pack_together
 from odc.cli.costs import Training
