@@ -40,7 +40,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from odc.balance import Rearrangement, karmarkar_karp
+from odc.balance import Rearrangement, get_policy, karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, Phase, StepTimes, step_times
@@ -171,9 +171,7 @@ def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> I
     if not placed:
         ranks = range(schedule.num_ranks)
         has = [lengths.samples_of(rank) for rank in ranks]
-        policy = orchestrator(size, schedule.num_ranks, "all").policy
-        assert policy is not None
-        language = policy.plan(
+        language = get_policy("lb-mini").plan(
             lengths.language, world_size=schedule.num_ranks, max_tokens=2**40, cost=size.language.cost
         )
         wants = [[sample for microbatch in mine for sample in microbatch] for mine in language.microbatches]
