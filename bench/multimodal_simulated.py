@@ -241,13 +241,13 @@ def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[st
 
 def comparison_table(entries: Sequence[dict[str, Any]]) -> Table:
     """Ratio, busy and bubble of each way."""
-    table = Table(title="throughput over that of none under collectives, and busy / bubble in percent")
+    table = Table(title="throughput over that of none under collectives, and busy/bubble in percent")
     for name in ("model", "ranks x samples", "", *WAYS):
         table.add_column(name, justify="right" if name in WAYS else "left")
     for entry in entries:
         for suffix, comm in (("", "collectives"), (", ODC", "ODC")):
             rows = [entry["ways"][f"{way}{suffix}"] for way in WAYS]
-            cells = [f"{row['ratio']:.3f}x  {100 * row['busy']:.1f} / {100 * row['bubble']:.1f}" for row in rows]
+            cells = [f"{row['ratio']:.3f}x {100 * row['busy']:.1f}/{100 * row['bubble']:.1f}" for row in rows]
             table.add_row(entry["model"], f"{entry['ranks']} x {entry['samples_per_rank']}", comm, *cells)
     return table
 

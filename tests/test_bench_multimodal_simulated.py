@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
+from odc.balance import karmarkar_karp
+from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
 from odc.bench import multimodal_simulated as bench
 from odc.bench.multimodal_sizes import MEL_BANDS, PATCH, SIZES, audio, vision
@@ -144,6 +146,16 @@ def test_bytes_between_nodes_are_those_of_the_items() -> None:
             expected[source, target] = sum(int(num_bytes[item]) for item in set(made.tolist()) & set(wanted.tolist()))
     assert (volumes["vision outputs"] == expected).all()
     assert expected.sum() == float(lengths.items["vision"].output.sum()) * 3584 * 2
+    # Not placed, batch i of each phase's algorithm is on rank i: it makes its outputs there, and gets its inputs there.
+    unplaced = dict(bench.journeys(size, schedule, placed=False))
+    phase = size.phases[0]
+    batches = post_balance(lengths.items["vision"].encoder, 16, cost=phase.cost, layout=phase.layout)
+    inputs, outputs = (size.bytes_of(lengths)[f"vision {kind}"] for kind in ("inputs", "outputs"))
+    assert unplaced["vision inputs"].sum(axis=0).tolist() == [float(inputs[batch].sum()) for batch in batches]
+    assert unplaced["vision outputs"].sum(axis=1).tolist() == [float(outputs[batch].sum()) for batch in batches]
+    wanted = karmarkar_karp(size.language.cost(lengths.language), 16)
+    texts = [float(size.bytes_of(lengths)["text"][batch].sum()) for batch in wanted]
+    assert unplaced["text"].sum(axis=0).tolist() == texts
 
 
 def test_tables_show_the_figures(entry: Any) -> None:
