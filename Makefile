@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-extended test-torch-versions lint bench bench-balance clean
+.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint bench bench-balance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(PY) -m odc.bench.demo --out runs/demo
+
+demo-multimodal: $(STAMP)  ## train a tiny Qwen2.5-Omni four ways on 2 CPU ranks and compare them (runs/multimodal)
+	$(PY) -m odc.bench.multimodal --out runs/multimodal
 
 # Hundreds of interpreters are started: each would compile all of odc, should the environment forbid to keep that.
 test: $(STAMP)  ## the tests, in three processes

@@ -45,7 +45,7 @@ from odc.bench.progress import progress_bar
 
 SCRIPT = Path("examples/multimodal_sft.py")
 OMNI = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "odc.balance.multimodal.run")
-_WIDTH = 100
+_WIDTH = 110
 
 app = typer.Typer(add_completion=False)
 
@@ -78,8 +78,8 @@ def main(
     ranks: Annotated[int, typer.Option(min=2, help="CPU ranks.")] = 2,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     minibatches: Annotated[int, typer.Option(min=4, help="Minibatches of a run; two are warm-up.")] = 20,
-    minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 6,
-    hidden_size: Annotated[int, typer.Option(help="Of all three parts of the model; a multiple of 32.")] = 64,
+    minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 8,
+    hidden_size: Annotated[int, typer.Option(help="Of all three parts of the model; a multiple of 32.")] = 128,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the summary to this file.")] = None,
 ) -> None:
     """Train a tiny omni-modal model four ways; compare speed, losses and gradients."""
@@ -201,9 +201,10 @@ def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row per configuration."""
     shown = Table(box=SIMPLE)
     shown.add_column("balanced", no_wrap=True)
-    for heading in ("samples/s", "speedup", "waiting", "exchanges\na minibatch", "moved\nKB", "planning\nms"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("loss\ndiff.", "gradient\ndiff."):
+    for heading in (
+        *("samples\nper s", "speedup", "waiting", "exchanges per\nminibatch", "moved\nKB", "planning\nms"),
+        *("loss\ndiff.", "grad.\ndiff."),
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     for name, entry in summary.items():
         speeds = [repetition["speedup"] for repetition in entry["repetitions"]]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 README, RELIABILITY, STREAMS = Path("README.md"), Path("docs/reliability.md"), Path("docs/streams.md")
-GPU = Path("docs/gpu.md")
+GPU, MULTIMODAL = Path("docs/gpu.md"), Path("docs/multimodal.md")
 RESULTS = Path("bench/results")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -58,6 +58,11 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (STREAMS, "batching_peers", _peers),
         (STREAMS, "loading", _loading),
         (STREAMS, "stream_training", _stream_training),
+        (README, "multimodal_cpu_2ranks", _multimodal),
+        (MULTIMODAL, "multimodal_cpu_2ranks", _multimodal_table),
+        (MULTIMODAL, "multimodal_cpu_4ranks", _multimodal_4ranks),
+        (MULTIMODAL, "multimodal_emulated", _multimodal_emulated),
+        (MULTIMODAL, "multimodal_simulated", _multimodal_simulated),
         (README, "partition_speed", _partition_speed),
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
@@ -253,6 +258,67 @@ def _partition_quality(result: dict[str, Any]) -> Figures:
         f"{free['mean_excess']:.3%} (equal sizes: {equal['mean_excess']:.3%}, where plain Karmarkar-Karp leaves "
         f"{equal['mean_excess_of_plain_differencing']:.1%})",
     )
+
+
+_MULTIMODAL_WAYS = {
+    "none": "nothing, FSDP2",
+    "language": "language model, FSDP2",
+    "all": "all phases, FSDP2",
+    "all-odc": "all phases, ODC",
+}
+
+
+def _multimodal(result: dict[str, Any]) -> Figures:
+    language, everything, odc = (result["runs"][name]["speedup"] for name in ("language", "all", "all-odc"))
+    yield "", f"under ODC: {language:.2f}x, {everything:.2f}x and {odc:.2f}x the samples/s of none"
+
+
+def _multimodal_table(result: dict[str, Any]) -> Figures:
+    settings = result["settings"]
+    times = f"{settings['minibatches']} steps, medians of {_WORDS[settings['repetitions']]} interleaved repetitions"
+    yield "Two CPU ranks,", f" {times} on a {result['environment']['num_cpus']}-core machine"
+    for name, title in _MULTIMODAL_WAYS.items():
+        run = result["runs"][name]
+        speeds = [repetition["speedup"] for repetition in run["repetitions"]]
+        speedup, differences = "1", "-"
+        if name != "none":
+            speedup = f"{run['speedup']:.2f}x ({min(speeds):.2f}-{max(speeds):.2f})"
+            differences = f"{run['max_loss_difference']:.1e}, {run['max_gradient_difference']:.1e}"
+        yield (
+            f"| {title} |",
+            f" {run['samples_per_s']:.1f} | {speedup} | {100 * run['bubble_rate']:.1f} % | "
+            f"{run['exchanges_per_minibatch']:.0f} | {differences} |",
+        )
+
+
+def _multimodal_4ranks(result: dict[str, Any]) -> Figures:
+    language, everything, odc = (result["runs"][name]["speedup"] for name in ("language", "all", "all-odc"))
+    yield "", f"Four ranks on its two cores: {language:.2f}x, {everything:.2f}x and {odc:.2f}x"
+
+
+def _multimodal_emulated(result: dict[str, Any]) -> Figures:
+    for model, entries in result["models"].items():
+        ways = {entry["way"]: entry for entry in entries}
+        ratios = " | ".join(f"{ways[way]['ratio']:.2f}x" for way in ("language", "all", "all, ODC"))
+        odc = ways["all, ODC"]
+        yield (
+            f"| {model}, emulated |",
+            f" {ratios} | {odc['planned_ratio']:.2f}x | {100 * odc['waiting']:.1f} % | {100 * odc['moving']:.1f} % |",
+        )
+
+
+def _multimodal_simulated(result: dict[str, Any]) -> Figures:
+    against_smaller = {entry["model"]: entry["ratio_odc"] for entry in result["against_smaller_minibatches"]}
+    shown = set[str]()
+    for entry in result["comparisons"]:
+        name, ways = f"{entry['model']}, {entry['ranks']} ranks", entry["ways"]
+        if entry["ranks"] == 8 or name in shown:  # once more with smaller minibatches
+            continue
+        shown.add(name)
+        text = f" {ways['language']['ratio']:.2f}x | {ways['all']['ratio']:.2f}x | {ways['all, ODC']['ratio']:.2f}x |"
+        if entry["ranks"] == 2560:
+            text += f" {against_smaller[entry['model']]:.2f}x |"
+        yield f"| {name} |", text
 
 
 def _partition_speed(result: dict[str, Any]) -> Figures:
