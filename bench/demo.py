@@ -23,11 +23,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from odc.bench.demo_runs import CONFIGURATIONS, ChildError, Run, run_child, start_launcher, train
+from odc.bench.demo_runs import CONFIGURATIONS, ChildError, Run, run_child, start_launcher, train_in_turns
 from odc.bench.demo_summary import quietest, summarize, table
 from odc.bench.demo_trace import write_trace
 from odc.bench.environment import describe_environment
-from odc.bench.progress import progress_bar
 
 SCRIPT = Path("examples/sft.py")
 WIDTH = 100  # columns of the table
@@ -72,28 +71,25 @@ def _check_installation() -> None:
 
 
 def _run_all(console: Console, out: Path, repetitions: int, ranks: int, sizes: dict[str, int]) -> dict[str, list[Run]]:
-    runs: dict[str, list[Run]] = {configuration.name: [] for configuration in CONFIGURATIONS}
     data = out / "data"
     options = ["--data", str(data)]
     for name, value in sizes.items():
         options += [f"--{name}", str(value)]
-    turns = [(repetition, c) for repetition in range(1, repetitions + 1) for c in CONFIGURATIONS]
-    with closing(start_launcher()) as launcher, progress_bar(console, transient=False) as progress:
-        task = progress.add_task("preparing data", total=len(turns) * sizes["minibatches"])
-        prepare = [sys.executable, str(SCRIPT.with_name("sft_data.py")), "--data", str(data)]
-        run_child(prepare, out / "logs", lambda _: None)
-        for turn, (repetition, configuration) in enumerate(turns):
-            label = f"{configuration.name} {repetition}/{repetitions}"
-            progress.update(task, description=label, completed=turn * sizes["minibatches"])
-
-            def show(done: int, before: int = turn * sizes["minibatches"]) -> None:
-                progress.update(task, completed=before + done)
-
-            folder = out / configuration.name / f"repetition-{repetition}"
-            run = train(launcher, SCRIPT, configuration, folder, num_ranks=ranks, options=options, on_progress=show)
-            runs[configuration.name].append(run)
-            console.print(f"{label}: {run.samples_per_s:.2f} samples/s, {run.seconds:.1f} s")
-    return runs
+    with closing(start_launcher()) as launcher:
+        with console.status("preparing data"):
+            prepare = [sys.executable, str(SCRIPT.with_name("sft_data.py")), "--data", str(data)]
+            run_child(prepare, out / "logs", lambda _: None)
+        return train_in_turns(
+            launcher,
+            SCRIPT,
+            CONFIGURATIONS,
+            out,
+            repetitions=repetitions,
+            num_ranks=ranks,
+            minibatches=sizes["minibatches"],
+            options=options,
+            console=console,
+        )
 
 
 def _write(out: Path, runs: dict[str, list[Run]], settings: dict[str, int]) -> dict[str, dict[str, Any]]:

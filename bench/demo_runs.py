@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rich.console import Console
+
 from odc.bench.bubble import Segment, segments, shares
+from odc.bench.progress import progress_bar
 from odc.bench.warm_launch import WarmLauncher, output_of
 from odc.timeline import Timeline
 
@@ -56,6 +59,9 @@ class Configuration:
 
 class Way(Protocol):
     """A configuration of any script."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def comm(self) -> str: ...
@@ -166,6 +172,41 @@ def train(
             raise ChildError(f"{' '.join(arguments)}\n{why}. The end of its output ({path}):\n{_last_lines(path)}")
     on_progress(_minibatches_done(first))
     return read_run(folder, collectives=configuration.comm == "collective")
+
+
+def train_in_turns(
+    launcher: WarmLauncher,
+    script: Path,
+    ways: Sequence[Way],
+    out: Path,
+    *,
+    repetitions: int,
+    num_ranks: int,
+    minibatches: int,
+    options: Sequence[str],
+    console: Console,
+) -> dict[str, list[Run]]:
+    """Train each way so often, in turns, so that a drift of the machine's speed meets all of them; with progress.
+
+    Raises:
+        ChildError: a run failed.
+    """
+    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+    turns = [(repetition, way) for repetition in range(1, repetitions + 1) for way in ways]
+    with progress_bar(console, transient=False) as progress:
+        task = progress.add_task("training", total=len(turns) * minibatches)
+        for turn, (repetition, way) in enumerate(turns):
+            label = f"{way.name} {repetition}/{repetitions}"
+            progress.update(task, description=label, completed=turn * minibatches)
+
+            def show(done: int, before: int = turn * minibatches) -> None:
+                progress.update(task, completed=before + done)
+
+            folder = out / way.name / f"repetition-{repetition}"
+            run = train(launcher, script, way, folder, num_ranks=num_ranks, options=options, on_progress=show)
+            runs[way.name].append(run)
+            console.print(f"{label}: {run.samples_per_s:.2f} samples/s, {run.seconds:.1f} s")
+    return runs
 
 
 def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int], None]) -> None:

@@ -38,10 +38,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from odc.bench.demo_runs import LIBRARIES, ChildError, Run, start_launcher, train
+from odc.bench.demo_runs import LIBRARIES, ChildError, Run, start_launcher, train_in_turns
 from odc.bench.demo_summary import quietest, summarize
 from odc.bench.environment import describe_environment
-from odc.bench.progress import progress_bar
 
 SCRIPT = Path("examples/multimodal_sft.py")
 OMNI = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "odc.balance.multimodal.run")
@@ -116,23 +115,19 @@ def main(
 def _run_all(
     console: Console, out: Path, repetitions: int, ranks: int, sizes: Mapping[str, int]
 ) -> dict[str, list[Run]]:
-    runs: dict[str, list[Run]] = {configuration.name: [] for configuration in CONFIGURATIONS}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    turns = [(repetition, c) for repetition in range(1, repetitions + 1) for c in CONFIGURATIONS]
-    with closing(start_launcher((*LIBRARIES, *OMNI))) as launcher, progress_bar(console, transient=False) as progress:
-        task = progress.add_task("training", total=len(turns) * sizes["minibatches"])
-        for turn, (repetition, configuration) in enumerate(turns):
-            label = f"{configuration.name} {repetition}/{repetitions}"
-            progress.update(task, description=label, completed=turn * sizes["minibatches"])
-
-            def show(done: int, before: int = turn * sizes["minibatches"]) -> None:
-                progress.update(task, completed=before + done)
-
-            folder = out / configuration.name / f"repetition-{repetition}"
-            run = train(launcher, SCRIPT, configuration, folder, num_ranks=ranks, options=options, on_progress=show)
-            runs[configuration.name].append(run)
-            console.print(f"{label}: {run.samples_per_s:.2f} samples/s, {run.seconds:.1f} s")
-    return runs
+    with closing(start_launcher((*LIBRARIES, *OMNI))) as launcher:
+        return train_in_turns(
+            launcher,
+            SCRIPT,
+            CONFIGURATIONS,
+            out,
+            repetitions=repetitions,
+            num_ranks=ranks,
+            minibatches=sizes["minibatches"],
+            options=options,
+            console=console,
+        )
 
 
 def _summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
