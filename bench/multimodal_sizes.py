@@ -108,7 +108,11 @@ class ModelSize:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Those of the encoders."""
-        return tuple(Phase(name, size.cost(self.hidden), size.layout) for name, size in self.encoders.items())
+        row_bytes = self.hidden * VALUE_BYTES
+        return tuple(
+            Phase(name, size.cost(self.hidden), size.layout, row_bytes=row_bytes)
+            for name, size in self.encoders.items()
+        )
 
     @property
     def language(self) -> Phase:
