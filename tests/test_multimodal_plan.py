@@ -27,7 +27,7 @@ def minibatch(num_ranks: int, num_samples: int, seed: int) -> list[list[SampleLe
     st.integers(1, 5),
     st.integers(0, 14),
     st.integers(0, 10**6),
-    st.sampled_from([None, "local", "joint", "lb-mini", "lb-micro-global"]),
+    st.sampled_from([None, "local", "joint", "whole", "lb-mini", "lb-micro-global"]),
     st.booleans(),
     st.sampled_from(["odc", "collective"]),
 )
@@ -36,6 +36,7 @@ def test_everything_is_planned_once_and_arrives_where_it_is_needed(
 ) -> None:
     if policy == "joint" or (policy == "lb-mini" and comm == "collective"):
         comm = "odc"
+    balance = balance and policy != "whole"
     samples = minibatch(num_ranks, num_samples, seed)
     plan = orchestrator(num_ranks, policy=policy, balance_encoders=balance, comm=comm)
     schedule = plan.plan(samples)
@@ -84,6 +85,21 @@ def test_the_language_model_makes_up_for_what_encoders_compute_unevenly() -> Non
     assert rates["joint"] < 0.01 < 0.07 < rates["lb-mini"]
     with pytest.raises(ValueError, match="policy='joint' with comm='collective'"):
         Orchestrator([audio], text, 8, policy="joint", comm="collective")
+
+
+def test_whole_samples_are_even_where_no_output_moves() -> None:
+    rng = np.random.default_rng(1)
+    ranks = [
+        [SampleLengths(500, {"image": [ItemLengths(int(n), int(n) // 4)]}) for n in rng.lognormal(5, 0.7, 40)]
+        for _ in range(8)
+    ]
+    image, text = Phase("image", LinearCost(3.0)), Phase("text", LinearCost(), max_tokens=4000)
+    rates = {}
+    for policy in ("local", "whole"):
+        schedule = Orchestrator([image], text, 8, policy=policy, balance_encoders=False).plan(ranks)
+        assert schedule.outputs["image"].is_at_rest
+        rates[policy] = step_times(schedule, "odc").bubble_rate
+    assert rates["whole"] < 0.01 < 0.05 < rates["local"]
 
 
 def test_batches_stay_on_their_node_where_they_can() -> None:
@@ -144,6 +160,7 @@ def test_bad_lengths_are_refused_by_sample_and_phase(samples: Any, words: str) -
         (lambda: Orchestrator([], Phase("b", QuadraticCost(1, 1), "padded"), 2), "expected 'packed'"),
         (lambda: Orchestrator([], Phase("b", LinearCost()), 2, policy="lb-mini"), "needs max_tokens of phase 'b'"),
         (lambda: Orchestrator([], Phase("b", LinearCost(), max_tokens=9), 2, policy="best"), "best"),
+        (lambda: Orchestrator([], Phase("b", LinearCost(), max_tokens=9), 2, policy="whole"), "balance_encoders=False"),
         (lambda: Orchestrator([], Phase("b", LinearCost()), 6, ranks_per_node=4), "expected full nodes"),
         (lambda: Orchestrator([], Phase("b", LinearCost()), 2, comm="mpi"), "comm='mpi'"),  # type: ignore[arg-type]
         (lambda: Orchestrator([], Phase("b", LinearCost()), 0), "num_ranks=0"),

@@ -36,6 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc"},
     {"policy": "local", "balance_encoders": False, "comm": "odc"},
     {"policy": "joint", "balance_encoders": True, "comm": "odc"},
+    {"policy": "whole", "balance_encoders": False, "comm": "odc"},
     {"policy": "lb-mini", "balance_encoders": True, "comm": "odc", "frozen": ["audio"], "limit": None},
 ]
 

@@ -32,6 +32,9 @@ from odc.errors import shown
 
 T = TypeVar("T")
 
+_OWN_POLICIES = ("local", "joint", "whole")
+"""That look at several phases, or at none."""
+
 
 def _in_time(language: Plan, encoders: Mapping[str, Plan], lengths: MinibatchLengths) -> Plan:
     """The language model's microbatches of each rank in an order in which nobody waits for long.
@@ -80,9 +83,11 @@ class Orchestrator:
         policy: which samples the language model of each rank gets, and in which microbatches: a policy of
             :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. "joint": shared out so that the sum of
             all phases is even: what encoders have to compute unevenly (a few long clips), the language model makes up
-            for. Only with ODC, where ranks are not in step phase by phase. "local": those that it has read, packed into
-            few microbatches. None: the same, in the microbatches of its loader (a
-            :class:`~odc.balance.MinibatchLoader` has balanced them already).
+            for. Only with ODC, where ranks are not in step phase by phase. "whole": samples are shared out by what they
+            cost in all phases together, and encoded where their sequence is, so that no output moves; with ODC that is
+            nearly as even (``balance_encoders=False``). "local": those that it has read, packed into few microbatches.
+            None: the same, in the microbatches of its loader (a :class:`~odc.balance.MinibatchLoader` has balanced them
+            already).
         balance_encoders: each encoder's items are shared out anew, so that its cost is the same on all ranks
             (post-balancing). False: items are encoded where their sample's sequence is, as in pre-balancing.
         ranks_per_node: where nodes have several ranks, batches are given to the ranks in such a way that little moves
@@ -119,7 +124,7 @@ class Orchestrator:
                 )
         if language.layout != "packed":
             raise ValueError(f"phase {language.name!r} has layout {language.layout!r}: expected 'packed'")
-        self.policy = get_policy(policy) if isinstance(policy, str) and policy not in ("local", "joint") else policy
+        self.policy = get_policy(policy) if isinstance(policy, str) and policy not in _OWN_POLICIES else policy
         if policy == "joint" and comm != "odc":
             raise ValueError(
                 f"policy='joint' with comm={shown(comm)}: collectives keep ranks in step in each phase, and a sum over "
@@ -127,6 +132,8 @@ class Orchestrator:
             )
         if policy is not None and language.max_tokens is None:
             raise ValueError(f"policy={shown(policy)} needs max_tokens of phase {language.name!r}")
+        if policy == "whole" and balance_encoders:
+            raise ValueError("policy='whole' balances all phases at once: expected balance_encoders=False beside it")
         self.balance_encoders = balance_encoders
         self.ranks_per_node = ranks_per_node
         if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
@@ -221,14 +228,24 @@ class Orchestrator:
             self._check_language(lengths, limit)
         if self.policy == "local":
             microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
-        elif self.policy == "joint" or type(self.policy) is LBMini:
-            batches = rebalance(costs, has, loads=loads, ranks_per_node=self.ranks_per_node)
-            name = "joint" if self.policy == "joint" else LBMini.name
+        elif self.policy in ("joint", "whole") or type(self.policy) is LBMini:
+            shared = self._whole_costs(lengths, costs) if self.policy == "whole" else costs
+            batches = rebalance(shared, has, loads=loads, ranks_per_node=self.ranks_per_node)
+            name = self.policy if isinstance(self.policy, str) else LBMini.name
             microbatches = self._packed(lengths.language, costs, batches, limit)
         elif isinstance(self.policy, Policy):
             plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
             microbatches, name = self._at_home(plan.microbatches, has, lengths.language), plan.policy
         return Plan(self._filled(microbatches), lengths.language, costs, max(limit, 1), name)
+
+    def _whole_costs(self, lengths: MinibatchLengths, costs: FloatArray) -> FloatArray:
+        """Of each sample in all phases, padding apart, given those in the language model."""
+        found = costs.copy()
+        for name, phase in self.encoders.items():
+            items = lengths.items[name]
+            share = FORWARD_SHARE if phase.frozen else 1.0
+            np.add.at(found, items.sample, share * evaluate(phase.cost, items.encoder))
+        return found
 
     def _packed(self, lengths: IntArray, costs: FloatArray, batches: Parts, limit: int) -> list[Parts]:
         """Each rank's samples in microbatches; of collectives all ranks need as many."""
