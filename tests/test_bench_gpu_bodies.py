@@ -24,6 +24,7 @@ from odc import Runtime
 from odc.bench.gpu import (
     bandwidth,
     hangs,
+    items,
     kernel_speed,
     kernels,
     no_host_sync,
@@ -75,6 +76,17 @@ def run_adversary(rank: Rank) -> None:
             break
     if failures:
         raise CheckFailedError(failures[0])
+
+
+def test_items() -> None:
+    report = items.check(replace(STREAMS, worlds=(2, 3)))
+    assert report.figures.startswith("8 rounds, ")
+    assert min(rank["comparisons"] for rank in report.data["3 ranks"]) > 10
+
+
+def test_items_see_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
+        items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
 
 
 def test_soak() -> None:
