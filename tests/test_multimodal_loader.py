@@ -82,6 +82,22 @@ def test_every_sample_comes_once_and_states_resume(kind: str) -> None:
         assert sum(losses) > 0
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_serve_several_epochs(persistent: bool) -> None:
+    """Also where they stay, although they were started in a thread, with whose end they would end."""
+    lengths = [length_of(make_sample(i)) for i in range(NUM_SAMPLES)]
+    loader = MinibatchLoader(
+        Samples(), lengths, list, 0, 1, minibatch_size=8, cost=COSTS["language"], max_tokens=200, comm="odc",
+        num_workers=1, persistent_workers=persistent, worker_timeout_s=20,
+    )  # fmt: skip
+    several = MultimodalLoader(loader, split, orchestrator(1), 0)
+    for epoch in range(3):
+        several.set_epoch(epoch)
+        assert sorted(n for minibatch in several for n in numbers_of(minibatch)) == list(range(NUM_SAMPLES))
+    next(iter(several))  # left in the middle
+    several.close()
+
+
 def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
     options: dict[str, Any] = {}
     if what == "orchestrators" and rank == 1:

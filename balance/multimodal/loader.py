@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
+from functools import partial
+from queue import Empty, Full, Queue, SimpleQueue
 from typing import Any, Generic, Protocol
 
 import numpy as np
@@ -101,6 +103,7 @@ class MultimodalLoader(Generic[SampleT]):
         self._group = group
         self._timeout_s = exchange_timeout_s
         self._exchange: VectorExchange | None = None
+        self._worker: _Worker | None = None
         self._iterations = Iterations()
         self._state: Any = loader.state_dict()
         self.planning_s: list[float] = []
@@ -132,6 +135,7 @@ class MultimodalLoader(Generic[SampleT]):
     def close(self) -> None:
         """End the iteration and the connections to other ranks. Call it on every rank."""
         self._iterations.begin()
+        self._worker = None
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -142,14 +146,13 @@ class MultimodalLoader(Generic[SampleT]):
         begun = 0 if exchange is None else exchange.begin(self.orchestrator.identity(), {})
         ready: Queue[_Ready] = Queue(self._prefetch)
         stop = threading.Event()
-        thread = threading.Thread(
-            target=self._prepare, args=(iter(self.loader), exchange, ready, stop), name="odc-multimodal", daemon=True
-        )
-        thread.start()
+        if self._worker is None or self._worker.is_busy:  # with an iteration that waits for a rank which does not come
+            self._worker = _Worker()
+        done = self._worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop))
         num_done, is_over = 0, False
         try:
             while True:
-                found = _take(ready, thread)
+                found = _take(ready, done)
                 if found.error is not None:
                     is_over = True
                     raise found.error
@@ -165,7 +168,7 @@ class MultimodalLoader(Generic[SampleT]):
             stop.set()
             if exchange is not None and not is_over:
                 exchange.tell_left(begun, num_done)
-            thread.join(_LONGEST_END_S)  # one that waits for a rank which does not come is left
+            done.wait(_LONGEST_END_S)  # one that waits for a rank which does not come is left
 
     def _own_exchange(self) -> VectorExchange | None:
         world_size = self.orchestrator.num_ranks
@@ -267,12 +270,48 @@ class MultimodalLoader(Generic[SampleT]):
         )
 
 
-def _take(ready: Queue[_Ready], thread: threading.Thread) -> _Ready:
+class _Worker:
+    """A thread that does one job after another, and lives as long as this object.
+
+    [Note: One thread for all epochs] The workers of a loader are processes that end with the thread which has started
+    them (``PR_SET_PDEATHSIG``), and those that are to stay for the next epoch are started in this one.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
+        self._last = threading.Event()
+        self._last.set()
+        threading.Thread(target=_work, args=(self._jobs,), name="odc-multimodal", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job goes on."""
+        return not self._last.is_set()
+
+    def submit(self, job: Callable[[], None]) -> threading.Event:
+        """Have a job done; it is when the event is set."""
+        self._last = threading.Event()
+        self._jobs.put((job, self._last))
+        return self._last
+
+
+def _work(jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None]) -> None:
+    while (found := jobs.get()) is not None:
+        job, done = found
+        try:
+            job()
+        finally:
+            done.set()
+        del found, job, done  # of an iteration that is over
+
+
+def _take(ready: Queue[_Ready], done: threading.Event) -> _Ready:
     while True:
         try:
             return ready.get(timeout=_LOOK_EVERY_S)
         except Empty:
-            if not thread.is_alive() and ready.empty():
+            if done.is_set() and ready.empty():
                 raise RuntimeError("the thread that prepares minibatches has ended without a word") from None
 
 
