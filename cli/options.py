@@ -78,6 +78,7 @@ Modalities = Annotated[
     list[str] | None,
     typer.Option(
         "--modality",
+        "--modalities",
         metavar="NAME:KEY=VALUE,...",
         help="An encoder; NAME is the field of the JSONL objects that lists its items. Repeatable. "
         "Its cost: layers=, hidden=, ffn= and gated (three matrices in an MLP); or FLOPs linear= and quadratic=, per "
