@@ -404,7 +404,7 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_help_teaches_it() -> None:
     text = " ".join(call("--help").stdout.replace("│", " ").split())
-    assert "--modality NAME:KEY=VALUE,..." in text
+    assert "--modality,--modalities NAME:KEY=VALUE,..." in text
     assert '{"length": 812, "vision": [[1024, 256], [576, 144]]} has the length of the whole sequence' in text
     for key in ("layers=", "quadratic=", "timings=FILE", "rate=", "padded-attention", "max-tokens=", "frozen", "gated"):
         assert key in text
