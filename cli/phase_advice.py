@@ -24,7 +24,10 @@ _WHAT: dict[Balanced, str] = {
 }
 
 # What is shared out so that the sum of all phases is even.
-_PIECES: dict[Balanced, str] = {"whole": "whole sample", "joint": "item or sample"}
+_PIECES: dict[Balanced, tuple[str, str]] = {
+    "whole": ("whole sample", "whole samples"),
+    "joint": ("item or sample", "items and samples"),
+}
 
 
 def recommend_phases(found: PhaseComparison) -> str:
@@ -107,8 +110,8 @@ def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
     if held >= 0.5:
         size = pieces.size_that_hides_one()
         way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide it"
-        unit = _PIECES.get(outcome.balanced, "sample" if name == LANGUAGE else "item")
-        where, share = (unit + "s", "all phases") if outcome.balanced in _PIECES else (what, "that phase")
+        unit, where = _PIECES.get(outcome.balanced, ("sample" if name == LANGUAGE else "item", what))
+        share = "all phases" if outcome.balanced in _PIECES else "that phase"
         return (
             f"What holds it back is {where}: one {unit} alone takes longer than a rank's fair share of {share} in "
             f"{held:.0%} of the minibatches; {way_out}."
@@ -120,8 +123,8 @@ def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
     if outcome.balanced in _PIECES:  # which leave each phase uneven, and that is not what is waited for
         stay = ", whose items stay with them," if outcome.balanced == "whole" else ""
         return (
-            f"Most of the waiting that is left is what {_PIECES[outcome.balanced]}s{stay} are too few to even out; a "
-            "larger minibatch has more of them."
+            f"Most of the waiting that is left is what {_PIECES[outcome.balanced][1]}{stay} do not even out; a larger "
+            "minibatch has more of them."
         )
     stays = name != LANGUAGE and outcome.balanced not in BALANCES_ENCODERS
     return f"Most of the waiting that is left is in {what}{', whose items stay with their samples' if stays else ''}."
