@@ -7,7 +7,7 @@ import numpy as np
 from odc.balance.plan import Comm
 from odc.cli.comparison import COMM_NAMES
 from odc.cli.modalities import LANGUAGE
-from odc.cli.phases import Outcome, PhaseComparison, size_that_hides_one
+from odc.cli.phases import BALANCES_ENCODERS, Balanced, Outcome, PhaseComparison, Pieces
 
 # A gain below this is within what a cost model can be wrong about.
 _NOT_WORTH_IT = 0.02
@@ -15,7 +15,19 @@ _NOT_WORTH_IT = 0.02
 _LITTLE = 0.01
 # Waiting and padding below this are not what holds anything back.
 _WORTH_A_WORD = 0.05
-_WHAT = {"none": "nothing", "language": "the language model only", "all": "all phases"}
+_WHAT: dict[Balanced, str] = {
+    "none": "nothing",
+    "language": "the language model only",
+    "whole": "whole samples over all phases",
+    "all": "all phases",
+    "joint": "the sum of all phases",
+}
+
+# What is shared out so that the sum of all phases is even.
+_PIECES: dict[Balanced, tuple[str, str]] = {
+    "whole": ("whole sample", "whole samples"),
+    "joint": ("item or sample", "items and samples"),
+}
 
 
 def recommend_phases(found: PhaseComparison) -> str:
@@ -38,7 +50,7 @@ def recommend_phases(found: PhaseComparison) -> str:
         f"{choice} {COMM_NAMES[chosen.comm]}: {1 + gain:.2f}x speedup over none with FSDP, waiting "
         f"{found.baseline.bubble_rate:.1%} -> {chosen.bubble_rate:.1%}"
     )
-    if chosen.balanced == "all":
+    if chosen.balanced not in ("none", "language"):
         part = found.of("language", chosen.comm).speedup(found.baseline)
         text += f" (the language model only: {part:.2f}x)"
     return f"{text}.{_about_small_encoders(found, chosen)}{_about_other(odc, chosen)}{_what_is_left(found, chosen)}"
@@ -48,7 +60,8 @@ def _simplest(found: PhaseComparison, comm: Comm) -> Outcome:
     """The choice that moves least, of those that are nearly as fast as the fastest with this communication."""
     candidates = [outcome for outcome in found.outcomes if outcome.comm == comm]
     best = max(candidates, key=lambda outcome: outcome.samples_per_s)
-    return next(outcome for outcome in candidates if best.speedup(outcome) - 1 < _LITTLE)
+    fast = [outcome for outcome in candidates if best.speedup(outcome) - 1 < _LITTLE]
+    return min(fast, key=lambda outcome: outcome.moved.total)  # of equals the first
 
 
 def _about_other(odc: Outcome, chosen: Outcome) -> str:
@@ -71,7 +84,7 @@ def _about_small_encoders(found: PhaseComparison, chosen: Outcome) -> str:
         for name, gain, share in zip(found.phases, gains.tolist(), shares.tolist(), strict=False)
         if gain < _LITTLE
     ]
-    if chosen.balanced == "all" and len(small) == len(gains):
+    if chosen.balanced != "language" and len(small) == len(gains):
         return ""  # they gain by what they add up to
     return f" Balancing {' and '.join(small)} gains under 1%." if small else ""
 
@@ -92,18 +105,26 @@ def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
     worst = int(outcome.waiting.argmax())
     name = found.phases[worst]
     what = "the language model" if name == LANGUAGE else name
-    held = found.held_by_one[worst] / found.num_minibatches
+    pieces = Pieces(found, outcome.balanced, worst)
+    held = pieces.held_by_one(found.minibatch_size)
     if held >= 0.5:
-        size = size_that_hides_one(found, worst)
+        size = pieces.size_that_hides_one()
         way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide it"
-        unit = "sample" if name == LANGUAGE else "item"
+        unit, where = _PIECES.get(outcome.balanced, ("sample" if name == LANGUAGE else "item", what))
+        share = "all phases" if outcome.balanced in _PIECES else "that phase"
         return (
-            f"What holds it back is {what}: one {unit} alone takes longer than a rank's fair share of that phase in "
+            f"What holds it back is {where}: one {unit} alone takes longer than a rank's fair share of {share} in "
             f"{held:.0%} of the minibatches; {way_out}."
         )
     own = np.array([loads.sum(axis=0).max() for loads in outcome.loads]).sum()
     mean = float(outcome.work.sum()) / found.num_ranks
     if outcome.comm == "odc" and outcome.total - own > own - mean:
         return "Most of the waiting that is left is for what other ranks' encoders make."
-    stays = name != LANGUAGE and outcome.balanced != "all"
+    if outcome.balanced in _PIECES:  # which leave each phase uneven, and that is not what is waited for
+        stay = ", whose items stay with them," if outcome.balanced == "whole" else ""
+        return (
+            f"Most of the waiting that is left is what {_PIECES[outcome.balanced][1]}{stay} do not even out; a larger "
+            "minibatch has more of them."
+        )
+    stays = name != LANGUAGE and outcome.balanced not in BALANCES_ENCODERS
     return f"Most of the waiting that is left is in {what}{', whose items stay with their samples' if stays else ''}."

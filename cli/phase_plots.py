@@ -10,11 +10,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from odc.cli.comparison import COMM_NAMES
-from odc.cli.phases import Outcome, PhaseComparison
+from odc.cli.phases import Balanced, Outcome, PhaseComparison
 
 _PHASES = ("#7a9cc6", "#c9a227", "#6a994e", "#8e6c8a", "#bc6c25")
 _LANGUAGE, _WAIT = "#1f3b5c", "#d1495b"
 _MOST_RANKS = 16  # more bars than these cannot be told apart
+_TITLES: dict[Balanced, str] = {
+    "none": "nothing balanced",
+    "language": "language model balanced",
+    "whole": "whole samples balanced",
+    "all": "all phases balanced",
+    "joint": "sum of all phases balanced",
+}
 
 
 def plot_phases(path: Path, found: PhaseComparison) -> None:
@@ -62,7 +69,6 @@ def _plot_outcome(axes: Axes, outcome: Outcome, number: int, colours: list[str])
         axes.barh(height, max(0.0, makespan - start), left=start, height=0.8, color=_WAIT)
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks], fontsize=7)
     axes.invert_yaxis()
-    balanced = {"none": "nothing balanced", "language": "language model balanced", "all": "all phases balanced"}
-    axes.set_title(f"{balanced[outcome.balanced]}, {COMM_NAMES[outcome.comm]}", loc="left")
+    axes.set_title(f"{_TITLES[outcome.balanced]}, {COMM_NAMES[outcome.comm]}", loc="left")
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank" if len(ranks) == loads.shape[1] else f"{len(ranks)} of {loads.shape[1]} ranks")

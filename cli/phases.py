@@ -1,4 +1,4 @@
-"""Samples of several modalities: what balancing no phase, the language model, or all phases would gain."""
+"""Samples of several modalities: what balancing no phase, some, or all of them would gain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from odc.cli.costs import Training
 from odc.cli.modalities import LANGUAGE, Dataset, Modality
 from odc.cli.samples import draw
 
-Balanced = Literal["none", "language", "all"]
+Balanced = Literal["none", "language", "whole", "all", "joint"]
 _OUTPUT_BYTES = 2  # of a number in a row that an encoder makes: bf16
 _TEXT_BYTES = 16  # of a token: its number and its label
 
@@ -29,10 +29,21 @@ CHOICES: tuple[tuple[Balanced, str | None, tuple[Comm, ...]], ...] = (
     ("none", None, ("collective", "odc")),
     ("language", "lb-micro", ("collective",)),
     ("language", "lb-mini", ("odc",)),
+    ("whole", "whole", ("odc",)),
     ("all", "lb-micro", ("collective",)),
     ("all", "lb-mini", ("odc",)),
+    ("joint", "joint", ("odc",)),
 )
-"""What is balanced, by which policy of the language model (None: samples stay on their rank), and what it runs with."""
+"""What is balanced, by which policy of the language model (None: samples stay on their rank), and what it runs with.
+
+A sum over phases ("whole", "joint") means something under ODC alone, where ranks are not in step phase by phase.
+"""
+
+BALANCES_ENCODERS: tuple[Balanced, ...] = ("all", "joint")
+"""With these, items are shared out anew; with the others they are encoded where their sample's sequence is."""
+
+_SUMS: tuple[Balanced, ...] = ("whole", "joint")
+"""These even out the sum of all phases, and leave each of them uneven."""
 
 
 @dataclass
@@ -132,8 +143,6 @@ class PhaseComparison:
     """The samples that were planned, minibatch by minibatch."""
 
     outcomes: Sequence[Outcome]
-    held_by_one: IntArray
-    """In how many minibatches one item of a phase costs more than a rank's fair share of it, (num_phases,)."""
 
     @property
     def phases(self) -> list[str]:
@@ -194,7 +203,7 @@ def compare_phases(
             language,
             num_ranks,
             policy=policy,
-            balance_encoders=balanced == "all",
+            balance_encoders=balanced in BALANCES_ENCODERS,
             ranks_per_node=ranks_per_node,
             comm=comms[0],
         )
@@ -217,7 +226,7 @@ def compare_phases(
     width = TransformerShape.from_config(model).hidden_size
     meter = _Meter(modalities, training.microbatch_s, width, ranks_per_node)
     order: list[int] = []
-    done, held = 0, np.zeros(len(modalities) + 1, dtype=np.int64)
+    done = 0
     for minibatch in sampler:
         ranks = [
             [int(chosen[sample]) for part in minibatch.of_rank(rank) for sample in part] for rank in range(num_ranks)
@@ -235,7 +244,6 @@ def compare_phases(
             done += 1
             if on_plan:
                 on_plan(done, len(sampler) * len(planners))
-        held += meter.held_by_one(schedules[0])
     return PhaseComparison(
         dataset,
         modalities,
@@ -246,7 +254,6 @@ def compare_phases(
         ranks_per_node,
         np.array(order, dtype=np.int64),
         [outcome for each in outcomes for outcome in each],
-        held,
     )
 
 
@@ -289,12 +296,6 @@ class _Meter:
         )
         self._add_moves(outcome, schedule)
 
-    def held_by_one(self, schedule: MinibatchSchedule) -> npt.NDArray[np.bool_]:
-        """Whether one item alone costs more than an even division of its phase over the ranks, (num_phases,)."""
-        plans = (*schedule.encoders.values(), schedule.language)
-        fair = [float(plan.costs.sum()) / plan.world_size * (1 + 1e-9) for plan in plans]
-        return np.array([plan.costs.max(initial=0.0) > each for plan, each in zip(plans, fair, strict=True)])
-
     def _with_fixed_costs(self, schedule: MinibatchSchedule) -> MinibatchSchedule:
         """With what microbatches take besides their samples, which the orchestrator does not know of."""
         if not any(self._fixed.values()):
@@ -326,28 +327,53 @@ class _Meter:
         return float(volume.sum() - np.trace(volume)), away
 
 
-def size_that_hides_one(found: PhaseComparison, phase: int, most: int = 64) -> int | None:
-    """The smallest of a few larger minibatch sizes at which single items longer than a fair share are rare.
+class Pieces:
+    """How large the pieces are that a choice shares out, against what a rank has of all of them. Padding apart.
 
-    None: there is none up to ``most``, or as far as the samples go. Nothing is planned: costs suffice.
+    Args:
+        balanced: "whole" shares out samples by what they cost in all phases; "joint" items and sequences, of which
+            all together are to be even; the others the pieces of each phase by themselves.
+        phase: looked at by the others: index into ``found.phases``.
     """
-    name = found.phases[phase]
-    costs = found.training.cost if name == LANGUAGE else found.modalities[phase].phase.cost
-    if name == LANGUAGE:
-        owners, each = np.arange(found.dataset.tokens.size), evaluate(costs, found.dataset.tokens)
-    else:
-        items = found.dataset.items[name]
-        owners, each = items.sample, evaluate(costs, items.encoder)
-    largest, total = np.zeros((2, found.dataset.tokens.size))
-    np.maximum.at(largest, owners, each)
-    np.add.at(total, owners, each)
-    size = 2 * found.minibatch_size
-    while size <= most and size * found.num_ranks <= found.order.size:
-        per_minibatch = size * found.num_ranks
+
+    def __init__(self, found: PhaseComparison, balanced: Balanced, phase: int) -> None:
+        self._found = found
+        phases = range(len(found.phases)) if balanced in _SUMS else [phase]
+        self._largest, self._total = np.zeros((2, found.dataset.tokens.size))  # of each sample
+        for number in phases:
+            owners, costs = _costs(found, number)
+            np.maximum.at(self._largest, owners, costs)
+            np.add.at(self._total, owners, costs)
+        if balanced == "whole":
+            self._largest = self._total
+
+    def held_by_one(self, minibatch_size: int) -> float:
+        """The part of minibatches of this size in which one piece costs more than a rank's fair share."""
+        found = self._found
+        per_minibatch = minibatch_size * found.num_ranks
         number = found.order.size // per_minibatch
         samples = found.order[: number * per_minibatch].reshape(number, per_minibatch)
-        held = largest[samples].max(axis=1) > total[samples].sum(axis=1) / found.num_ranks * (1 + 1e-9)
-        if held.sum() < number / 2:
-            return size
-        size *= 2
-    return None
+        fair = self._total[samples].sum(axis=1) / found.num_ranks * (1 + 1e-9)
+        return float((self._largest[samples].max(axis=1) > fair).mean())
+
+    def size_that_hides_one(self, most: int = 64) -> int | None:
+        """The smallest of a few larger minibatch sizes at which such pieces are in fewer than half of the minibatches.
+
+        None: there is none up to ``most``, or as far as the samples go. Nothing is planned: costs suffice.
+        """
+        found = self._found
+        size = 2 * found.minibatch_size
+        while size <= most and size * found.num_ranks <= found.order.size:
+            if self.held_by_one(size) < 0.5:
+                return size
+            size *= 2
+        return None
+
+
+def _costs(found: PhaseComparison, phase: int) -> tuple[IntArray, FloatArray]:
+    """Of each piece of a phase: its sample, and its cost."""
+    if found.phases[phase] == LANGUAGE:
+        return np.arange(found.dataset.tokens.size), evaluate(found.training.cost, found.dataset.tokens)
+    encoder = found.modalities[phase].phase
+    items = found.dataset.items[encoder.name]
+    return items.sample, evaluate(encoder.cost, items.encoder) * (FORWARD_SHARE if encoder.frozen else 1.0)

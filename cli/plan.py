@@ -81,7 +81,7 @@ def plan(
 
     Samples of several modalities, with one --modality per encoder: {"length": 812, "vision": [[1024, 256], [576, 144]]}
     has the length of the whole sequence, and of each item its length in the encoder and the rows that come out of it.
-    Compared is what balancing nothing, the language model, or all phases would do.
+    Compared is what balancing nothing, the language model, whole samples, all phases, or their sum would do.
 
     Examples:
 

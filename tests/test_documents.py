@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
+from odc.bench import multimodal_sizes
 from odc.bench.readme import GPU, README, RELIABILITY, STREAMS, Figure, figures, update
 from odc.cli.app import app
 
@@ -93,13 +95,36 @@ def test_figures_measured_anew_find_their_places() -> None:
     assert sum(1 for _ in figures(ROOT / "bench" / "results")) >= 20
 
 
-def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
+def _lines(text: str) -> list[str]:
     """But for the milliseconds of planning."""
+    return [re.sub(r" +\d+\.\d ms", " ms", line.rstrip()) for line in text.strip().splitlines()]
 
-    def lines(text: str) -> list[str]:
-        return [re.sub(r" +\d+\.\d ms", " ms", line.rstrip()) for line in text.strip().splitlines()]
 
+def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
     command, shown = re.findall(
         r"`odc (plan .+)` prints:\n\n```text\n(.+?)```", (ROOT / "README.md").read_text(), re.S
     )[0]
-    assert lines(CliRunner().invoke(app, command.split()).stdout) == lines(shown)
+    assert _lines(CliRunner().invoke(app, command.split()).stdout) == _lines(shown)
+
+
+def test_the_plan_of_modalities_is_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, planned, shown = re.findall(
+        r"```sh\npython -m odc\.bench\.multimodal_sizes (.+?)\nodc (plan .+?)```\n\n```text\n(.+?)```",
+        (ROOT / "docs" / "multimodal.md").read_text(),
+        re.S,
+    )[0]
+    monkeypatch.chdir(tmp_path)
+    sizes = typer.Typer()
+    sizes.command()(multimodal_sizes.main)
+    written = CliRunner().invoke(sizes, made.split())
+    assert written.exit_code == 0, written.output
+    planned = planned.replace("\\\n", " ")
+    # Its encoders and language model are those that are planned.
+    options = [part for part in written.stdout.split() if ":" in part]
+    assert [part for part in planned.split() if ":" in part] == options != []
+    assert _lines(CliRunner().invoke(app, planned.split()).stdout) == _lines(shown)
+
+
+def test_lengths_of_made_up_samples_of_an_unknown_model(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="'MLLM-1B' is not known: expected of MLLM-10B, MLLM-18B, MLLM-84B"):
+        multimodal_sizes.main("MLLM-1B", tmp_path / "a.jsonl")
