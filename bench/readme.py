@@ -21,6 +21,7 @@ from typing import Any
 
 README, RELIABILITY, STREAMS = Path("README.md"), Path("docs/reliability.md"), Path("docs/streams.md")
 GPU, MULTIMODAL = Path("docs/gpu.md"), Path("docs/multimodal.md")
+DOCUMENTS = (README, RELIABILITY, STREAMS, GPU, MULTIMODAL)
 RESULTS = Path("bench/results")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -458,7 +459,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args().check
-    texts = {document: document.read_text() for document in (README, RELIABILITY, STREAMS, GPU)}
+    texts = {document: document.read_text() for document in DOCUMENTS}
     changed, lost = update(texts, figures())
     for figure in changed:
         print(f"{figure.source}: {figure.words}")

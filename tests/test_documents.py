@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
 from odc.bench import multimodal_sizes
-from odc.bench.readme import GPU, README, RELIABILITY, STREAMS, Figure, figures, update
+from odc.bench.readme import DOCUMENTS as WITH_FIGURES
+from odc.bench.readme import README, RELIABILITY, STREAMS, Figure, figures, update
 from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +79,7 @@ def test_every_hint_to_install_names_this_project() -> None:
 
 
 def test_every_figure_of_a_document_is_its_files() -> None:
-    texts = {document: (ROOT / document).read_text() for document in (README, RELIABILITY, STREAMS, GPU)}
+    texts = {document: (ROOT / document).read_text() for document in WITH_FIGURES}
     changed, lost = update(texts, figures(ROOT / "bench" / "results"))
     assert [figure.words for figure in lost] == []
     assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
