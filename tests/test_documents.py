@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from odc._version import DISTRIBUTION, install_command
 from odc.bench import multimodal_sizes
 from odc.bench.readme import DOCUMENTS as WITH_FIGURES
-from odc.bench.readme import README, RELIABILITY, STREAMS, Figure, figures, update
+from odc.bench.readme import README, RELIABILITY, Figure, figures, update
 from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
