@@ -87,8 +87,8 @@ def test_every_sample_comes_once_and_states_resume(kind: str) -> None:
 
 def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
     options: dict[str, Any] = {}
-    if what == "orchestrators" and rank == 1:
-        options["policy"] = "lb-mini"
+    if what == "orchestrators":
+        options["policy"] = "lb-mini" if rank == 1 else "local"
     loader = multimodal("minibatch", rank, world_size, **options)
     if rank == 1:
         original = loader._split
