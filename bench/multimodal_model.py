@@ -167,6 +167,9 @@ class Counting:
     def carry(self, cargo: Cargo) -> Carrier:
         return _Counted(self._mover.carry(cargo), cargo, self)
 
+    def abort(self, error: BaseException) -> None:
+        self._mover.abort(error)
+
     def meet(self, channel: str) -> None:
         if self._items is None:
             self._model.meet(channel)

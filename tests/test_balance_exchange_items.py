@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks
 from test_balance_rearrangement import distribution
 
+from odc import AbortedError
 from odc.balance import Rearrangement, exchange
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
@@ -125,6 +128,8 @@ def to_the_next(world_size: int) -> Rearrangement:
 
 def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
     route, tensors = to_the_next(world_size), [torch.ones(2, requires_grad=True)]
+    if what == "other order":
+        second = [torch.ones(2, requires_grad=True)]
     if what == "plans" and rank == 1:
         route = Rearrangement.between([[r] for r in range(world_size)], [[r] for r in range(world_size)])
     if what == "count" and rank == 1:
@@ -143,6 +148,17 @@ def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
         if what == "twice":
             received.backward()
             received[0].sum().backward()
+        if what == "other order":  # autograd goes back through the last one first
+            other = exchange(second, route)
+            (received[0].sum() + (other[0].sum() if rank else 0)).backward()
+            other.backward()
+        if what == "both ways":
+            received.leaves[0].sum().backward()
+            received[0].sum().backward()
+            received.backward()
+        if what == "second derivative":
+            (grad,) = torch.autograd.grad((received[0] ** 2).sum(), tensors, create_graph=True)
+            grad.sum().backward()
     except Exception as error:
         dist.barrier()  # the process group is as good as before
         return type(error).__name__, str(error)
@@ -158,12 +174,52 @@ def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
         ("ranks", {"ValueError", "AbortedError"}, "the rearrangement is one of 4 ranks, the group has 3"),
         ("no backward", {"ProtocolError"}, "is at the backward of an exchange"),
         ("twice", {"ProtocolError"}, "a second backward through one exchange"),
+        ("other order", {"ProtocolError"}, "ranks go back through different exchanges"),
+        ("both ways", {"ProtocolError"}, "the gradients of received.leaves cannot go home"),
+        ("second derivative", {"RuntimeError"}, "once_differentiable"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(what: str, kinds: set[str], words: str) -> None:
     results = run_ranks(3, refused, what)
     assert {kind for kind, _ in results} == kinds, results
     assert all(words in text for _, text in results), results
+
+
+def refused_in_a_group(rank: int, world_size: int) -> str:
+    """In a group that does not begin at rank 0."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    route = Rearrangement.between([[0], [1]], [[1], [0]])
+    try:
+        exchange([torch.ones(2)] if rank == 1 else [], route, group)
+    except (ValueError, AbortedError) as error:
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_of_a_group_are_named_as_in_the_job() -> None:
+    _, first, second = run_ranks(3, refused_in_a_group)
+    assert second == "rank 2 gives 0 tensors for 1 items: expected one for each item of rearrangement.source"
+    assert first == f"rank 2 has refused an exchange: {second}"
+
+
+def come_late(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    importlib.import_module("odc.balance.rearrange.exchange")._ROLL_CALL_S = 0.2
+    if rank == 1:
+        time.sleep(1.5)
+        return "slow"
+    try:
+        exchange([torch.ones(2)], to_the_next(world_size), group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "through"
+
+
+def test_a_rank_that_is_slow_is_not_called_dead() -> None:
+    first, _ = run_ranks(2, come_late)
+    assert first.startswith("PeerSilentError: rank 1 did not come to an exchange of items in time")
 
 
 def die_in_the_middle(rank: int, world_size: int, when: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks
 from toy_modalities import COSTS, Toy, encoders, make_sample, orchestrator, split
 
+from odc import AbortedError
 from odc.balance import MinibatchLoader, StreamLoader
 from odc.balance.multimodal import MultimodalLoader, MultimodalMinibatch, Orchestrator, run_minibatch
 
@@ -100,8 +103,8 @@ def test_workers_serve_several_epochs(persistent: bool) -> None:
 
 def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
     options: dict[str, Any] = {}
-    if what == "orchestrators" and rank == 1:
-        options["policy"] = "lb-mini"
+    if what == "orchestrators":
+        options["policy"] = "lb-mini" if rank == 1 else "local"
     loader = multimodal("minibatch", rank, world_size, **options)
     if rank == 1:
         original = loader._split
@@ -171,3 +174,48 @@ def test_arguments_are_checked() -> None:
         MultimodalLoader(loader_of("minibatch", 0, 2), 3, plan, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetch=0"):
         MultimodalLoader(loader_of("minibatch", 0, 2), split, plan, 0, prefetch=0)
+
+
+def leave_and_iterate_again(rank: int, world_size: int, how: str) -> list[list[list[int]]]:
+    """All ranks take two minibatches of each epoch. What rank 0 prepares takes longer than its peers' patience."""
+    loader = multimodal("minibatch", rank, world_size)
+    original, begun = loader._split, set[int]()
+
+    def slow(sample: dict[str, Any]) -> Any:
+        epoch = loader.loader.state_dict()["epoch"]
+        if rank == 0 and len(epochs[-1]) == 2 and epoch not in begun:
+            begun.add(epoch)
+            time.sleep(0.8)
+        if how == "error" and rank == 1 and epoch == 0:
+            raise OSError("a file is missing")
+        return original(sample)
+
+    loader._split = slow
+    epochs: list[list[list[int]]] = []
+    kept = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        epochs.append([])
+        iterator = iter(loader)
+        if how == "kept":
+            kept.append(iterator)
+        try:
+            for _ in range(2):
+                epochs[-1].append(numbers_of(next(iterator)))
+        except (OSError, AbortedError):
+            epochs[-1] = []
+        dist.barrier()
+        time.sleep(0.05)  # the thread goes on
+        if how == "closed":
+            iterator.close()  # type: ignore[attr-defined]
+        del iterator
+    loader.close()
+    assert [t.name for t in threading.enumerate()].count("odc-multimodal") == 0
+    return epochs
+
+
+@pytest.mark.parametrize("how", ["closed", "kept", "error"])
+def test_all_ranks_may_leave_and_iterate_again(how: str) -> None:
+    results = run_ranks(2, leave_and_iterate_again, how)
+    for epochs in results:
+        assert [len(seen) for seen in epochs] == [0 if how == "error" else 2, 2]

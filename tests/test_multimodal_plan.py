@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_modalities import make_sample, orchestrator, split
 
@@ -31,6 +31,7 @@ def minibatch(num_ranks: int, num_samples: int, seed: int) -> list[list[SampleLe
     st.booleans(),
     st.sampled_from(["odc", "collective"]),
 )
+@example(1, 13, 0, None, False, "odc")  # more than 200 tokens in a microbatch as loaded
 def test_everything_is_planned_once_and_arrives_where_it_is_needed(
     num_ranks: int, num_samples: int, seed: int, policy: str | None, balance: bool, comm: Any
 ) -> None:
@@ -193,3 +194,21 @@ def test_the_first_difference_of_two_schedules_is_named() -> None:
     found = mine.difference(other.as_vector())
     assert found.startswith("phase 'vision': vision item ")
     assert mine.fingerprint() != other.fingerprint()
+
+
+def test_cost_models_are_told_apart_by_their_costs() -> None:
+    """Not by what their objects are called, which is another thing in each process."""
+
+    class Steps:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __call__(self, lengths: Any) -> Any:
+            return -(np.asarray(lengths, dtype=np.float64) // -self.size)
+
+    def identity(size: int, limit: int = 9) -> dict[str, str]:
+        return Orchestrator([Phase("vision", Steps(size), max_tokens=limit)], Phase("language", Steps(3)), 2).identity()
+
+    assert identity(4) == identity(4)
+    changed = [identity(5), identity(4, limit=10)]
+    assert all({k for k, v in found.items() if v != identity(4)[k]} == {"encoders"} for found in changed)

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks, wait_until
-from toy_modalities import CHANNELS, Toy, encoders, make_sample, orchestrator, reference, split
+from toy_modalities import CHANNELS, Toy, encoders, make_sample, orchestrator, reference, rows_of, split
 
 from odc import ItemExchange
 from odc.balance.multimodal import (
+    Encoder,
     InStep,
     MinibatchLengths,
     MultimodalMinibatch,
@@ -215,3 +216,100 @@ def test_what_an_encoder_must_not_do_is_refused_on_all_ranks(what: str, words: s
     results = run_ranks(2, refused, what)
     assert all(kind in ("ValueError", "AbortedError") for kind, _ in results), results
     assert all(words in text for _, text in results), results
+
+
+def fail_alone(rank: int, world_size: int, where: str) -> str:
+    """One rank cannot go on; it lives, and closes nothing."""
+    minibatch, _ = minibatch_of(rank, world_size, 3, {"policy": "lb-mini", "comm": "odc"})
+    model = Toy()
+    parts, language = encoders(model), model.loss
+    folder = Path(os.environ["ODC_TEST_FOLDER"])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    if rank == 1 and where == "encoder":
+        parts["vision"] = type(parts["vision"])(fail, parts["vision"].width, parts["vision"].dtype)
+    if rank == 1 and where == "language":
+        language = fail
+    items = ItemExchange.create(ProcessGroupExchange(), channels_of(list(CHANNELS)), capacity_bytes=256)
+    try:
+        run_minibatch(minibatch, parts, language, mover=OnDemand(items, rank))
+        wait_until(lambda: (folder / "failed").exists(), "rank 1 has not failed")
+        items.begin("samples", [[], []])  # who needed nothing hears of it at its next operation
+        found = "through"
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    (folder / ("told" if rank == 0 else "failed")).touch()
+    wait_until(lambda: (folder / "told").exists(), "rank 0 is not told while rank 1 is alive")
+    return found
+
+
+@pytest.mark.parametrize("where", ["encoder", "language"])
+def test_who_cannot_go_on_tells_the_others(where: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, fail_alone, where, env={"ODC_TEST_FOLDER": str(tmp_path)})
+    assert second == "RuntimeError: out of memory"
+    assert first.startswith("AbortedError: "), first
+    assert "RuntimeError: out of memory" in first
+
+
+def encode_to_one_number(rank: int, world_size: int) -> list[list[int]]:
+    """Shapes of what the language model gets of encoders whose rows have one element."""
+    found = []
+    with ItemExchange.create(ProcessGroupExchange(), channels_of(list(CHANNELS)), capacity_bytes=256) as items:
+        for mover in (InStep(), OnDemand(items, rank)):
+            minibatch, _ = minibatch_of(rank, world_size, 3, {"policy": "lb-mini", "comm": "odc"})
+            weights = {name: torch.ones(n, 1, dtype=torch.float64, requires_grad=True) for name, n in CHANNELS.items()}
+            parts = {
+                name: Encoder(
+                    lambda given, name=name, weights=weights: [  # type: ignore[misc]
+                        (item @ weights[name])[: rows_of(name, len(item))] for (item,) in given
+                    ],
+                    width=1,
+                    dtype=torch.float64,
+                )
+                for name in CHANNELS
+            }
+            shapes = []
+
+            def loss(_: Any, outputs: Any, shapes: Any = shapes) -> torch.Tensor:
+                rows = [row for name in CHANNELS for row in outputs[name]]
+                shapes += [tuple(row.shape) for row in rows]
+                return torch.stack(
+                    [torch.zeros((), dtype=torch.float64, requires_grad=True), *map(torch.sum, rows)]
+                ).sum()
+
+            run_minibatch(minibatch, parts, loss, mover=mover)
+            found.append(shapes)
+            dist.barrier()
+    return found
+
+
+def test_rows_of_one_element_are_rows() -> None:
+    for in_step, on_demand in run_ranks(2, encode_to_one_number):
+        assert in_step == on_demand
+        assert all(len(shape) == 2 and shape[1] == 1 for shape in in_step)
+    assert in_step
+
+
+def use_another_group(rank: int, world_size: int) -> list[str]:
+    """Two ranks share a minibatch, and there are four."""
+    dist.barrier()
+    minibatch, _ = minibatch_of(rank % 2, 2, 3, {"policy": "lb-mini", "comm": "odc"})
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = []
+    for mover in (InStep(), InStep(groups[rank // 2])):
+        try:
+            run_minibatch(minibatch, encoders(Toy()), Toy().loss, mover=mover)
+            found.append("through")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_group_of_other_ranks_is_refused_on_each() -> None:
+    results = run_ranks(4, use_another_group)
+    for rank, (refusal, own) in enumerate(results):
+        ranks = f"a minibatch of rank {rank % 2} and a mover of rank {rank}"
+        assert refusal.startswith("a minibatch of 2 ranks, and a process group of 4" if rank < 2 else ranks)
+        assert own == "through"

@@ -112,7 +112,9 @@ def orchestrator(num_ranks: int, *, frozen: Sequence[str] = (), limit: int | Non
         Phase(name, COSTS[name], LAYOUTS[name], max_tokens=limit, frozen=name in frozen)  # type: ignore[arg-type]
         for name in CHANNELS
     ]
-    return Orchestrator(phases, Phase("language", COSTS["language"], max_tokens=200), num_ranks, **options)
+    # Microbatches that are as loaded keep the limit of their loader, if they have one.
+    most = 200 if options.get("policy") else None
+    return Orchestrator(phases, Phase("language", COSTS["language"], max_tokens=most), num_ranks, **options)
 
 
 def reference(model: Toy, numbers: Sequence[int], seed: int, frozen: Sequence[str] = ()) -> float:

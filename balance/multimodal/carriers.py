@@ -38,13 +38,13 @@ class Cargo:
     """Of each item."""
 
     dtype: torch.dtype = torch.uint8
-    width: int = 1
-    """Elements of a row; items are (rows, width), or (num_bytes,) where this is 1."""
+    width: int | None = None
+    """Elements of a row: items are (rows, width). None: they are flat."""
 
     def like(self, item: int, device: torch.device) -> torch.Tensor:
         """Memory for an item."""
         numel = self.num_bytes[item] // self.dtype.itemsize
-        shape = (numel,) if self.width == 1 else (numel // self.width, self.width)
+        shape = (numel,) if self.width is None else (numel // self.width, self.width)
         return torch.empty(shape, dtype=self.dtype, device=device)
 
 
@@ -101,12 +101,19 @@ class Mover(Protocol):
         """Begin to move a cargo. All ranks do, in the same order."""
         ...
 
+    def abort(self, error: BaseException) -> None:
+        """This rank cannot go on with the minibatch. Others are told, if anything that they wait in can be told."""
+        ...
+
 
 class InStep:
     """Cargoes move by all-to-all of a process group: all ranks wait for all (OrchMLLM section 5.2.1).
 
+    A rank in a collective cannot be told that another one has failed; a session of the model ends its collectives, and
+    without one the end of the failing process does.
+
     Args:
-        group: default: all of ``torch.distributed``.
+        group: the ranks of the minibatch; default: all of ``torch.distributed``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -115,8 +122,21 @@ class InStep:
         self.moved = Moved()
 
     def carry(self, cargo: Cargo) -> Carrier:
+        """
+        Raises:
+            ValueError: the minibatch is one of other ranks than the group has.
+        """
+        size = dist.get_world_size(self.group) if dist.is_initialized() else 1
+        if cargo.route.num_ranks != size:
+            raise ValueError(
+                f"a minibatch of {cargo.route.num_ranks} ranks, and a process group of {size}: pass "
+                "mover=InStep(group), the group of the ranks that share the minibatch"
+            )
         self.moved.count(cargo, self.rank)
         return _InStepCarrier(cargo, self)
+
+    def abort(self, error: BaseException) -> None:
+        """Nothing."""
 
 
 class _InStepCarrier(Carrier):
@@ -178,6 +198,9 @@ class OnDemand:
     def carry(self, cargo: Cargo) -> Carrier:
         self.moved.count(cargo, self.rank)
         return _OnDemandCarrier(cargo, self)
+
+    def abort(self, error: BaseException) -> None:
+        self.items.abort(error)
 
 
 class _OnDemandCarrier(Carrier):

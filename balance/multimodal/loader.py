@@ -62,7 +62,8 @@ class MultimodalLoader(Generic[SampleT]):
 
     A thread draws the next minibatch of the loader while this one is trained on, takes its samples apart, all-gathers
     their lengths, and plans. Ranks that plan differently, although they have the same lengths, are refused on all of
-    them. There is one iteration at a time.
+    them. There is one iteration at a time. All ranks may leave it after the same number of minibatches, and iterate
+    again; after an error, too, which all of them get.
 
     Args:
         loader: a :class:`~odc.balance.MinibatchLoader` or a :class:`~odc.balance.StreamLoader` whose ``collate`` is
@@ -105,6 +106,8 @@ class MultimodalLoader(Generic[SampleT]):
         self._exchange: VectorExchange | None = None
         self._worker: _Worker | None = None
         self._iterations = Iterations()
+        self._leave: Callable[[], None] | None = None
+        """Ends the iteration that is going on."""
         self._state: Any = loader.state_dict()
         self.planning_s: list[float] = []
         """What planning took for each minibatch handed out, lengths exchanged: beside the training, not in it."""
@@ -118,7 +121,7 @@ class MultimodalLoader(Generic[SampleT]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Call it before each, on every rank; see the loader's."""
-        self._iterations.begin()
+        self._end()
         self.loader.set_epoch(epoch)
         self._state = self.loader.state_dict()
 
@@ -128,47 +131,66 @@ class MultimodalLoader(Generic[SampleT]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken."""
-        self._iterations.begin()
+        self._end()
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
 
     def close(self) -> None:
         """End the iteration and the connections to other ranks. Call it on every rank."""
-        self._iterations.begin()
+        self._end()
         self._worker = None
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
 
+    def _end(self) -> None:
+        """An iteration that is going on ends here."""
+        self._iterations.begin()
+        if self._leave is not None:
+            self._leave()
+
     def _iterate(self) -> Iterator[MultimodalMinibatch]:
+        self._end()
         number = self._iterations.begin()
         exchange = self._own_exchange()
         begun = 0 if exchange is None else exchange.begin(self.orchestrator.identity(), {})
         ready: Queue[_Ready] = Queue(self._prefetch)
-        stop = threading.Event()
+        stop, ended = threading.Event(), threading.Event()
         if self._worker is None or self._worker.is_busy:  # with an iteration that waits for a rank which does not come
             self._worker = _Worker()
-        done = self._worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop))
-        num_done, is_over = 0, False
+        worker, num_done, has_failed = self._worker, 0, False
+
+        def leave() -> None:
+            """The thread ends, and what it may still do is no business of a later iteration."""
+            if self._leave is not leave:
+                return  # it has been left already
+            self._leave = None
+            stop.set()
+            if exchange is not None and not ended.is_set() and not has_failed:
+                exchange.tell_left(begun, num_done)
+            done.wait(_LONGEST_END_S)  # one that waits for a rank which does not come is left
+            if not ended.is_set():
+                # The threads of the ranks may have stopped at different vectors, and some may have heard that others
+                # have left: so the next iteration, which all begin if one does, has an exchange of its own.
+                self._exchange = None
+
+        self._leave = leave
+        done = worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop, ended))
         try:
             while True:
                 found = _take(ready, done)
                 if found.error is not None:
-                    is_over = True
+                    has_failed = True
                     raise found.error
                 self._state = found.state
                 if found.minibatch is None:
-                    is_over = True
                     return
                 self.planning_s.append(found.planning_s)
                 num_done += 1
                 yield found.minibatch
                 self._iterations.check(number, num_done)
         finally:
-            stop.set()
-            if exchange is not None and not is_over:
-                exchange.tell_left(begun, num_done)
-            done.wait(_LONGEST_END_S)  # one that waits for a rank which does not come is left
+            leave()
 
     def _own_exchange(self) -> VectorExchange | None:
         world_size = self.orchestrator.num_ranks
@@ -186,6 +208,7 @@ class MultimodalLoader(Generic[SampleT]):
         exchange: VectorExchange | None,
         ready: Queue[_Ready],
         stop: threading.Event,
+        ended: threading.Event,
     ) -> None:
         try:
             while not stop.is_set():
@@ -193,6 +216,7 @@ class MultimodalLoader(Generic[SampleT]):
                 state = self.loader.state_dict()
                 if drawn is None:
                     self._end_together(exchange)
+                    ended.set()
                     _put(ready, _Ready(None, state), stop)
                     return
                 started = time.monotonic()

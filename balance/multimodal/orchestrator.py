@@ -7,7 +7,7 @@ goes from where it was made to where its sample's sequence is, in one step (rear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +31,8 @@ from odc.balance.rearrange.rebalance import rebalance
 from odc.errors import shown
 
 T = TypeVar("T")
+_PROBES: IntArray = 2 ** np.arange(0, 18, 3)
+"""Lengths by whose costs cost models are compared."""
 
 _OWN_POLICIES = ("local", "joint", "whole")
 """That look at several phases, or at none."""
@@ -148,8 +150,8 @@ class Orchestrator:
     def identity(self) -> dict[str, str]:
         """What must be the same on all ranks."""
         return {
-            "encoders": repr([(phase, repr(phase.cost)) for phase in self.encoders.values()]),
-            "language": repr(self.language),
+            "encoders": repr([_identity(phase) for phase in self.encoders.values()]),
+            "language": repr(_identity(self.language)),
             "policy": self.policy.name if isinstance(self.policy, Policy) else repr(self.policy),
             "options": repr((self.num_ranks, self.balance_encoders, self.ranks_per_node, self.comm)),
         }
@@ -323,6 +325,13 @@ class Orchestrator:
         except ValueError as error:
             worst = int(np.argmax(items.encoder))
             raise ValueError(f"phase {phase.name!r}, {lengths.name(phase.name, worst)}: {error}") from None
+
+
+def _identity(phase: Phase) -> dict[str, object]:
+    """What makes a phase the same on two ranks: of its cost model not the name, in which there may be an address, but
+    costs."""
+    costs = [f"{cost:.9g}" for cost in evaluate(phase.cost, _PROBES).tolist()]
+    return {**{field.name: getattr(phase, field.name) for field in fields(phase)}, "cost": costs}
 
 
 def _cut(phase: Phase, lengths: IntArray, costs: FloatArray, batch: Sequence[int]) -> Parts:

@@ -97,14 +97,21 @@ def run_minibatch(
 
     Raises:
         ValueError: an encoder is missing, it returned another number of outputs than it had items, or outputs of other
-            shapes than planned; phase, item and sample are named.
+            shapes than planned; phase, item and sample are named. Or the mover is one of other ranks.
+        Exception: what an encoder or the language model raises. With an :class:`OnDemand` mover the other ranks are
+            told of whatever is raised here, and its exchange of items has ended on all of them.
     """
-    runner = _Runner(minibatch, encoders, mover or InStep(), span)
-    runner.give_inputs()
-    runner.encode()
-    losses = runner.run_language(language)
-    runner.go_back()
-    runner.close()
+    mover = mover or InStep()
+    try:
+        runner = _Runner(minibatch, encoders, mover, span)
+        runner.give_inputs()
+        runner.encode()
+        losses = runner.run_language(language)
+        runner.go_back()
+        runner.close()
+    except BaseException as error:  # the others need what this rank will not make any more
+        mover.abort(error)
+        raise
     return losses
 
 
@@ -115,6 +122,10 @@ class _Runner:
         schedule = minibatch.schedule
         if missing := [name for name in schedule.encoders if name not in encoders]:
             raise ValueError(f"no encoder for phase {missing[0]!r}: expected one for each of {list(schedule.encoders)}")
+        if mover.rank != minibatch.rank:
+            raise ValueError(
+                f"a minibatch of rank {minibatch.rank} and a mover of rank {mover.rank}: expected one rank"
+            )
         self._minibatch, self._schedule, self._rank = minibatch, schedule, minibatch.rank
         self._encoders = {name: encoders[name] for name in schedule.encoders}
         # Without gradients (an evaluation) there is a forward only, on all ranks.

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.rearrange.rearrangement import Rearrangement
-from odc.errors import AbortedError, PeerDiedError, ProtocolError, shorten, shown
+from odc.errors import AbortedError, OdcError, PeerDiedError, PeerSilentError, ProtocolError, shorten, shown
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -32,6 +34,8 @@ _FRAME, _TEXT_BYTES = 8, 1024
 _ROLL_CALL_S, _LOOK_EVERY_S = 3.0, 0.05
 _GONE = ("closed by peer", "reset by peer", "timed out", "broken pipe", "refused")
 T = TypeVar("T")
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Of the last exchange of each group; the same on all of its ranks."""
 
 
 def exchange(
@@ -77,6 +81,7 @@ class Received(Sequence[torch.Tensor]):
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         self._anchor, *self._tensors = _Exchange.apply(journey, anchor, *tensors)  # type: ignore[no-untyped-call]
         self._leaves: list[torch.Tensor] | None = None
+        self._has_sent_leaves = False
 
     @classmethod
     def of_group(
@@ -116,8 +121,18 @@ class Received(Sequence[torch.Tensor]):
         Does nothing where a backward has come through what was received before, and where no rank gave anything away
         that has a gradient.
         """
+        if (
+            self._journey.has_returned
+            and not self._has_sent_leaves
+            and any(t.grad is not None for t in self._leaves or ())
+        ):
+            raise ProtocolError(
+                "the gradients of received.leaves cannot go home: a backward has come through the tensors of the "
+                "exchange themselves before. Compute with received.leaves alone, in every microbatch"
+            )
         if self._journey.has_returned or not self._journey.has_gradients:
             return
+        self._has_sent_leaves = True
         pairs = [
             (tensor, leaf.grad)
             for tensor, leaf in zip(self._tensors, self._leaves or (), strict=False)
@@ -138,6 +153,7 @@ class _Exchange(torch.autograd.Function):
         return (torch.zeros(()), *out)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *ctx.journey.come_back(gradients))
 
@@ -235,9 +251,20 @@ class _Meeting:
             raise RuntimeError("exchange() needs ranks: call torch.distributed.init_process_group first")
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.number = 0
+        """Of this exchange among those of the group."""
         backend = dist.get_backend(group)
         on_cpu = "gloo" in backend or "cpu" in backend or "mpi" in backend
         self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def _whole(self) -> dist.ProcessGroup:
+        found: dist.ProcessGroup = self.group or dist.GroupMember.WORLD  # type: ignore[assignment]
+        return found
+
+    def name(self, rank: int) -> int:
+        """The number in the job of a rank of this group, for messages."""
+        return dist.get_process_group_ranks(self._whole)[rank]
 
     def agree(self, rearrangement: Rearrangement, problem: ValueError | None, has_gradients: bool) -> bool:
         """Whether any rank has gradients to come home; refused on all ranks where one has something else in mind.
@@ -246,12 +273,14 @@ class _Meeting:
             ValueError, ProtocolError: see :func:`exchange`.
         """
         rows = self._swap_frames(_FORWARD, rearrangement, problem is not None, has_gradients)
+        # All begin the same one, so the largest is right wherever an error has left some ranks behind.
+        self.number = _numbers[self._whole] = max(row[1] for row in rows)
         if any(row[2] for row in rows):
             texts = self._swap_texts(str(problem) if problem is not None else "")
             if problem is not None:
                 raise problem
             rank = next(rank for rank, row in enumerate(rows) if row[2])
-            raise AbortedError(f"rank {rank} has refused an exchange: {texts[rank]}")
+            raise AbortedError(f"rank {self.name(rank)} has refused an exchange: {texts[rank]}")
         if len({tuple(row[4:]) for row in rows}) > 1:
             raise ValueError(self._difference(rearrangement))
         return any(row[3] for row in rows)
@@ -263,20 +292,23 @@ class _Meeting:
             ProtocolError: another one is somewhere else.
         """
         rows = self._swap_frames(_BACKWARD, rearrangement, False, False)
-        if len({tuple(row[4:]) for row in rows}) > 1:
+        if len({(row[1], *row[4:]) for row in rows}) > 1:
             raise ProtocolError(
-                "ranks go back through different exchanges: backwards must come in the same order on all of them"
+                "ranks go back through different exchanges: backwards must come in the same order on all of them. "
+                "Where the loss of a rank depends on some only of what it has received, compute with received.leaves, "
+                "and call received.backward() of each exchange in one order on all ranks"
             )
 
     def _swap_frames(self, kind: int, rearrangement: Rearrangement, is_bad: bool, has: bool) -> list[list[int]]:
         digest = np.frombuffer(rearrangement.digest(), dtype="<i8").tolist()
-        frame = torch.tensor([kind, 0, is_bad, has, *digest], dtype=torch.int64, device=self.device)
+        number = _numbers.get(self._whole, 0) + 1 if kind == _FORWARD else self.number
+        frame = torch.tensor([kind, number, is_bad, has, *digest], dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(frame) for _ in range(self.world_size)]
         self._named(lambda: dist.all_gather(rows, frame, group=self.group))
         table = [row.tolist() for row in rows]
         for rank, row in enumerate(table):
             if row[0] != kind:
-                late, ahead = (rank, self.rank) if row[0] == _BACKWARD else (self.rank, rank)
+                late, ahead = map(self.name, (rank, self.rank) if row[0] == _BACKWARD else (self.rank, rank))
                 raise ProtocolError(
                     f"rank {late} is at the backward of an exchange, while rank {ahead} begins another one: its loss "
                     "did not depend on what it had received; call received.backward() on every rank after its last "
@@ -307,7 +339,8 @@ class _Meeting:
         texts = [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         first, second = (Rearrangement.between(*json.loads(texts[rank])) for rank in (0, other))
-        return f"ranks 0 and {other} have different rearrangements: {first.difference(second)}"
+        whose = f"ranks {self.name(0)} and {self.name(other)}"
+        return f"{whose} have different rearrangements: {first.difference(second)}"
 
     def all_to_all(self, data: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         """Bytes to all ranks, back to back, and from all; (sum(receives),) uint8."""
@@ -322,11 +355,12 @@ class _Meeting:
         except RuntimeError as error:
             if not any(word in str(error).lower() for word in _GONE):
                 raise
-            raise PeerDiedError(f"{self._who_is_gone()} ({shorten(str(error))})") from error
+            raise self._who_is_gone("timed out" in str(error).lower(), shorten(str(error))) from error
 
-    def _who_is_gone(self) -> str:
-        """Every rank of a broken exchange gets an error, and says so in the store; who is gone does not."""
-        ranks = dist.get_process_group_ranks(self.group or dist.GroupMember.WORLD)
+    def _who_is_gone(self, was_long: bool, why: str) -> OdcError:
+        """Every rank of a broken exchange gets an error, and says so in the store; who is gone, or does something else,
+        does not. ``was_long``: this rank has waited as long as the group allows."""
+        ranks = dist.get_process_group_ranks(self._whole)
         name, silent = f"odc/exchange/{hash(tuple(ranks))}", [r for r in range(self.world_size) if r != self.rank]
         try:
             store = _get_default_store()
@@ -336,11 +370,22 @@ class _Meeting:
                 silent = [rank for rank in silent if not store.check([f"{name}/{rank}"])]
                 time.sleep(_LOOK_EVERY_S)
         except (RuntimeError, ValueError):
-            return "a rank is gone in the middle of an exchange of items, and with it the store of the process group"
+            return PeerDiedError(
+                "a rank is gone in the middle of an exchange of items, and with it the store of the process group "
+                f"({why})"
+            )
         if not silent:
-            return "the connections between the ranks broke in the middle of an exchange of items; all ranks are alive"
-        numbers = " and ".join(str(ranks[rank]) for rank in silent)
-        return f"rank{'s' if len(silent) > 1 else ''} {numbers} gone in the middle of an exchange of items"
+            return PeerDiedError(
+                "the connections between the ranks broke in the middle of an exchange of items; all ranks are alive "
+                f"({why})"
+            )
+        numbers = f"rank{'s' if len(silent) > 1 else ''} {' and '.join(str(ranks[rank]) for rank in silent)}"
+        if was_long:
+            return PeerSilentError(
+                f"{numbers} did not come to an exchange of items in time. If there is much to do before it (an "
+                f"evaluation, a checkpoint), raise the timeout of the process group ({why})"
+            )
+        return PeerDiedError(f"{numbers} gone in the middle of an exchange of items ({why})")
 
 
 def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
@@ -349,14 +394,14 @@ def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _
         return ValueError(
             f"the rearrangement is one of {rearrangement.num_ranks} ranks, the group has {meeting.world_size}"
         )
-    items = rearrangement.source[meeting.rank].tolist()
+    items, me = rearrangement.source[meeting.rank].tolist(), meeting.name(meeting.rank)
     if len(tensors) != len(items):
         return ValueError(
-            f"rank {meeting.rank} gives {len(tensors)} tensors for {len(items)} items: expected one for each item of "
+            f"rank {me} gives {len(tensors)} tensors for {len(items)} items: expected one for each item of "
             "rearrangement.source"
         )
     for item, tensor in zip(items, tensors, strict=True):
-        where = f"item {item} of rank {meeting.rank}"
+        where = f"item {item} of rank {me}"
         if not isinstance(tensor, torch.Tensor):
             return ValueError(f"{where} is {shown(tensor)}: expected a tensor")
         if tensor.dtype not in DTYPES:
