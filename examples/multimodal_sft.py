@@ -66,7 +66,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     orchestrator = build_orchestrator(args, config, world_size)
     session = odc.patch_fsdp(model) if args.comm == "odc" else None
-    items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20) if session else None
+    items = None
+    if session is not None and world_size > 1:
+        items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20)
     mover = OnDemand(items, rank) if items else InStep()
     timeline = start_timeline(model, session, items) if args.timeline else None
     record = RunRecord(args.untimed, timeline)

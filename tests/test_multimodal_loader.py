@@ -117,6 +117,10 @@ def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
             if what == "modality":
                 lengths["smell"] = []
                 parts.items["smell"] = []  # type: ignore[index]
+            if what == "kind":
+                parts.text["wave"] = torch.zeros(1, dtype=torch.complex64)  # type: ignore[index]
+            if what == "name":
+                parts.text["two\nlines"] = torch.zeros(1)  # type: ignore[index]
             return type(parts)(parts.text, parts.items, type(parts.lengths)(parts.lengths.length, lengths))
 
         loader._split = broken
@@ -151,6 +155,8 @@ def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
     [
         ("no length", "items and 0 lengths of items"),
         ("modality", "has items of 'smell', and the orchestrator has no such encoder"),
+        ("kind", "column 'wave' has dtype torch.complex64: expected one of torch.float32"),
+        ("name", "expected a name of one line"),
         ("plans", "have planned a minibatch differently: phase 'vision': vision item"),
         ("orchestrators", "differ in policy"),
     ],

@@ -33,13 +33,19 @@ class SampleParts:
 
 
 def check_parts(parts: SampleParts, where: str) -> None:
-    """Check that a sample has a length for each of its items.
+    """Check that a sample has a length for each of its items, and that all of it can be moved: also a sample that stays
+    where it is, so that it does not depend on the plan whether a sample is refused.
 
     Raises:
-        ValueError: it has not, or an item is no tuple of tensors; sample and phase are named.
+        ValueError: it has not, an item is no tuple of tensors, or a tensor has a dtype or a name that cannot travel;
+            sample and phase are named.
     """
     if not isinstance(parts, SampleParts):
         raise ValueError(f"{where} was taken apart into {shown(parts)}: expected a SampleParts")
+    for name, tensor in parts.text.items():
+        if "\n" in name:
+            raise ValueError(f"{where}: a column is called {shown(name)}: expected a name of one line")
+        _check_kind(tensor, f"{where}: column {name!r}")
     for name in {**parts.items, **parts.lengths.items}:
         items, lengths = parts.items.get(name, ()), parts.lengths.items.get(name, ())
         if len(items) != len(lengths):
@@ -50,6 +56,15 @@ def check_parts(parts: SampleParts, where: str) -> None:
         for place, item in enumerate(items):
             if not isinstance(item, tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in item):
                 raise ValueError(f"{where}, phase {name!r}: item {place} is {shown(item)}: expected a tuple of tensors")
+            for tensor in item:
+                _check_kind(tensor, f"{where}, phase {name!r}: item {place}")
+
+
+def _check_kind(tensor: object, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what} is {shown(tensor)}: expected a tensor")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{what} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
 
 
 def count_bytes(tensors: Sequence[torch.Tensor]) -> int:
