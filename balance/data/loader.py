@@ -234,6 +234,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._start = self._num_yielded = num_done
         self._iterations.begin()
 
+    def close(self) -> None:
+        """End the iteration, and workers that stay. Another iteration starts others."""
+        self._iterations.begin()
+        self._reader.close()
+
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
         planned = self.sampler.starting_at(start)
         return map(_filled_up, planned) if self.comm == "collective" else planned

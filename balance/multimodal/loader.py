@@ -136,9 +136,11 @@ class MultimodalLoader(Generic[SampleT]):
         self._state = self.loader.state_dict()
 
     def close(self) -> None:
-        """End the iteration and the connections to other ranks. Call it on every rank."""
+        """End the iteration, the loader's workers, and the connections to other ranks. Call it on every rank."""
         self._end()
-        self._worker = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -157,8 +159,8 @@ class MultimodalLoader(Generic[SampleT]):
         ready: Queue[_Ready] = Queue(self._prefetch)
         stop, ended = threading.Event(), threading.Event()
         if self._worker is None or self._worker.is_busy:  # with an iteration that waits for a rank which does not come
-            self._worker = _Worker()
-        worker, num_done, has_failed = self._worker, 0, False
+            self._worker = _Worker(getattr(self.loader, "close", _nothing))
+        num_done, has_failed = 0, False
 
         def leave() -> None:
             """The thread ends, and what it may still do is no business of a later iteration."""
@@ -175,7 +177,7 @@ class MultimodalLoader(Generic[SampleT]):
                 self._exchange = None
 
         self._leave = leave
-        done = worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop, ended))
+        done = self._worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop, ended))
         try:
             while True:
                 found = _take(ready, done)
@@ -294,6 +296,10 @@ class MultimodalLoader(Generic[SampleT]):
         )
 
 
+def _nothing() -> None:
+    """What there is to close of a loader without workers."""
+
+
 class _Worker:
     """A thread that does one job after another, and lives as long as this object.
 
@@ -301,12 +307,13 @@ class _Worker:
     them (``PR_SET_PDEATHSIG``), and those that are to stay for the next epoch are started in this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_end: Callable[[], object]) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
         self._last = threading.Event()
         self._last.set()
-        threading.Thread(target=_work, args=(self._jobs,), name="odc-multimodal", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._thread = threading.Thread(target=_work, args=(self._jobs, at_end), name="odc-multimodal", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._jobs.put, None)
 
     @property
     def is_busy(self) -> bool:
@@ -319,8 +326,13 @@ class _Worker:
         self._jobs.put((job, self._last))
         return self._last
 
+    def close(self) -> None:
+        """End the thread; one that waits for a rank which does not come is left."""
+        self._end()
+        self._thread.join(_LONGEST_END_S)
 
-def _work(jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None]) -> None:
+
+def _work(jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None], at_end: Callable[[], object]) -> None:
     while (found := jobs.get()) is not None:
         job, done = found
         try:
@@ -328,6 +340,7 @@ def _work(jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None]) 
         finally:
             done.set()
         del found, job, done  # of an iteration that is over
+    at_end()  # here: workers that end with their thread would leave behind what they had under way
 
 
 def _take(ready: Queue[_Ready], done: threading.Event) -> _Ready:
