@@ -160,6 +160,11 @@ class ItemExchange(RankContext):
     def _start_watchdog(self) -> None:
         self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
 
+    @property
+    def device(self) -> torch.device:
+        """Where items are."""
+        return self._transport.device
+
     # Observation
 
     def start_timeline(self, timeline: Timeline | None = None) -> Timeline:

@@ -31,17 +31,17 @@ def results() -> dict[str, tuple[dict[str, Any], list[RankRun]]]:
 @pytest.mark.parametrize("way", CHOSEN)
 def test_ranks_compute_and_move_what_the_plan_says(way: str, results: Any) -> None:
     entry, runs = results[way]
-    # What came costs what was planned, and a sleep is never too short.
+    # What came costs what was planned. A sleep that is too long is taken off later ones, and none of all is too short.
     timed = range(NUM_UNTIMED, NUM_UNTIMED + TINY.minibatches)
     costs_s = [rank.cost_s[number] for rank in runs for number in timed]
     assert sum(costs_s) / len(costs_s) == pytest.approx(entry["planned_compute_s"])
-    assert entry["compute_s"] >= entry["planned_compute_s"] * 0.999
+    assert all(sum(rank.compute_ns) >= 1e9 * sum(rank.cost_s) * (1 - 1e-6) for rank in runs)
     assert {name: count for name, count in entry["planned_bytes"].items() if count} == entry["bytes"]
     assert bool(entry["bytes"]) == (way != "none")
     if way.startswith("all"):
         assert {"vision/inputs", "vision/outputs", "vision/gradients", "audio/outputs"} <= set(entry["bytes"])
         assert entry["bytes"]["vision/outputs"] == entry["bytes"]["vision/gradients"]
-    assert entry["minibatch_s"] >= entry["planned_s"] * 0.999
+    assert entry["minibatch_s"] >= entry["planned_s"] * 0.8
     assert sum(entry[name] for name in ("compute", "waiting", "moving", "load", "rest")) == pytest.approx(1)
     assert min(entry[name] for name in ("compute", "waiting", "moving", "load", "rest")) >= 0
     assert entry["planning_s"] > 0

@@ -418,3 +418,24 @@ def test_exchanges_that_differ_are_refused_on_all_ranks(difference: str) -> None
     for result in run_threads(2, body):
         assert isinstance(result, SetupError)
         assert f"rank 1 differs from rank 0 in item exchange, item '{difference}'" in str(result)
+
+
+def test_rounds_that_are_over_are_forgotten() -> None:
+    def body(exchange: ThreadExchange) -> int:
+        with ItemExchange.create(exchange, ["c"], RuntimeConfig(timeout_s=15), capacity_bytes=64) as items:
+            for number in range(20):
+                one = items.begin("c", [[[(number, 8, 1)]], []])
+                if exchange.rank == 0:
+                    one.publish(0, [torch.tensor([number])])
+                else:
+                    assert read_value_of(one, number) == number
+                one.done()
+            return len(items._channels["c"].rounds)
+
+    assert max(values(run_threads(2, body, timeout_s=60))) <= 4
+
+
+def read_value_of(one: Any, item: int) -> int:
+    out = torch.zeros(1, dtype=torch.int64)
+    one.read(item, out)
+    return int(out)

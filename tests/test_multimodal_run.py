@@ -313,3 +313,43 @@ def test_a_group_of_other_ranks_is_refused_on_each() -> None:
         ranks = f"a minibatch of rank {rank % 2} and a mover of rank {rank}"
         assert refusal.startswith("a minibatch of 2 ranks, and a process group of 4" if rank < 2 else ranks)
         assert own == "through"
+
+
+def run_alone(parts: dict[str, Any], model: Toy, **options: Any) -> list[torch.Tensor]:
+    """One rank, no process group."""
+    plan = orchestrator(1, **options)
+    samples = [split(make_sample(number, 0)) for number in range(40)]
+    lengths = MinibatchLengths.of_samples([[sample.lengths for sample in samples]], plan.modalities)
+    return run_minibatch(MultimodalMinibatch(plan.plan(lengths), 0, samples), parts, model.loss)
+
+
+def test_encoders_that_are_not_trained_build_no_graph() -> None:
+    model, seen = Toy(), set[tuple[str, bool]]()
+
+    def watched(name: str, encoder: Any) -> Any:
+        def encode(items: Any) -> list[torch.Tensor]:
+            seen.add((name, torch.is_grad_enabled()))
+            return encoder.encode(items)
+
+        return type(encoder)(encode, encoder.width, encoder.dtype)
+
+    parts = {name: watched(name, encoder) for name, encoder in encoders(model).items()}
+    run_alone(parts, model, frozen=["audio"])
+    assert seen == {("vision", True), ("audio", False)}
+    assert torch.is_grad_enabled()
+
+
+def test_the_first_problem_of_several_microbatches_counts() -> None:
+    model, calls = Toy(), []
+    parts = encoders(model)
+    vision = parts["vision"]
+
+    def encode(items: Any) -> list[torch.Tensor]:
+        calls.append(len(items))
+        outputs = vision.encode(items)
+        return outputs[1:] if len(calls) == 1 else outputs
+
+    parts["vision"] = type(vision)(encode, vision.width, vision.dtype)
+    with pytest.raises(ValueError, match=r"phase 'vision': the encoder of rank 0 returned \d+ outputs for \d+ items"):
+        run_alone(parts, model)
+    assert len(calls) > 1

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from odc.balance.multimodal.schedule import MinibatchSchedule
-from odc.balance.rearrange.exchange import Received
+from odc.balance.rearrange.exchange import Received, devices_of
 from odc.balance.rearrange.rearrangement import Rearrangement, owners
 
 Parts = list[list[list[int]]]
@@ -156,10 +156,14 @@ class _InStepCarrier(Carrier):
                 raise problem
             self._got = self._put
             return
+        kinds = [device.type for device in devices_of(self._mover.group)]
         with torch.no_grad():
             mine = [self._put[item] for item in route.source[rank].tolist()] if problem is None else []
+            # Bytes are made in host memory, where a group of a device alone cannot take them.
+            mine = [t if t.device.type in kinds else t.to(devices_of(self._mover.group)[0]) for t in mine]
             received = Received.of_group(self._mover.group, mine, route, problem)
         self._got = dict(zip(route.target[rank].tolist(), received, strict=True))
+        self._put = {}
 
     def get(self, items: Sequence[int]) -> list[torch.Tensor]:
         return [self._got[item] for item in items]
@@ -170,6 +174,9 @@ class _InStepCarrier(Carrier):
 
 class Rounds(Protocol):
     """What moves items one-sidedly: an :class:`odc.ItemExchange`, made with :func:`channels_of` an orchestrator."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def begin(self, channel: str, routes: Sequence[Sequence[Sequence[tuple[int, int, int]]]]) -> Any: ...
 
@@ -188,11 +195,10 @@ class OnDemand:
     Args:
         items: an :class:`odc.ItemExchange` between the same ranks, with the channels of :func:`channels_of`.
         rank: of this process in it.
-        device: where what is read is put.
     """
 
-    def __init__(self, items: Rounds, rank: int, device: torch.device | None = None) -> None:
-        self.items, self.rank, self.device = items, rank, device or torch.device("cpu")
+    def __init__(self, items: Rounds, rank: int) -> None:
+        self.items, self.rank = items, rank
         self.moved = Moved()
 
     def carry(self, cargo: Cargo) -> Carrier:
@@ -228,7 +234,7 @@ class _OnDemandCarrier(Carrier):
 
     def get(self, items: Sequence[int]) -> list[torch.Tensor]:
         others = [item for item in items if item not in self._own]
-        read = {item: self._cargo.like(item, self._mover.device) for item in others}
+        read = {item: self._cargo.like(item, self._mover.items.device) for item in others}
         if read:
             self._round.read_many(others, list(read.values()))
         return [self._own[item] if item in self._own else read[item] for item in items]

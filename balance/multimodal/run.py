@@ -24,7 +24,8 @@ class Encoder:
     """How to run one encoder."""
 
     encode: Callable[[list[Tensors]], list[torch.Tensor]]
-    """The outputs of items, (rows of the item, width) each, in the same order."""
+    """The outputs of items, (rows of the item, width) each, in the same order. Items that another rank has read are in
+    host memory: move what you get to your device."""
 
     width: int
     """Elements of a row of the outputs: the hidden size of the language model."""
@@ -214,15 +215,21 @@ class _Runner:
                 "items: expected one for each, in their order"
             )
         for item, output in zip(items, outputs, strict=True):
-            shape = (int(self._schedule.lengths.items[name].output[item]), encoder.width)
-            what = f"phase {name!r}: the output of {self._schedule.lengths.name(name, item)}"
-            if not isinstance(output, torch.Tensor) or tuple(output.shape) != shape or output.dtype != encoder.dtype:
-                found = (
-                    f"{tuple(output.shape)} of {output.dtype}" if isinstance(output, torch.Tensor) else shown(output)
-                )
-                return ValueError(f"{what} is {found}: expected {shape} of {encoder.dtype}, as its lengths say")
-            if not self._frozen[name] and not output.requires_grad and output.numel():
-                return ValueError(f"{what} has no graph: run the encoder with gradients, or declare Phase(frozen=True)")
+            problem = self._problem_of_output(name, encoder, item, output)
+            if problem is not None:
+                what = f"phase {name!r}: the output of {self._schedule.lengths.name(name, item)}"
+                return ValueError(f"{what} {problem}")
+        return None
+
+    def _problem_of_output(self, name: str, encoder: Encoder, item: int, output: object) -> str | None:
+        shape = (int(self._schedule.lengths.items[name].output[item]), encoder.width)
+        if not isinstance(output, torch.Tensor):
+            return f"is {shown(output)}: expected a tensor"
+        if tuple(output.shape) != shape or output.dtype != encoder.dtype:
+            found = f"{tuple(output.shape)} of {output.dtype}"
+            return f"is {found}: expected {shape} of {encoder.dtype}, as its lengths say"
+        if not self._frozen[name] and not output.requires_grad and output.numel():
+            return "has no graph: run the encoder with gradients, or declare Phase(frozen=True)"
         return None
 
     def run_language(self, language: Callable[[list[Text], Outputs], torch.Tensor]) -> list[torch.Tensor]:

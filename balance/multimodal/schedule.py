@@ -57,7 +57,9 @@ class MinibatchSchedule:
         parts: list[IntArray] = []
         for plan in (self.language, *self.encoders.values()):
             ranks, places = _places(plan)
-            parts += [ranks, places]
+            counts = np.array(plan.num_microbatches, dtype=np.int64)
+            order = [np.array(microbatch, dtype=np.int64) for mine in plan.microbatches for microbatch in mine]
+            parts += [ranks, places, counts, *order]
         return np.concatenate(parts)
 
     def fingerprint(self) -> int:
@@ -68,9 +70,9 @@ class MinibatchSchedule:
         """The first decision in which this schedule differs from that of another rank, given :meth:`as_vector`."""
         at = 0
         for name, plan in (("language model", self.language), *self.encoders.items()):
-            ranks, places = _places(plan)
+            ranks, _ = _places(plan)
             theirs = other[at : at + ranks.size]
-            at += ranks.size + places.size
+            at += 3 * ranks.size + self.num_ranks
             if theirs.size != ranks.size:
                 break
             if (changed := np.flatnonzero(theirs != ranks)).size:

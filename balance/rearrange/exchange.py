@@ -30,7 +30,7 @@ _MAX_DIMS = 6
 _META = 3 + _MAX_DIMS
 """What is said of a tensor: dtype, whether it has a gradient, number of dimensions, and these."""
 _FORWARD, _BACKWARD = 1, 2
-_FRAME, _TEXT_BYTES = 8, 1024
+_TEXT_BYTES = 1024
 _ROLL_CALL_S, _LOOK_EVERY_S = 3.0, 0.05
 _GONE = ("closed by peer", "reset by peer", "timed out", "broken pipe", "refused")
 T = TypeVar("T")
@@ -173,7 +173,9 @@ class _Journey:
         self.has_returned = False
         problem = problem or _problem_of(tensors, rearrangement, meeting)
         has = problem is None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        self.has_gradients = meeting.agree(rearrangement, problem, has)
+        kinds = [device.type for device in meeting.devices]
+        where = kinds.index(tensors[0].device.type) if problem is None and len(tensors) else None
+        self.has_gradients = meeting.agree(rearrangement, problem, has, where)
         """Whether any rank has given a tensor away that has a gradient."""
         self.gets_gradients: list[bool] = []
         self._sent_gradients = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
@@ -182,13 +184,13 @@ class _Journey:
     def go(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         rows = [_describe(t, has) for t, has in zip(tensors, self._sent_gradients, strict=True)]
         described = [torch.tensor(row, dtype=torch.int64, device=self._meeting.device) for row in rows]
-        meta = self._move(described, self._route, lambda item: ((_META,), torch.int64))
+        meta = self._move(described, self._route, lambda item: ((_META,), torch.int64), self._meeting.device)
         shapes = {}
         for item, row in zip(self._route.target[self._meeting.rank].tolist(), meta, strict=True):
             dtype, has, num_dims, *dims = row.tolist()
             self.gets_gradients.append(bool(has))
             shapes[item] = (tuple(dims[:num_dims]), DTYPES[dtype])
-        return self._move([t.detach() for t in tensors], self._route, shapes.__getitem__)
+        return self._move([t.detach() for t in tensors], self._route, shapes.__getitem__, self._meeting.data_device)
 
     def come_back(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         if self.has_returned:
@@ -207,7 +209,7 @@ class _Journey:
             )
         }
         given = [g if has else g.new_empty(0) for g, has in zip(gradients, self.gets_gradients, strict=True)]
-        home = self._move(given, self._route.inverse(), like.__getitem__)
+        home = self._move(given, self._route.inverse(), like.__getitem__, self._meeting.data_device)
         return [g if has else None for g, has in zip(home, self._sent_gradients, strict=True)]
 
     def _move(
@@ -215,6 +217,7 @@ class _Journey:
         tensors: Sequence[torch.Tensor],
         route: Rearrangement,
         shape_of: Callable[[int], tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
     ) -> list[torch.Tensor]:
         """This rank's items after ``route``; ``shape_of`` tells shape and dtype of those that come."""
         meeting, rank = self._meeting, self._meeting.rank
@@ -229,7 +232,7 @@ class _Journey:
         coming = {r: route.sends(r, rank) for r in others}
         for r, items in coming.items():
             receives[r] = sum(_num_bytes(*shape_of(item)) for item in items)
-        empty = torch.empty(0, dtype=torch.uint8, device=meeting.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
         came = meeting.all_to_all(torch.cat(out_bytes) if out_bytes else empty, sends, receives)
         found: dict[int, torch.Tensor] = {}
         offset = 0
@@ -253,9 +256,11 @@ class _Meeting:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.number = 0
         """Of this exchange among those of the group."""
-        backend = dist.get_backend(group)
-        on_cpu = "gloo" in backend or "cpu" in backend or "mpi" in backend
-        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.devices = devices_of(group)
+        self.device = self.devices[0]
+        """Where ranks talk."""
+        self.data_device = self.device
+        """Where tensors travel; the same kind on all ranks."""
 
     @property
     def _whole(self) -> dist.ProcessGroup:
@@ -266,13 +271,18 @@ class _Meeting:
         """The number in the job of a rank of this group, for messages."""
         return dist.get_process_group_ranks(self._whole)[rank]
 
-    def agree(self, rearrangement: Rearrangement, problem: ValueError | None, has_gradients: bool) -> bool:
+    def agree(
+        self, rearrangement: Rearrangement, problem: ValueError | None, has_gradients: bool, where: int | None
+    ) -> bool:
         """Whether any rank has gradients to come home; refused on all ranks where one has something else in mind.
+
+        Args:
+            where: of :attr:`devices`, the one that this rank's tensors are on; None: it has none.
 
         Raises:
             ValueError, ProtocolError: see :func:`exchange`.
         """
-        rows = self._swap_frames(_FORWARD, rearrangement, problem is not None, has_gradients)
+        rows = self._swap_frames(_FORWARD, rearrangement, problem is not None, has_gradients, where)
         # All begin the same one, so the largest is right wherever an error has left some ranks behind.
         self.number = _numbers[self._whole] = max(row[1] for row in rows)
         if any(row[2] for row in rows):
@@ -281,8 +291,16 @@ class _Meeting:
                 raise problem
             rank = next(rank for rank, row in enumerate(rows) if row[2])
             raise AbortedError(f"rank {self.name(rank)} has refused an exchange: {texts[rank]}")
-        if len({tuple(row[4:]) for row in rows}) > 1:
+        if len({tuple(row[5:]) for row in rows}) > 1:
             raise ValueError(self._difference(rearrangement))
+        places = {row[4]: rank for rank, row in enumerate(rows) if row[4] >= 0}
+        if len(places) > 1:
+            (one, first), (other, second) = sorted(places.items())
+            raise ValueError(
+                f"items of rank {self.name(first)} are on {self.devices[one].type}, those of rank {self.name(second)} "
+                f"on {self.devices[other].type}: expected one kind of device"
+            )
+        self.data_device = self.devices[next(iter(places), 0)]
         return any(row[3] for row in rows)
 
     def come_back(self, rearrangement: Rearrangement) -> None:
@@ -291,18 +309,21 @@ class _Meeting:
         Raises:
             ProtocolError: another one is somewhere else.
         """
-        rows = self._swap_frames(_BACKWARD, rearrangement, False, False)
-        if len({(row[1], *row[4:]) for row in rows}) > 1:
+        rows = self._swap_frames(_BACKWARD, rearrangement, False, False, None)
+        if len({(row[1], *row[5:]) for row in rows}) > 1:
             raise ProtocolError(
                 "ranks go back through different exchanges: backwards must come in the same order on all of them. "
                 "Where the loss of a rank depends on some only of what it has received, compute with received.leaves, "
                 "and call received.backward() of each exchange in one order on all ranks"
             )
 
-    def _swap_frames(self, kind: int, rearrangement: Rearrangement, is_bad: bool, has: bool) -> list[list[int]]:
+    def _swap_frames(
+        self, kind: int, rearrangement: Rearrangement, is_bad: bool, has: bool, where: int | None
+    ) -> list[list[int]]:
         digest = np.frombuffer(rearrangement.digest(), dtype="<i8").tolist()
         number = _numbers.get(self._whole, 0) + 1 if kind == _FORWARD else self.number
-        frame = torch.tensor([kind, number, is_bad, has, *digest], dtype=torch.int64, device=self.device)
+        words = [kind, number, is_bad, has, -1 if where is None else where, *digest]
+        frame = torch.tensor(words, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(frame) for _ in range(self.world_size)]
         self._named(lambda: dist.all_gather(rows, frame, group=self.group))
         table = [row.tolist() for row in rows]
@@ -388,6 +409,20 @@ class _Meeting:
         return PeerDiedError(f"{numbers} gone in the middle of an exchange of items ({why})")
 
 
+def devices_of(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """What tensors of a process group may be on, host memory first if it has a backend for that; with the index of the
+    current device."""
+    whole: Any = group or dist.GroupMember.WORLD
+    found = []
+    for kind in sorted({device.type for device in whole._device_types}, key=lambda kind: kind != "cpu"):
+        if kind == "cpu":
+            found.append(torch.device("cpu"))
+        # gloo takes tensors of a device for some collectives, and not for all-to-all.
+        elif torch.cuda.is_available() and whole._get_backend(torch.device(kind)).name() != "gloo":
+            found.append(torch.device(kind, torch.cuda.current_device()))
+    return found
+
+
 def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
     """Why these tensors cannot be exchanged. Not raised here: the other ranks wait for this one's answer."""
     if rearrangement.num_ranks != meeting.world_size:
@@ -408,8 +443,11 @@ def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _
             return ValueError(f"{where} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
         if tensor.dim() > _MAX_DIMS:
             return ValueError(f"{where} has {tensor.dim()} dimensions: expected at most {_MAX_DIMS}")
-        if tensor.device.type != meeting.device.type:
-            return ValueError(f"{where} is on {tensor.device}: the group communicates on {meeting.device.type}")
+        if tensor.device.type not in [device.type for device in meeting.devices]:
+            kinds = " and ".join(device.type for device in meeting.devices)
+            return ValueError(f"{where} is on {tensor.device}: the group communicates on {kinds}")
+        if tensor.device.type != tensors[0].device.type:
+            return ValueError(f"{where} is on {tensor.device}, another one on {tensors[0].device}: expected one device")
     return None
 
 
