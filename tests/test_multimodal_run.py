@@ -195,6 +195,11 @@ def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
         parts["vision"] = type(vision)(encode, vision.width, vision.dtype)
     if what == "no encoder":
         del parts["audio"]
+    if what == "no dummy":
+        minibatch, _ = minibatch_of(
+            rank, world_size, 1, {"policy": None, "balance_encoders": False, "comm": "collective"}
+        )
+        parts = {name: type(part)(part.encode, part.width, part.dtype) for name, part in parts.items()}
     try:
         run_minibatch(minibatch, parts, model.loss)
     except Exception as error:
@@ -210,6 +215,7 @@ def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:
         ("first dimension", "phase 'vision': the output of vision item 0 of sample"),
         ("no graph", "has no graph: run the encoder with gradients, or declare Phase(frozen=True)"),
         ("no encoder", "no encoder for phase 'audio'"),
+        ("no dummy", "has a microbatch without items, as collectives need it, and the encoder has no dummy"),
     ],
 )
 def test_what_an_encoder_must_not_do_is_refused_on_all_ranks(what: str, words: str) -> None:

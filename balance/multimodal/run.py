@@ -127,6 +127,14 @@ class _Runner:
             raise ValueError(
                 f"a minibatch of rank {minibatch.rank} and a mover of rank {mover.rank}: expected one rank"
             )
+        for name, plan in schedule.encoders.items():
+            # On all ranks, whichever has such a microbatch: those that have none would wait for it.
+            empty = [rank for rank, mine in enumerate(plan.microbatches) if not all(mine)]
+            if empty and encoders[name].dummy is None:
+                raise ValueError(
+                    f"phase {name!r}: rank {empty[0]} has a microbatch without items, as collectives need it, and the "
+                    "encoder has no dummy: give it one, or use ODC and comm='odc'"
+                )
         self._minibatch, self._schedule, self._rank = minibatch, schedule, minibatch.rank
         self._encoders = {name: encoders[name] for name in schedule.encoders}
         # Without gradients (an evaluation) there is a forward only, on all ranks.
@@ -195,11 +203,7 @@ class _Runner:
     def _encode_one(self, name: str, encoder: Encoder, items: Sequence[int]) -> list[torch.Tensor]:
         raw = self._raw(name, items)
         if not raw:
-            if encoder.dummy is None:
-                raise ValueError(
-                    f"phase {name!r}: rank {self._rank} has a microbatch without items, as collectives need it, and "
-                    "the encoder has no dummy: give it one, or use ODC and comm='odc'"
-                )
+            assert encoder.dummy is not None
             raw = [encoder.dummy()]
         with torch.set_grad_enabled(not self._frozen[name]):
             return list(encoder.encode(raw))
