@@ -205,10 +205,10 @@ def test_ranks_of_a_group_are_named_as_in_the_job() -> None:
 
 
 def come_late(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
     importlib.import_module("odc.balance.rearrange.exchange")._ROLL_CALL_S = 0.2
     if rank == 1:
-        time.sleep(1.5)
+        time.sleep(3.0)
         return "slow"
     try:
         exchange([torch.ones(2)], to_the_next(world_size), group)

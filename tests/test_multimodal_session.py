@@ -207,6 +207,7 @@ def hear(rank: int, world_size: int) -> str:
     session = odc.patch_fsdp(model)
     items = session.exchange_items(["c"], capacity_bytes=64)
     one = items.begin("c", [[], [[(7, 8, 0)]]])
+    dist.barrier()  # or rank 0 might hear of it where it begins
     if rank == 1:
         session.abort(RuntimeError("out of memory"))
         dist.barrier()
