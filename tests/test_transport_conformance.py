@@ -215,6 +215,11 @@ def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str
             for owner in range(3):
                 transport.write(added, owner, 8 * exchange.rank, mine)
                 transport.write(first, owner, 8 * exchange.rank, mine)
+            # What has been written is there once a post behind it is.
+            transport.post(0)
+            for client in range(3):
+                await_signal(transport, client, 0, turn)
+            transport.order_after(range(3), 0, turn)
             meet(transport, exchange)
             for buffer in (added, first):
                 row = torch.zeros(24, dtype=torch.uint8, device=device_of(name))
