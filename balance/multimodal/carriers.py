@@ -156,11 +156,12 @@ class _InStepCarrier(Carrier):
                 raise problem
             self._got = self._put
             return
-        kinds = [device.type for device in devices_of(self._mover.group)]
+        devices = devices_of(self._mover.group)
+        kinds = [device.type for device in devices]
         with torch.no_grad():
             mine = [self._put[item] for item in route.source[rank].tolist()] if problem is None else []
             # Bytes are made in host memory, where a group of a device alone cannot take them.
-            mine = [t if t.device.type in kinds else t.to(devices_of(self._mover.group)[0]) for t in mine]
+            mine = [t if t.device.type in kinds else t.to(devices[0]) for t in mine]
             received = Received.of_group(self._mover.group, mine, route, problem)
         self._got = dict(zip(route.target[rank].tolist(), received, strict=True))
         self._put = {}

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
-from odc.balance.costs import QuadraticCost, evaluate
+from odc.balance.costs import QuadraticCost, attention_costs, evaluate
 from odc.balance.layout import microbatch_tokens
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
 from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, in_order
@@ -237,7 +237,7 @@ class Orchestrator:
             microbatches = self._packed(lengths.language, costs, batches, limit)
         elif isinstance(self.policy, Policy):
             plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
-            microbatches, name = self._at_home(plan.microbatches, has, lengths.language), plan.policy
+            microbatches, name = self._at_home(plan, has), plan.policy
         return Plan(self._filled(microbatches), lengths.language, costs, max(limit, 1), name)
 
     def _whole_costs(self, lengths: MinibatchLengths, costs: FloatArray) -> FloatArray:
@@ -258,11 +258,10 @@ class Orchestrator:
             parts = [pack(lengths[mine], costs[mine], limit) for mine in ranks]
         return [costliest_first(renumber(found, mine), costs) for found, mine in zip(parts, ranks, strict=True)]
 
-    def _at_home(self, batches: list[Parts], has: list[list[int]], sizes: IntArray) -> list[Parts]:
+    def _at_home(self, plan: Plan, has: list[list[int]]) -> list[Parts]:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
-        makes = [[sample for microbatch in batch for sample in microbatch] for batch in batches]
-        volume = Rearrangement.between(has, makes).volume(sizes)
-        return _permuted(batches, place_on_nodes(volume, self.ranks_per_node or self.num_ranks))
+        volume = Rearrangement.between(has, in_order(plan)).volume(plan.lengths)
+        return _permuted(plan.microbatches, place_on_nodes(volume, self.ranks_per_node or self.num_ranks))
 
     def _plan_encoder(
         self, phase: Phase, lengths: MinibatchLengths, has: list[list[int]], wants: list[list[int]]
@@ -276,10 +275,7 @@ class Orchestrator:
         microbatches = self._filled([_cut(phase, items.encoder, costs, batch) for batch in batches])
         peak = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
         limit = phase.max_tokens or peak
-        attention = None
-        if phase.layout == "padded-attention":
-            assert isinstance(phase.cost, QuadraticCost)
-            attention = phase.cost.a * np.square(items.encoder, dtype=np.float64)
+        attention = attention_costs(phase.cost, items.encoder) if phase.layout == "padded-attention" else None
         name = "post-balancing" if self.balance_encoders else "as the language model"
         return Plan(microbatches, items.encoder, costs, limit, name, layout=phase.layout, attention_costs=attention)
 

@@ -135,13 +135,19 @@ class _Runner:
                     f"phase {name!r}: rank {empty[0]} has a microbatch without items, as collectives need it, and the "
                     "encoder has no dummy: give it one, or use ODC and comm='odc'"
                 )
-        self._minibatch, self._schedule, self._rank = minibatch, schedule, minibatch.rank
+        self._schedule, self._rank = schedule, minibatch.rank
         self._encoders = {name: encoders[name] for name in schedule.encoders}
         # Without gradients (an evaluation) there is a forward only, on all ranks.
         self._trains = torch.is_grad_enabled()
         self._frozen = {name: frozen or not self._trains for name, frozen in schedule.frozen.items()}
         self._mover, self._span = mover, span
         self._done: dict[str, _Encoded] = {}
+        # What this rank has read, by its numbers in the schedule.
+        self._parts = dict(zip(schedule.samples.source[self._rank].tolist(), minibatch.parts, strict=True))
+        self._items: dict[str, dict[int, Tensors]] = {}
+        for name in self._encoders:
+            items = [item for part in minibatch.parts for item in part.items.get(name, ())]
+            self._items[name] = dict(zip(schedule.inputs[name].source[self._rank].tolist(), items, strict=True))
         # All at once, and in one order on all ranks: roads may have to be widened for what is to go there.
         lengths, texts = schedule.lengths, schedule.samples
         self._texts = None if texts.is_at_rest else self._carry(whole_cargo("samples", texts, lengths.num_bytes))
@@ -167,22 +173,18 @@ class _Runner:
 
     def give_inputs(self) -> None:
         """Samples and items to where they are needed, but for those that stay."""
-        parts = self._minibatch.parts
         with self._span("move", "inputs"):
             if self._texts is not None:
-                _put_whole(self._texts, [to_bytes(named(part.text)) for part in parts])
+                _put_whole(self._texts, [to_bytes(named(part.text)) for part in self._parts.values()])
             for name, carrier in self._inputs.items():
                 if carrier is not None:
-                    own = [item for part in parts for item in part.items.get(name, ())]
-                    _put_whole(carrier, [to_bytes(item) for item in own])
+                    _put_whole(carrier, [to_bytes(item) for item in self._items[name].values()])
 
     def _raw(self, name: str, items: Sequence[int]) -> list[Tensors]:
         carrier = self._inputs[name]
         if carrier is not None:
             return [tuple(from_bytes(data)) for data in carrier.get(items)]
-        own = [item for part in self._minibatch.parts for item in part.items.get(name, ())]
-        place = {item: at for at, item in enumerate(self._schedule.inputs[name].source[self._rank].tolist())}
-        return [own[place[item]] for item in items]
+        return [self._items[name][item] for item in items]
 
     def encode(self) -> None:
         for name, encoder in self._encoders.items():
@@ -262,9 +264,7 @@ class _Runner:
     def _columns(self, samples: Sequence[int]) -> list[Text]:
         if self._texts is not None:
             return [from_named(from_bytes(data)) for data in self._texts.get(samples)]
-        first = self._schedule.samples.source[self._rank].tolist()
-        place = {sample: at for at, sample in enumerate(first)}
-        return [dict(self._minibatch.parts[place[sample]].text) for sample in samples]
+        return [dict(self._parts[sample].text) for sample in samples]
 
     def go_back(self) -> None:
         for carrier in self._gradients.values():
