@@ -37,6 +37,14 @@ class GradientUse(Listener):
 
     Gradients that are final are *used up* by a step, by clearing them, or by a step that ``GradScaler`` has skipped.
 
+    [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this rank
+    had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So what a
+    script does with gradients decides alone: whoever asks again for gradients that he has asked for (the same clipping
+    of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If nobody
+    has added anything, they are the same. What cannot be told apart in this way (one minibatch ended by
+    ``session.finish()`` only, and kept, the next one by a step only) shows in the number of steps that each rank has
+    taken, which it sends with ``done``.
+
     [Note: Readers on an idle rank] On a rank that has sent gradients, reading a ``.grad`` by hand asks for them. On one
     that had no microbatch it may be the same line of the script, which will scale them and must find them; or a look at
     the old ones (a log after the step), which has to wait for nobody. Ranks run the same script, so they tell each
@@ -50,6 +58,8 @@ class GradientUse(Listener):
         self._publisher = publisher
         self._runtime = runtime
         self._sent: set[int] = set()  # units of which this rank has pushed gradients in this minibatch
+        self._num_steps = 0  # of optimizers
+        self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
         self._was_idle = False  # in the last minibatch
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending = ""  # what is about to make them final
@@ -81,10 +91,12 @@ class GradientUse(Listener):
         Raises:
             ProtocolError: another rank has asked for gradients where this one, which has ended it as ``own``, had none.
         """
+        self._check_steps(ends)
         asked_at = {end.notes[:2] for end in ends if end.has_pushed and end.notes[0]}
         self._check_readers({place for place, _ in asked_at}, ends, own.notes[0])
         self._asked_at |= asked_at
         self._looked_at.clear()
+        self._uses.clear()
         self._read_there.clear()
         self._ended_at = (0, 0)
         self._publisher.forget_steps()
@@ -99,12 +111,31 @@ class GradientUse(Listener):
         """The gradients of the minibatch are in ``.grad``."""
         self._has_own_gradients = self.has_gradients and not self._publisher.gradients_are_cleared()
 
-    def numbers_of(self, reader: Reader | None) -> tuple[int, int, int]:
-        """What the other ranks are told of who asks for gradients by hand: place, path, and whether the script had only
-        looked there before."""
+    def numbers_of(self, reader: Reader | None) -> tuple[int, int, int, int, int]:
+        """What the other ranks are told of the end of a minibatch: of who asks for gradients by hand the place, path,
+        and whether the script had only looked there before; how many steps this rank has taken, and which it is."""
+        me = self._runtime.topology.me
         if reader is None:
-            return 0, 0, 0
-        return reader.place, reader.path, int((reader.place, reader.path) in self._looked_at)
+            return 0, 0, 0, self._num_steps, me
+        has_looked = (reader.place, reader.path) in self._looked_at
+        return reader.place, reader.path, int(has_looked), self._num_steps, me
+
+    def _check_steps(self, ends: Sequence[End]) -> None:
+        """Ranks that are at the same place of their script have taken the same steps before a minibatch ends. Else one
+        has taken a step on gradients that another has kept, to add to them in this minibatch.
+
+        Raises:
+            ProtocolError: naming one of each.
+        """
+        steps = {end.notes[4]: end.notes[3] for end in ends}
+        (first, fewest), (last, most) = (choose(steps.items(), key=lambda item: item[1]) for choose in (min, max))
+        if fewest != most:
+            raise ProtocolError(
+                f"the ranks have not taken the same steps before the end of minibatch {self._runtime.minibatch}: rank "
+                f"{first} {fewest}, rank {last} {most}. A rank without a microbatch cannot know that the others keep "
+                "their gradients and add to them: call odc.session_of(model).finish() on every rank wherever their "
+                "gradients are final, before they are used"
+            )
 
     def _check_readers(self, asked_at: set[int], ends: Sequence[End], own: int) -> None:
         """See [Note: Readers on an idle rank].
@@ -255,7 +286,13 @@ class GradientUse(Listener):
                 f"{what} inside the minibatch: gradients are final only after it. Move it behind the `with "
                 "session.minibatch():` block, or call session.finish() before it."
             )
-        if self._runtime.state is State.FINISHED and not self._is_next_minibatch(owned, what):
+        use = (what, frozenset(owned))
+        if (
+            self._runtime.state is State.FINISHED
+            and not self._is_next_minibatch(owned, what)
+            and (what == STEP or use not in self._uses)
+        ):
+            self._uses.add(use)
             return
         if what == CLIPPING_BY_NORM:
             raise UnsupportedError(
@@ -266,6 +303,7 @@ class GradientUse(Listener):
         self._ending = what
         self._live_session().finish_by(reader)
         self._ended_by = what
+        self._uses.add(use)
 
     def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
         """See [Note: Readers on an idle rank]."""
@@ -343,6 +381,7 @@ class GradientUse(Listener):
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
+        self._num_steps += bool(owned)
         if owned and self._runtime.state is State.FINISHED:
             self._publisher.after_step(owned)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import ProtocolError
-from odc.protocol import End, EndKind, require_same_end
+from odc.protocol import NUM_NOTES, End, EndKind, require_same_end
 from odc.runtime import Runtime
 
 
@@ -63,8 +63,8 @@ class Replicas:
                     f"{minibatch}: the replicas have taken different numbers of steps"
                 )
             of_group = [
-                End(EndKind(kind), (one, two, three), bool(pushed))
-                for kind, pushed, one, two, three in zip(*[iter(rest)] * 5, strict=True)
+                End(EndKind(kind), tuple(notes), bool(pushed))
+                for kind, pushed, *notes in zip(*[iter(rest)] * (2 + NUM_NOTES), strict=True)
             ]
             require_same_end(minibatch, {self._ranks[self.rank]: ends[0], rank: of_group[0]})
             found += of_group if rank != self._ranks[self.rank] else []

@@ -48,12 +48,15 @@ _KIND_TEXTS = {
 }
 
 
+NUM_NOTES = 5
+
+
 @dataclass(frozen=True)
 class End:
     """How one rank has ended a minibatch; every rank learns it of every other one, together with ``done``."""
 
     kind: EndKind = EndKind.USE
-    notes: tuple[int, int, int] = (0, 0, 0)
+    notes: tuple[int, ...] = (0,) * NUM_NOTES
     """Numbers of the caller, which the protocol only carries."""
     has_pushed: bool = False
     """Filled in by the protocol: this rank has pushed gradients in this minibatch."""
@@ -75,8 +78,8 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
-_END_WORDS = 7  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
-_SENT = 6
+_END_WORDS = 4 + NUM_NOTES  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
+_SENT = _END_WORDS - 1
 _END_FORMAT = f"={_END_WORDS}q"
 
 
@@ -456,7 +459,7 @@ class MinibatchProtocol:
             start = self._ended % 2 * self._world_size * _END_WORDS
             places = [start + rank * _END_WORDS for rank in range(self._world_size)]
             rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
-            self._ends = [End(EndKind(kind), (a, b, c), bool(pushed)) for _, kind, pushed, a, b, c, _ in rows]
+            self._ends = [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
         return self._ends
 
     def _await_done(self) -> None:

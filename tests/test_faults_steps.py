@@ -13,7 +13,9 @@ from process_ranks import run_ranks, start_ranks
 from test_faults_pushes import NUMEL, create, publish_all
 from test_links import across
 from thread_ranks import ThreadExchange, run_threads, values
-from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime
@@ -210,6 +212,36 @@ def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> N
         assert told.error_type == "AbortedError", told.error
         assert "rank 1 (pid" in (told.error or "")
         assert "MisuseError: Optimizer.zero_grad" in (told.error or "")
+
+
+def steps_on_what_others_keep(rank: int, world_size: int, kind: str) -> None:
+    """Gradients are kept once, said explicitly; behind that only those say so who have a microbatch: rank 1 has none,
+    and takes its step on what rank 0 has added to."""
+    model: Any = build(num_blocks=1)
+    if kind == "hybrid":
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    else:
+        model = wrap(model, use_orig_params=True) if kind == "fsdp1" else shard(model, world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with odc.patch_fsdp(model) as session:
+        for step in range(6):
+            if rank % 2 == 0 or step % 2 == 0:
+                (loss_of(model, tokens(step, rank, 0)) * 0.02).backward()
+            if step % 2 == 0:
+                session.finish()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "hybrid"])
+def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(kind: str) -> None:
+    ranks = 4 if kind == "hybrid" else 2
+    for result in start_ranks(ranks, steps_on_what_others_keep, kind, env={"ODC_TIMEOUT": "60"}).join(150):
+        assert "have not taken the same steps" in (result.error or "")
+        assert "rank 0" in (result.error or "")
+        assert "rank 1" in (result.error or "")
+        assert ".finish() on every rank" in (result.error or "")
 
 
 def waits_elsewhere(rank: int, world_size: int) -> None:

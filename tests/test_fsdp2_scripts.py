@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fsdp_scripts import ends, hybrid, loops, models, reading
+from fsdp_scripts import ends, hybrid, kept, loops, models, reading
 from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
 from fsdp_scripts.run import TOLERANCE, Case, Run, difference, with_
 from process_ranks import run_ranks
@@ -88,6 +88,7 @@ CASES: dict[str, Case] = {
     "averages in a step hook": Case(models.weight_averages),
     **reading.CASES,
     **reading.FSDP2_CASES,
+    **kept.CASES,
 }
 COMPILED = {
     "aot_eager": Case(with_(models.compiled, "aot_eager"), minibatches=2),

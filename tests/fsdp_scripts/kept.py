@@ -1,0 +1,57 @@
+"""Gradients that outlive the end of their minibatch: kept over steps, added to, and a rank that has nothing to add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import TOLERANCE, Case, Run, with_
+
+
+def turn(run: Run, model: torch.nn.Module, step: int, idle: bool) -> None:
+    """A microbatch. Plain FSDP needs one of weight zero where a rank has none."""
+    if not idle:
+        run.backward(model, step)
+    elif not run.patched:
+        (loss_of(model, tokens(step, run.rank, 0)) * 0.0).backward()
+
+
+def clipped_before_each_second_step(run: Run, clip: Callable[..., Any]) -> None:
+    """Rank 1 has no microbatch where gradients were kept."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(6):
+        turn(run, model, step, idle=run.rank == 1 and step % 2 == 1)
+        clip(model.parameters(), 0.3)
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_twice_alike(run: Run) -> None:
+    """The second time could be that of a rank without a microbatch in the next minibatch, and is taken for that."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        turn(run, model, step, idle=run.rank == 1 and step == 1)
+        for _ in range(2):
+            clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES = {
+    "clip_grad_norm_ twice alike": Case(clipped_twice_alike, TOLERANCE, minibatches=6),
+    "clip_grad_value_, each second step, idle": Case(
+        with_(clipped_before_each_second_step, clip_grad_value_), TOLERANCE, minibatches=6
+    ),
+    "clip_grad_norm_, each second step, idle": Case(
+        with_(clipped_before_each_second_step, clip_grad_norm_), TOLERANCE, minibatches=6
+    ),
+}
