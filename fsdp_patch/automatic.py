@@ -25,7 +25,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from odc.errors import UnsupportedError
 from odc.exchange import ProcessGroupExchange, gather_json
 from odc.fsdp_patch.fsdp2 import find_fsdp2_units
-from odc.fsdp_patch.gradient_events import Listener, Reader
+from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen, listening, untraced
 from odc.fsdp_patch.patching import default_group
 from odc.fsdp_patch.session import Session
@@ -67,21 +67,12 @@ class AutomaticPatching(Listener):
         self._on_patched = on_patched
         self._sessions: list[weakref.ref[Session]] = []
         self._roots = FsdpRoots(self._on_root)
-        self._looked_at: dict[tuple[int, int], str] = {}  # where gradients of models not patched yet were read
         # From the start: the first closure of optimizer.step(closure) contains the first forward.
         self._undo = listen(self)
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """A rank without a microbatch patches where it comes for the other ranks' gradients."""
         self._roots.gradients_read(tensors)
-
-    @property
-    def remembers_readers(self) -> bool:
-        return bool(self._roots.pending())
-
-    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
-        """There is nothing to read yet; the session will want to know."""
-        self._looked_at[reader.place, reader.path] = str(reader)
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._roots.pending(tensors))
@@ -113,7 +104,6 @@ class AutomaticPatching(Listener):
             session = self._patch(module)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from error
-        session.looked_before(self._looked_at)
         self._sessions.append(weakref.ref(session))
         if self._on_patched is not None:
             self._on_patched(module, session, computes)

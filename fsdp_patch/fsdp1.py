@@ -7,13 +7,14 @@ hybrid sharding because FSDP then skips its all-reduce, which is what ODC wants)
 [Note: Nothing until final] FSDP1 makes what a hook leaves in its output the sharded gradient, or adds it to an earlier
 one. The sum is known only at the end of the minibatch, so the hook leaves zeros: one element seen as many, which costs
 no memory. ``prepare_gradient_for_optim`` (end of backward) is shadowed to take a ``.grad`` that is nothing but these
-zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it is final.
+zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it is final. Where FSDP1 looks at ``.grad``
+itself, what is pending there steps aside.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
-from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.pending import Pending, settled
+from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 _COMMUNICATES = "on-demand communication moves memory of other ranks here"
@@ -42,6 +44,7 @@ class Fsdp1Unit(Unit):
     """One ``FullyShardedDataParallel`` module that has parameters of its own."""
 
     def __init__(self, module: FullyShardedDataParallel, name: str) -> None:
+        super().__init__()
         self.module = module
         self.name = name or "<root>"
         self.handle: Any = module._handle
@@ -157,7 +160,7 @@ class Fsdp1Unit(Unit):
         if was_interrupted:
             self._restore_gradient()
 
-    def end_evaluation(self) -> None:
+    def end_evaluation(self, is_by_hand: bool) -> None:
         # A rank without a backward would have them until the minibatch ends, which may be while the script goes over
         # the parameters: FSDP1 takes full ones out of the modules and puts sharded ones in.
         self.discard_gathered()
@@ -190,6 +193,7 @@ class Fsdp1Unit(Unit):
             return
         flat = self.flat_param
         shard = flat._local_shard
+        self._leave_replaced(mean)
         self._take_over_gradients()
         if flat.grad is None:
             flat.grad = mean.to(device=shard.device, dtype=shard.dtype)
@@ -202,7 +206,27 @@ class Fsdp1Unit(Unit):
             self.handle._use_sharded_grad_views()
 
     def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return [(self.flat_param._local_shard, self.flat_param.grad)]
+        return [(self.flat_param._local_shard, settled(self.flat_param.grad))]
+
+    def _leave_replaced(self, mean: torch.Tensor) -> None:
+        """Nothing is added to gradients that the script has replaced."""
+        gone = {id(pending.parameter) for pending in self.pending.values() if not pending.stood}
+        if id(self.flat_param) in gone:
+            mean.zero_()
+        for _, parameter, part in self._in_shard():
+            if id(parameter) in gone:
+                mean[part].zero_()
+
+    def places(self) -> Sequence[Place]:
+        shard = self.flat_param._local_shard
+        if not self.handle._use_orig_params:
+            return [Place(self.flat_param, shard)] if self._trainable else []
+        return [Place(p, shard[part]) for _, p, part in self._in_shard() if id(p) in self._trainable]
+
+    def expect(self, communication: Communication, *, old: bool) -> None:
+        flat, shard = self.flat_param, self.flat_param._local_shard
+        if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self._unsynchronized:
+            super().expect(communication, old=old)  # else it follows at the end of this backward
 
     def _take_over_gradients(self) -> None:
         """Make the flat gradient what the original parameters' ``.grad`` say.
@@ -213,17 +237,19 @@ class Fsdp1Unit(Unit):
         flat = self.flat_param
         if not self.handle._use_orig_params or self._unsynchronized:
             return
-        if all(p.grad is None for p in flat._params):
+        grads = [settled(p.grad) for p in flat._params]
+        if all(grad is None for grad in grads):
             flat.grad = None
             return
         if flat.grad is None:
             flat.grad = torch.zeros_like(flat._local_shard)
-        for index, parameter, part in self._in_shard():
-            if parameter.grad is None:
+        for index, _, part in self._in_shard():
+            grad = grads[index]
+            if grad is None:
                 flat.grad[part].zero_()
                 flat._is_grad_none_mask[index] = True
-            elif parameter.grad.untyped_storage().data_ptr() != flat.grad.untyped_storage().data_ptr():
-                flat.grad[part].copy_(parameter.grad)
+            elif grad.untyped_storage().data_ptr() != flat.grad.untyped_storage().data_ptr():
+                flat.grad[part].copy_(grad)
 
     @property
     def _unsynchronized(self) -> bool:
@@ -264,17 +290,29 @@ class Fsdp1Unit(Unit):
 
         @functools.wraps(prepare)
         def prepare_gradient_for_optim() -> None:
+            was_sent = self._sent_in is not None
             self._completed(torch._C._current_graph_task_id())
+            self._step_aside()
             prepare()
             flat = self.flat_param
             if self._is_nothing(flat.grad):
                 flat.grad = None
                 for parameter in chain(flat._params or [], flat._shared_params or []):
                     parameter.grad = None
+            for pending in self.pending.values():
+                pending.step_back()
+            if was_sent:
+                self.expect(communication, old=True)
+                for pending in self.pending.values():
+                    pending.is_sent = True
 
         undo_methods = self._shadow(
             _all_gather_flat_param=untraced(all_gather_flat_param, _COMMUNICATES),
             prepare_gradient_for_optim=untraced(prepare_gradient_for_optim, _COMMUNICATES),
+            prepare_gradient_for_backward=self._before(self.handle.prepare_gradient_for_backward),
+            _writeback_orig_params=self._around(self.handle._writeback_orig_params),
+            _use_sharded_grad_views=self._around(self.handle._use_sharded_grad_views),
+            _reset_flat_param_grad_info_if_needed=self._around(self.handle._reset_flat_param_grad_info_if_needed),
         )
         undo_order = self._stop_checking_order()
         self.module._comm_hook = push
@@ -286,6 +324,34 @@ class Fsdp1Unit(Unit):
             undo_methods()
 
         return undo
+
+    def _before(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        """A method of the handle that replaces gradients until the end of backward."""
+
+        @functools.wraps(original)
+        def method() -> Any:
+            self._step_aside()
+            return original()
+
+        return method
+
+    def _around(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        """A method of the handle that looks at gradients."""
+
+        @functools.wraps(original)
+        def method() -> Any:
+            aside = self._step_aside()
+            try:
+                return original()
+            finally:
+                for pending in aside:
+                    pending.step_back()
+
+        return method
+
+    def _step_aside(self) -> list[Pending]:
+        """Those that have stood in ``.grad``."""
+        return [pending for pending in self.pending.values() if pending.step_aside()]
 
     def _completed(self, backward: int) -> None:
         """A backward pass has come to its end. One that has sent gradients before it, and is not a part of it (these

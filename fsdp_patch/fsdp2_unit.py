@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
-from odc.fsdp_patch.unit import Communication, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.pending import settled
+from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -83,11 +84,9 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
     ) -> dist.Work | None:
         present = self._unit.begin_push()
         self._communication.scatter_accumulate(self._index, self._as_pushed(input_tensor, present), present)
-        # [Note: Nothing until final] FSDP adds this output to .grad now, but the sum is known only at the end of the
-        # minibatch. Zeros leave an existing .grad as it was, and Fsdp2Unit takes a .grad that FSDP makes of them away
-        # again. Session.finish adds the sum, divided as FSDP would have divided it. (For a forced sum FSDP divides
-        # this output afterwards: zeros again.)
-        output_tensor.zero_()
+        # [Note: Nothing until final] FSDP makes a .grad of this output now, but the sum is known only at the end of the
+        # minibatch. Whatever is in it, Fsdp2Unit takes that .grad away again. Session.finish adds the sum, divided as
+        # FSDP would have divided it.
         return None
 
     def _as_pushed(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
@@ -102,6 +101,7 @@ class Fsdp2Unit(Unit):
     reduce_scatter_type = OdcReduceScatter
 
     def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str]) -> None:
+        super().__init__()
         self.module = module
         self.group = group
         self.name = name
@@ -110,7 +110,9 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self.trainable = [p for p in self.params if p.sharded.requires_grad]
+        self._grads = [Place(p.sharded, p.local) for p in self.trainable]
         self._present: list[bool] = []
+        self._is_sent = False  # in this post-backward
         self._has_sent = False  # in a backward pass that may not have completed
 
     # What it is
@@ -220,10 +222,20 @@ class Fsdp2Unit(Unit):
         if any(touched) and any(param.has_gradient for param in self.trainable):
             raise waiting_gradients(self.name)
         offset = 0
-        for param, here in zip(self.trainable, touched, strict=True):
-            if here:
-                param.add_to_grad(mean[offset : offset + param.local.numel()])
+        for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
+            pending = self.pending.get(index)
+            if here and (pending is None or pending.stood):
+                handle = pending.handle if pending is not None and pending.parameter is param.sharded else None
+                param.add_to_grad(mean[offset : offset + param.local.numel()], handle)
             offset += param.padded.numel()
+
+    def places(self) -> Sequence[Place]:
+        if any(place.parameter is not p.sharded for place, p in zip(self._grads, self.trainable, strict=True)):
+            self._grads = [Place(p.sharded, p.local) for p in self.trainable]  # a checkpoint was loaded as new ones
+        return self._grads
+
+    def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        return self.trainable[index].as_dtensor(local)
 
     def check_hooks(self) -> None:
         for param in self.params:
@@ -238,6 +250,10 @@ class Fsdp2Unit(Unit):
     def discard_gathered(self) -> None:
         self._forget_interrupted_pass()
         if not self.group.is_sharded:
+            self.module.reshard()
+
+    def end_evaluation(self, is_by_hand: bool) -> None:
+        if is_by_hand and not self.group.is_sharded:
             self.module.reshard()
 
     def _forget_interrupted_pass(self) -> None:
@@ -269,7 +285,7 @@ class Fsdp2Unit(Unit):
         undo_comms = self.swap_comms(
             self.all_gather_type(self, index, communication), self.reduce_scatter_type(self, index, communication)
         )
-        undo_post_backward = self._shadow_post_backward()
+        undo_post_backward = self._shadow_post_backward(communication)
 
         def undo() -> None:
             undo_post_backward()
@@ -284,7 +300,7 @@ class Fsdp2Unit(Unit):
 
     def begin_push(self) -> Sequence[bool]:
         """FSDP reduces: which trainable parameters have a gradient in it."""
-        self._has_sent = True
+        self._has_sent = self._is_sent = True
         return self._present
 
     def swap_comms(self, all_gather: Any, reduce_scatter: Any) -> Undo:
@@ -301,11 +317,11 @@ class Fsdp2Unit(Unit):
 
         return undo
 
-    def _shadow_post_backward(self) -> Undo:
+    def _shadow_post_backward(self, communication: Communication) -> Undo:
         """Note who has a gradient, before each post-backward of this unit; leave no trace of it in ``.grad``.
 
-        A ``.grad`` that was None is None again afterwards: what FSDP put there is not the gradient yet, and code that
-        looks too early (clipping inside the minibatch) should find nothing rather than zeros.
+        FSDP would add to what is there. It finds nothing, and what it puts there goes again. What has been sent is
+        pending from then on.
         """
         original = self.group.post_backward
 
@@ -313,15 +329,25 @@ class Fsdp2Unit(Unit):
         def post_backward(*args: Any) -> None:
             self._check_late_gradients()
             self._present = self._coming_gradients()
-            empty = [p.sharded for p in self.trainable if p.sharded.grad is None]
+            self._is_sent = False
+            parameters = [p.sharded for p in self.trainable]
+            before = [p.grad for p in parameters]
+            for parameter, grad in zip(parameters, before, strict=True):
+                if grad is not None:
+                    parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
             try:
                 original(*args)
             finally:
                 self.group.all_reduce_grads = all_reduce_grads
                 self.group._partial_reduce_output = None  # zeros, kept by FSDP for an all-reduce that never comes
-            for parameter in empty:
-                parameter.grad = None
+                for parameter, grad in zip(parameters, before, strict=True):
+                    parameter.grad = grad
+            if self._is_sent:
+                self.expect(communication, old=True)
+                for index, here in enumerate(self._present):
+                    if here:
+                        self.pending[index].is_sent = True
 
         self.group.post_backward = post_backward
 
@@ -429,27 +455,29 @@ class FsdpParam:
         dim = int(self._inner.fsdp_placement.dim)
         return f"{list(self.sharded.size())} {self.dtype} sharded on dim {dim}{frozen}"
 
-    def add_to_grad(self, flat: torch.Tensor) -> None:
-        """Add this rank's part of the gradient, flat and without padding, to ``.grad``, or let it become that."""
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
+        """A gradient of this rank's part as FSDP2 puts it in ``.grad``."""
+        gradient: torch.Tensor = self._inner.to_sharded_dtensor(local)
+        return gradient
+
+    def add_to_grad(self, flat: torch.Tensor, handle: torch.Tensor | None) -> None:
+        """Add this rank's part of the gradient, flat and without padding, to ``.grad``, or let it become that.
+
+        Args:
+            handle: the DTensor to put there if there is none; None: a new one.
+        """
         # FSDP lays a shard out contiguously in its own shape, whichever dimension is sharded.
-        local = flat.view(self.local.shape)
-        sharded = self.sharded
-        assert isinstance(sharded, DTensor)
+        local, sharded = flat.view(self.local.shape), self.sharded
         if isinstance(sharded.grad, DTensor):
-            sharded.grad.to_local().add_(local.to(self.local.device))
+            sharded.grad._local_tensor.add_(local.to(self.local.device))
             return
         local = local.to(device=self.local.device, dtype=self.dtype)
-        sharded.grad = DTensor.from_local(
-            local,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.size(),
-            stride=sharded.stride(),
-        )
+        if isinstance(handle, DTensor):
+            handle._local_tensor = local
+        sharded.grad = self.as_dtensor(local) if handle is None else handle
 
     @property
     def local_grad(self) -> torch.Tensor | None:
         """This rank's part of ``.grad``."""
-        grad = self.sharded.grad
-        return grad._local_tensor if isinstance(grad, DTensor) else None
+        grad = settled(self.sharded.grad)
+        return grad._local_tensor if isinstance(grad, DTensor) else grad

@@ -28,18 +28,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reader:
-    """A place in a script where it reads or sets a ``.grad`` by hand.
+    """A place in a script where it uses gradients by hand.
 
     Ranks run the same script, so they can tell each other where that was: by numbers that do not depend on where the
     script lies on a host.
     """
 
     frame: FrameType
-    does: str = "reading"
 
-    @property
-    def module(self) -> str:
-        return module_of(self.frame)
+    @classmethod
+    def now(cls) -> Reader:
+        """The innermost frame that is neither torch's nor ours."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _module_of(frame).split(".")[0] in ("torch", "odc"):
+            frame = frame.f_back
+        return cls(frame)
 
     @property
     def place(self) -> int:
@@ -52,10 +55,10 @@ class Reader:
         return _number(_callers(self.frame))
 
     def __str__(self) -> str:
-        return f"{self.does} .grad ({os.path.basename(self.frame.f_code.co_filename)}, line {self.frame.f_lineno})"
+        return f"using .grad ({os.path.basename(self.frame.f_code.co_filename)}, line {self.frame.f_lineno})"
 
 
-def module_of(frame: FrameType) -> str:
+def _module_of(frame: FrameType) -> str:
     """The name of the module whose code a frame runs."""
     name: str = frame.f_globals.get("__name__", "")
     return name
@@ -68,7 +71,11 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _number(frames: Iterable[FrameType]) -> int:
-    text = ";".join(f"{module_of(f)}:{f.f_code.co_name}:{f.f_lineno}" for f in frames)
+    return number_of(";".join(f"{_module_of(f)}:{f.f_code.co_name}:{f.f_lineno}" for f in frames))
+
+
+def number_of(text: str) -> int:
+    """The same positive number in every process."""
     return zlib.crc32(text.encode()) + 1
 
 
@@ -77,16 +84,6 @@ class Listener:
 
     An exception of a ``before_...`` goes to the script, before torch has done anything.
     """
-
-    @property
-    def waits_for_readers(self) -> bool:
-        """Whether gradients are on their way, so that whoever reads one by hand must be noticed."""
-        return False
-
-    @property
-    def remembers_readers(self) -> bool:
-        """Whether whoever reads a gradient by hand should be noted although none is on its way."""
-        return False
 
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sharded parameter of which ``tensor`` is the full one, if it is one of this listener's."""
@@ -98,10 +95,6 @@ class Listener:
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "clip_grad_norm_") is about to read the gradients of these parameters."""
-
-    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
-        """The script itself is about to read or replace the gradients of these parameters."""
-        self.before_reading(str(reader), tensors)
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "zero_grad") is about to clear the gradients of these parameters."""

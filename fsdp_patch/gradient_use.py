@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from odc.errors import MisuseError, ProtocolError, UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
-from odc.fsdp_patch.gradient_events import Listener, Reader
+from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
+from odc.fsdp_patch.pending import Pending
 from odc.fsdp_patch.publishing import Publisher
+from odc.fsdp_patch.unit import Communication, Unit
 from odc.protocol import End, State
 from odc.runtime import Runtime
 
+BY_HAND = "using .grad by hand"
 
-class Owner(Protocol):
+
+class Owner(Communication, Protocol):
     """The session, which keeps its :class:`GradientUse` and is not kept by it."""
 
-    def finish_by(self, reader: Reader | None) -> None:
-        """End the minibatch for ``reader``, who asks for gradients by hand (None: nobody does)."""
+    def finish(self) -> None:
+        """End the minibatch for a step."""
+        ...
+
+    def discard(self) -> None:
+        """Throw the minibatch away."""
         ...
 
     def end_evaluation(self) -> None:
@@ -32,144 +41,181 @@ class Owner(Protocol):
         ...
 
 
+class Said(enum.IntFlag):
+    """What a rank says of itself at the end of a minibatch."""
+
+    EXPECTED = 1
+    """Gradients were pending wherever it had none: whoever had used one by hand would have ended the minibatch."""
+
+
+class Notes(NamedTuple):
+    """What a rank sends along with the end of a minibatch (:attr:`odc.protocol.End.notes`)."""
+
+    rank: int
+    """Of the job."""
+    num_steps: int
+    """How many steps its optimizers have taken before."""
+    ender: int
+    """What has asked for gradients, as a number; 0: ``session.finish()``."""
+    place: int
+    path: int
+    """Where that was, if it was by hand; else 0."""
+    said: int
+
+
 class GradientUse(Listener):
     """Ends the minibatch of a session where the script asks for gradients, and refuses what comes too late.
 
     Gradients that are final are *used up* by a step, by clearing them, or by a step that ``GradScaler`` has skipped.
 
-    [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this rank
-    had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So what a
-    script does with gradients decides alone: whoever asks again for gradients that he has asked for (the same clipping
-    of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If nobody
+    [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this
+    rank had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So
+    what a script does with gradients decides alone: whoever asks again for gradients that he has asked for (the same
+    clipping of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If nobody
     has added anything, they are the same. What cannot be told apart in this way (one minibatch ended by
     ``session.finish()`` only, and kept, the next one by a step only) shows in the number of steps that each rank has
     taken, which it sends with ``done``.
 
-    [Note: Readers on an idle rank] On a rank that has sent gradients, reading a ``.grad`` by hand asks for them. On one
-    that had no microbatch it may be the same line of the script, which will scale them and must find them; or a look at
-    the old ones (a log after the step), which has to wait for nobody. Ranks run the same script, so they tell each
-    other with ``done`` at which line they have asked. An idle rank asks too where an earlier minibatch has ended at the
-    same line, come to by the same calls. Where it has only looked, and it turns out that this was where others asked,
-    its script did without gradients that it should have had, or is a minibatch behind: that ends the job by name.
+    [Note: Old gradients on an idle rank] Where gradients stay over the step (cleared in place, or never), a rank that
+    had no microbatch finds the old ones. To use them may be to ask for the coming ones, or a look at the old ones (a
+    log after the step), which has to wait for nobody. These are different places of the script. So ranks tell each
+    other with ``done`` where they have ended a minibatch by hand, and on an idle rank the use of an old gradient there,
+    come to by the same calls, ends it too. A rank that was idle before it could know that place has done without
+    gradients that others have worked on: that ends the job by name.
     """
 
-    def __init__(self, session: Owner, publisher: Publisher, runtime: Runtime) -> None:
+    def __init__(self, session: Owner, publisher: Publisher, runtime: Runtime, units: Sequence[Unit]) -> None:
         self.session = weakref.ref(session)
         self._publisher = publisher
         self._runtime = runtime
+        self._units = units
         self._sent: set[int] = set()  # units of which this rank has pushed gradients in this minibatch
         self._num_steps = 0  # of optimizers
         self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
         self._was_idle = False  # in the last minibatch
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
-        self._ending = ""  # what is about to make them final
+        self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._ended_by = ""
-        self._is_only_read = False  # by hand, which has ended the minibatch
-        # (place, path) of readers: of those that have ended minibatches; of those, with a text, that have only looked
-        # since; of who has ended the last one, and what it read there (instruction and parameters).
-        self._asked_at: set[tuple[int, int]] = set()
-        self._looked_at: dict[tuple[int, int], str] = {}
-        self._ended_at = (0, 0)
-        self._read_there: set[tuple[int, frozenset[int]]] = set()
+        self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
+        self._looks: set[tuple[int, int]] = set()  # there, since the last end: instruction and parameter
         self._in_forward = False
         self._in_training_forward = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
-        self.has_gradients = False
-        """The last minibatch left any gradient."""
+        self._has_gradients = False  # the last minibatch left any
         self._has_own_gradients = False  # and on this rank: under FSDP1 it may hold nothing but padding
+        publisher.on_published = self._expect_next
 
     # What the session says
 
     def pushed(self, unit: int) -> None:
-        """This rank has sent its gradients of a unit."""
+        """This rank sends its gradients of a unit. See [Note: Gradients that others will bring] in ``pending.py``."""
+        if not self._sent:
+            session = self._live_session()
+            for index, other in enumerate(self._units):
+                if index != unit:  # of that one FSDP has the gradients at hand
+                    other.expect(session, old=True)
         self._sent.add(unit)
 
-    def ended(self, ends: Sequence[End], own: End) -> None:
+    def _expect_next(self) -> None:
+        """Gradients that are cleared become pending; others, too, where minibatches are ended by hand."""
+        session = self._live_session()
+        for unit in self._units:
+            unit.expect(session, old=self.is_by_hand)
+
+    def data_of(self, pending: Pending) -> torch.Tensor:
+        """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
+        if self._is_computing:  # hooks in backward see what FSDP has at that moment
+            return pending.now()
+        reader = Reader.now()
+        look = (reader.frame.f_lasti, id(pending.parameter))
+        if not self._sent and pending.base is not None and not self._asks_for_next(reader, look):
+            return pending.base  # see [Note: Old gradients on an idle rank]
+        self._end_for(str(reader), reader, self._publisher.all_trainable)
+        self._looks.add(look)
+        return pending.now() if pending.final is None else pending.final
+
+    def _asks_for_next(self, reader: Reader, look: tuple[int, int]) -> bool:
+        """Whether the use of an old gradient is the place where a minibatch ends. Behind the last end, without a step
+        that can be seen, it is where the same instruction has come to the same gradient before, and the parameters were
+        changed by hand since: the script has come around its loop."""
+        if (reader.place, reader.path) not in self._asked_at:
+            return False
+        if self._runtime.state is not State.FINISHED:
+            return True
+        has_been_here = look in self._looks
+        self._looks.add(look)
+        return has_been_here and self._publisher.stepped_by_hand(self._publisher.all_trainable)
+
+    def ended(self, ends: Sequence[End]) -> None:
         """The minibatch is over, as each rank of the mesh says in ``ends``; its gradients are about to be installed.
 
         Raises:
-            ProtocolError: another rank has asked for gradients where this one, which has ended it as ``own``, had none.
+            ProtocolError: the ranks are not at the same place of the script.
         """
-        self._check_steps(ends)
-        asked_at = {end.notes[:2] for end in ends if end.has_pushed and end.notes[0]}
-        self._check_readers({place for place, _ in asked_at}, ends, own.notes[0])
-        self._asked_at |= asked_at
-        self._looked_at.clear()
+        said = [(Notes(*end.notes), end.has_pushed) for end in ends]
+        self._check_steps([notes for notes, _ in said])
+        self._check_enders(said)
+        self._asked_at |= {(notes.place, notes.path) for notes, has_pushed in said if has_pushed and notes.place}
         self._uses.clear()
-        self._read_there.clear()
-        self._ended_at = (0, 0)
+        self._looks.clear()
         self._publisher.forget_steps()
         self._was_idle = not self._sent
         self._sent.clear()
         self._cleared.clear()
-        self._ended_by = "session.finish()"
-        self._is_only_read = False
-        self.has_gradients = self._has_own_gradients = False
+        self._ended_by = self._ending[0] or "session.finish()"
+        self._has_gradients = self._has_own_gradients = False
 
-    def installed(self) -> None:
-        """The gradients of the minibatch are in ``.grad``."""
-        self._has_own_gradients = self.has_gradients and not self._publisher.gradients_are_cleared()
+    def installed(self, has_gradients: bool) -> None:
+        """The gradients of the minibatch are in ``.grad``. ``has_gradients``: any rank had some."""
+        self._has_gradients = has_gradients
+        self._has_own_gradients = has_gradients and not self._publisher.gradients_are_cleared()
+        if self.is_by_hand and not self._publisher.has_ever_stepped:
+            self._expect_next()  # no step will tell that they are used
 
-    def numbers_of(self, reader: Reader | None) -> tuple[int, int, int, int, int]:
-        """What the other ranks are told of the end of a minibatch: of who asks for gradients by hand the place, path,
-        and whether the script had only looked there before; how many steps this rank has taken, and which it is."""
-        me = self._runtime.topology.me
-        if reader is None:
-            return 0, 0, 0, self._num_steps, me
-        has_looked = (reader.place, reader.path) in self._looked_at
-        return reader.place, reader.path, int(has_looked), self._num_steps, me
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the script has ended a minibatch by using gradients by hand."""
+        return bool(self._asked_at)
 
-    def _check_steps(self, ends: Sequence[End]) -> None:
+    def notes(self) -> Notes:
+        """What the other ranks are told of the end of a minibatch."""
+        what, reader = self._ending
+        place, path = (reader.place, reader.path) if reader is not None else (0, 0)
+        ender = number_of(BY_HAND if reader is not None else what) if what else 0
+        has_all = all(len(unit.pending) == len(unit.places()) for unit in self._units)
+        said = Said.EXPECTED if has_all else Said(0)
+        return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
+
+    def _check_steps(self, said: Sequence[Notes]) -> None:
         """Ranks that are at the same place of their script have taken the same steps before a minibatch ends. Else one
-        has taken a step on gradients that another has kept, to add to them in this minibatch.
-
-        Raises:
-            ProtocolError: naming one of each.
-        """
-        steps = {end.notes[4]: end.notes[3] for end in ends}
-        (first, fewest), (last, most) = (choose(steps.items(), key=lambda item: item[1]) for choose in (min, max))
-        if fewest != most:
+        has taken a step on gradients that another has kept, to add to them in this minibatch."""
+        least, most = (choose(said, key=lambda notes: notes.num_steps) for choose in (min, max))
+        if least.num_steps != most.num_steps:
             raise ProtocolError(
                 f"the ranks have not taken the same steps before the end of minibatch {self._runtime.minibatch}: rank "
-                f"{first} {fewest}, rank {last} {most}. A rank without a microbatch cannot know that the others keep "
-                "their gradients and add to them: call odc.session_of(model).finish() on every rank wherever their "
-                "gradients are final, before they are used"
+                f"{least.rank} {least.num_steps}, rank {most.rank} {most.num_steps}. Every rank must ask for gradients "
+                "at the same places of the loop (by clipping, using a .grad, a step). A rank without a microbatch "
+                "cannot know that the others keep their gradients and add to them: call "
+                "odc.session_of(model).finish() on every rank wherever their gradients are final, before they are used"
             )
 
-    def _check_readers(self, asked_at: set[int], ends: Sequence[End], own: int) -> None:
-        """See [Note: Readers on an idle rank].
-
-        Args:
-            asked_at: places where ranks that have sent gradients have asked for them by hand.
-            own: where this rank has; 0: it has not.
-        """
-        rank = self._runtime.topology.me
-        places = [end.notes[0] for end in ends]
-        looked_at = {place: text for (place, _), text in self._looked_at.items()}
-        missed = next((text for place, text in looked_at.items() if place in asked_at and not own), None)
-        have_looked = {end.notes[2] for end in ends if end.notes[0] in asked_at}
-        if len(have_looked) > 1:
-            missed = missed or looked_at.get(own, self._ending)
-        if missed is not None:
-            raise ProtocolError(
-                f"a rank without a microbatch went on without gradients (this rank, {rank}, at {missed}), where others "
-                f"have waited for theirs in minibatch {self._runtime.minibatch} to work on them by hand. Call "
-                "odc.session_of(model).finish() on every rank before that line: it ends the minibatch on ranks without "
-                "microbatches too. After a step by hand call session.publish()"
-            )
-        strays = {place for place in places if place} - asked_at
-        if strays and len(set(places)) > 1:
-            raise ProtocolError(
-                f"the ranks have ended minibatch {self._runtime.minibatch} at different places of the script, one of "
-                f"them before it had sent any gradient (this rank by {self._ending if own else 'no reading by hand'}). "
-                "Call odc.session_of(model).finish() on every rank where its gradients are to be final, before reading "
-                "them"
-            )
-
-    def looked_before(self, readers: Mapping[tuple[int, int], str]) -> None:
-        """Where the script had read gradients, (place, path) -> text, when this rank patched the model."""
-        self._looked_at.update(readers)
+    def _check_enders(self, said: Sequence[tuple[Notes, bool]]) -> None:
+        """See [Note: Old gradients on an idle rank]. A rank that had gradients to use has ended the minibatch where the
+        others did, or somewhere that does not concern it."""
+        pushed = [notes for notes, has_pushed in said if has_pushed]
+        for notes, has_pushed in said:
+            if has_pushed or not notes.ender or notes.said & Said.EXPECTED:
+                continue
+            other = next((one for one in pushed if one.ender != notes.ender), None)
+            if other is not None:
+                raise ProtocolError(
+                    f"rank {notes.rank}, which had no microbatch, went on without gradients where rank {other.rank} "
+                    f"has used those of minibatch {self._runtime.minibatch} (this rank, {self._runtime.topology.me}: "
+                    f"{self._ending[0] or 'session.finish()'}). Call odc.session_of(model).finish() on every rank "
+                    "before that line: it ends the minibatch on ranks without microbatches too. After a step by hand "
+                    "call session.publish()"
+                )
 
     @property
     def num_sent(self) -> int:
@@ -180,21 +226,47 @@ class GradientUse(Listener):
         """Whether parameters can go out although no optimizer has updated them all.
 
         That is an evaluation after the step, with units that no optimizer owns completely; or a step was skipped, and
-        its gradients are gone. A training forward means the same where they are not: they stay in ``.grad`` and the
-        next ones are added to them. Not where somebody has only read them: then a step should follow, by an optimizer
-        or by hand.
+        its gradients are gone; or there were none. A training forward means the same where they are not: they stay in
+        ``.grad`` and the next ones are added to them. So does a step by hand.
         """
         publisher = self._publisher
-        if publisher.has_stepped or publisher.gradients_are_cleared() or self._cleared >= publisher.unstepped():
-            return True
-        if self._is_only_read and (not self.has_gradients or publisher.is_any_changed()):
-            return True
-        return self._in_training_forward and not self._is_only_read
+        return (
+            publisher.has_stepped
+            or not self._has_gradients
+            or self._in_training_forward
+            or publisher.gradients_are_cleared()
+            or self._cleared >= publisher.unstepped()
+            or publisher.is_any_changed()
+        )
+
+    def end_if_cleared(self) -> None:
+        """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
+
+        Raises:
+            MisuseError: it has cleared a part.
+        """
+        if not self._sent or self._runtime.state is not State.OPEN:
+            return
+        sent = [pending for unit in self._units for pending in unit.pending.values() if pending.is_sent]
+        num_gone = sum(pending.parameter.grad is None and not pending.stands for pending in sent)
+        if num_gone == len(sent) > 0:
+            self._live_session().discard()
+        elif num_gone:
+            self._refuse_clearing("setting .grad to None", num_gone, len(sent))
+
+    def _refuse_clearing(self, what: str, num_cleared: int, num_sent: int) -> None:
+        raise MisuseError(
+            f"{what} between backward and step: gradients of {num_sent} parameters have gone to the other ranks, which "
+            f"have added them up, and {num_cleared} of them are cleared. Clear gradients after the step, or before the "
+            "first backward; or all of them, on every rank, to throw the minibatch away (microbatches left over at the "
+            "end of an epoch, a loss that is not finite): as odc.session_of(model).discard() does"
+        )
 
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
 
         def begin(module: nn.Module, args: object) -> None:
+            self.end_if_cleared()
             self._in_forward = True
             self._in_training_forward = torch.is_grad_enabled()
             self.check_used_up("the model")  # here, before FSDP has begun anything
@@ -207,6 +279,7 @@ class GradientUse(Listener):
         # A method that raises has no end, so `_in_forward`, which silences readers, must not depend on one.
         def begin_method() -> None:
             if not self._in_forward:
+                self.end_if_cleared()
                 self._in_training_forward = torch.is_grad_enabled()
 
         def end_method() -> None:
@@ -234,26 +307,13 @@ class GradientUse(Listener):
         """
         if self._runtime.state is not State.FINISHED or self.is_used_up():
             return
-        advice = "Step or clear them first. Evaluate inside the minibatch, or after optimizer.step()."
-        if self._is_only_read:
-            advice = (
-                "Read gradients behind the last microbatch of a step only, then step or clear them; or evaluate after "
-                "the step."
-            )
         raise MisuseError(
             f"{what} is needed between {self._ended_by}, which made the gradients final, and the step that uses them: "
-            f"the other ranks may have stepped already. {advice}"
+            "the other ranks may have stepped already. Step or clear them first. Evaluate inside the minibatch, or "
+            "after optimizer.step()."
         )
 
     # What torch and the script do
-
-    @property
-    def waits_for_readers(self) -> bool:
-        return bool(self._sent) and self._runtime.state is State.OPEN and not self._is_computing
-
-    @property
-    def remembers_readers(self) -> bool:
-        return not self._sent and not self.in_block and not self._is_computing
 
     @property
     def is_training(self) -> bool:
@@ -300,50 +360,13 @@ class GradientUse(Listener):
                 "Use clip_grad_norm_, which computes it, or call session.finish() before computing the norm "
                 "(odc.session_of(model) finds the session)."
             )
-        self._ending = what
-        self._live_session().finish_by(reader)
-        self._ended_by = what
+        self.end_if_cleared()
+        self._ending = (what, reader)
+        try:
+            self._live_session().finish()
+        finally:
+            self._ending = ("", None)
         self._uses.add(use)
-
-    def before_reading_by_hand(self, reader: Reader, tensors: Sequence[torch.Tensor]) -> None:
-        """See [Note: Readers on an idle rank]."""
-        owned = self._publisher.owned(tensors)
-        if not owned:
-            return
-        if not self.waits_for_readers:
-            if not self.remembers_readers:
-                return
-            if not self._is_between_minibatches(reader, owned):
-                self._remember_look(reader, owned)
-                return
-            if (reader.place, reader.path) not in self._asked_at:
-                self._looked_at[reader.place, reader.path] = str(reader)
-                return
-        self._end_for(str(reader), reader, owned | self._publisher.unstepped())
-        self._is_only_read = True
-        self._ended_at = (reader.place, reader.path)
-        self._remember_look(reader, owned)
-
-    def _remember_look(self, reader: Reader, owned: set[int]) -> None:
-        """The gradients that were made final are read again, as far as can be seen."""
-        if self._looks_again(reader, owned):
-            self._looked_at[self._ended_at] = str(reader)
-        elif reader.place == self._ended_at[0]:
-            self._read_there.add((reader.frame.f_lasti, frozenset(owned)))
-
-    def _looks_again(self, reader: Reader, owned: set[int]) -> bool:
-        """Whether the same instruction reads the same gradient as before, where the minibatch was ended: the script may
-        have come around its loop, without a microbatch or a step that could be seen."""
-        return reader.place == self._ended_at[0] and (reader.frame.f_lasti, frozenset(owned)) in self._read_there
-
-    def _is_between_minibatches(self, reader: Reader, owned: set[int]) -> bool:
-        """Whether the last gradients were used and no new ones were sent."""
-        if self._runtime.state is not State.FINISHED:
-            return self._runtime.state is State.PUBLISHED
-        if self._publisher.already_stepped(owned):
-            return True
-        # Under FSDP1 this rank may have no part of the parameter itself, which then never changes here.
-        return self._looks_again(reader, owned) and self._is_next_minibatch(owned | self._publisher.unstepped())
 
     def _is_next_minibatch(self, owned: set[int], what: str = "") -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
@@ -359,20 +382,24 @@ class GradientUse(Listener):
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._runtime.state is not State.OPEN:
             return
-        sent = self._publisher.units_of(tensors) & self._sent
-        if sent:
-            first = self._runtime.units[min(sent)].name
-            raise MisuseError(
-                f"{what} between backward and step: gradients of {len(sent)} units (the first is {first!r}) have gone "
-                "to the other ranks, which have added them up. Clear gradients after the step, or before the first "
-                "backward. To throw a minibatch away (microbatches left over at the end of an epoch, a loss that is "
-                "not finite), call odc.session_of(model).discard() on every rank instead."
-            )
+        owned = self._publisher.owned(tensors)
+        sent = {id(p.parameter) for unit in self._units for p in unit.pending.values() if p.is_sent}
+        if sent and sent <= owned:
+            self._live_session().discard()
+        elif not sent.isdisjoint(owned):
+            self._refuse_clearing(what, len(sent & owned), len(sent))
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
+        owned = self._publisher.owned(tensors)
+        if not owned:
+            return
         if self._runtime.state is State.FINISHED:
-            self._cleared |= self._publisher.owned(tensors)
+            self._cleared |= owned
             self._publisher.after_clearing(self._cleared)
+        if self._runtime.state is not State.FINISHED or self._publisher.gradients_are_cleared():
+            session = self._live_session()
+            for unit in self._units:
+                unit.expect(session, old=False)
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)

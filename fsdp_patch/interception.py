@@ -1,28 +1,28 @@
 """Where a script that knows nothing of minibatches ends one: the first time it asks for final gradients.
 
-That is the first of clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own
-``clip_grad_norm_``), ``GradScaler.unscale_``, reading a parameter's ``.grad`` by hand, and ``optimizer.step``. The step
-has public hooks of torch. The others are functions and an attribute of torch, which are intercepted while anybody
-listens (:func:`listen`), and left as they were after that.
+That is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). A rank without a microbatch may have none to
+use, so the usual places are known by name, too: clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``,
+FSDP1's own ``clip_grad_norm_``), ``GradScaler.unscale_``, and ``optimizer.step``. The step has public hooks of torch.
+The others are functions of torch, which are intercepted while anybody listens (:func:`listen`), and left as they were
+after that.
 
 [Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
 replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
 that the wrapper holds in a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); the cell is what is exchanged.
 
 [Note: Compiled scripts] Scripts compile what they do with gradients too (``torch.compile`` of a function that scales
-them, or around ``optimizer.step``), and the model itself, around FSDP. What listens there looks at frames, waits for
-other ranks, patches models and moves memory, none of which can be traced: the compiler breaks its graph at it.
+them, or around ``optimizer.step``), and the model itself, around FSDP. What listens there waits for other ranks,
+patches models and moves memory, none of which can be traced: the compiler breaks its graph at it.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -31,26 +31,15 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.gradient_events import Listener, Listeners, Reader, module_of
+from odc.fsdp_patch.gradient_events import Listener, Listeners
 
 STEP = "optimizer.step"
 CLIPPING_BY_NORM = "clip_grads_with_norm_"
 """Clipping by a norm that the script has computed before: too late to make the gradients final."""
-
-_INITIALISES_OPTIMIZERS = "torch.distributed.checkpoint.state_dict"
-"""Asked for the state of an optimizer that has none, it takes a step with gradients of zero unless it finds some."""
-
-_READS_FOR_SCRIPTS = "torch.nn.utils.clip_grad"
-"""Given ``map(attrgetter("grad"), parameters)``, it is who reads. Its own readings are intercepted."""
-
-_PASSES_BY = "torch._dynamo.eval_frame"
-"""Its wrapper stands between, see [Note: Compiled scripts]. The compiler itself, which looks at gradients
-of what it is given, is in other modules."""
 
 
 def untraced(
@@ -297,84 +286,6 @@ class Wait(Method):
         return telling
 
 
-class GradientAttribute:
-    """The attribute ``grad`` of a class of parameters: told when a script reads or sets it by hand.
-
-    Only while a listener waits for readers of its own parameters, or notes them. What torch itself does with ``.grad``
-    is not told: FSDP and autograd handle gradients that are not final yet, and where torch reads final ones on behalf
-    of a script that is intercepted elsewhere.
-    """
-
-    def __init__(self, owner: type, listeners: Listeners) -> None:
-        self._owner: Any = owner
-        self._listeners = listeners
-        self._telling: property | None = None
-
-    def enter(self) -> None:
-        """Shadow the attribute, which the class inherits from ``torch.Tensor``."""
-        inherited = inspect.getattr_static(self._owner, "grad")
-
-        def read(tensor: torch.Tensor) -> torch.Tensor | None:
-            reader, is_waited_for = self._reader(tensor, "reading")
-            if reader is not None:
-                if reader.module == _INITIALISES_OPTIMIZERS and is_waited_for:
-                    return tensor
-                self._listeners.tell(lambda listener: listener.before_reading_by_hand(reader, [tensor]))
-            gradient: torch.Tensor | None = inherited.__get__(tensor)
-            if gradient is None:
-                gradient = inherited.__get__(self._meant_by_script(tensor))
-            return gradient
-
-        def write(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-            reader, is_waited_for = self._reader(tensor, "setting")
-            if reader is not None and gradient is None and is_waited_for:
-                self._listeners.tell(lambda listener: listener.before_clearing(str(reader), [tensor]))
-            elif reader is not None and gradient is not None:
-                self._listeners.tell(lambda listener: listener.before_reading_by_hand(reader, [tensor]))
-            inherited.__set__(self._meant_by_script(tensor), gradient)
-            if reader is not None and gradient is None:
-                self._listeners.tell(lambda listener: listener.after_clearing([tensor]))
-
-        self._telling = property(untraced(read), untraced(write), lambda tensor: inherited.__delete__(tensor))
-        self._owner.grad = self._telling
-
-    def leave(self) -> None:
-        """Take the shadow away, unless somebody else has put another one there."""
-        if self._telling is not None and self._owner.__dict__.get("grad") is self._telling:
-            delattr(self._owner, "grad")
-        self._telling = None
-
-    def _reader(self, tensor: torch.Tensor, does: str) -> tuple[Reader | None, bool]:
-        """Who is reading, if that is news; and whether a listener waits for that."""
-        if Intercepted.running:
-            return None, False
-        frame = _asking_frame()
-        module = module_of(frame)
-        if _is_torch(module) and module not in (_INITIALISES_OPTIMIZERS, _READS_FOR_SCRIPTS):
-            return None, False
-        listeners = self._listeners.all()
-        is_waited_for = any(one.waits_for_readers and one.owns([tensor]) for one in listeners)
-        is_noted = is_waited_for or any(one.remembers_readers and one.owns([tensor]) for one in listeners)
-        return (Reader(frame, does) if is_noted else None), is_waited_for
-
-    def _meant_by_script(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sharded parameter instead of the full one, unless it is torch itself that asks."""
-        sharded = self._listeners.sharded(tensor)
-        return tensor if sharded is tensor or _is_torch(module_of(_asking_frame())) else sharded
-
-
-def _is_torch(module: str) -> bool:
-    return module.split(".")[0] in ("torch", "odc")
-
-
-def _asking_frame() -> FrameType:
-    """Who asks for the attribute, beyond this module and what tells the compiler to pass by."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and module_of(frame) in (__name__, _PASSES_BY):
-        frame = frame.f_back
-    return frame
-
-
 # All of them
 
 _hooks: list[Any] = []
@@ -452,7 +363,7 @@ def _steps_inside_another(optimizer: torch.optim.Optimizer) -> bool:
 
 _LISTENERS = Listeners(_enter, _leave)
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
-_INTERCEPTED: tuple[Intercepted | GradientAttribute, ...] = (
+_INTERCEPTED: tuple[Intercepted, ...] = (
     InnerFunction(clip_grad.clip_grad_norm_, _LISTENERS),
     InnerFunction(clip_grad.clip_grad_value_, _LISTENERS),
     InnerFunction(clip_grad._clip_grads_with_norm_, _LISTENERS),
@@ -465,6 +376,4 @@ _INTERCEPTED: tuple[Intercepted | GradientAttribute, ...] = (
     Wait(dist.Work, "wait", _LISTENERS, MODULE),
     Wait(AsyncCollectiveTensor, "wait", _LISTENERS, MODULE),  # collectives of DTensors: checkpoints, full_tensor()
     Wait(AsyncCollectiveTensor, "trigger_wait", _LISTENERS, MODULE),
-    GradientAttribute(DTensor, _LISTENERS),
-    GradientAttribute(nn.Parameter, _LISTENERS),
 )

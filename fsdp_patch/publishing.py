@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from odc.fsdp_patch.guard import Guard
+from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import Unit, spread
 from odc.protocol import State
 from odc.runtime import Runtime
@@ -36,6 +37,8 @@ class Publisher:
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.reloaded = False  # a checkpoint was loaded over published parameters
+        self.on_published: Callable[[], None] = lambda: None
+        """Called when all units are published for the next minibatch."""
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
@@ -74,15 +77,20 @@ class Publisher:
         pair = self._full.get(id(tensor))
         return pair[1] if pair is not None else None
 
-    def units_of(self, tensors: Sequence[torch.Tensor]) -> set[int]:
-        """Indices of the units that any of these parameters belongs to."""
-        owned = self.owned(tensors)
-        return {index for index, trainable in enumerate(self._trainable) if not owned.isdisjoint(trainable)}
+    @property
+    def all_trainable(self) -> set[int]:
+        """The trainable parameters of all units, by id."""
+        return self._all_trainable
 
     @property
     def has_stepped(self) -> bool:
         """Whether an optimizer has updated any parameter since the last finish."""
         return bool(self._stepped)
+
+    @property
+    def has_ever_stepped(self) -> bool:
+        """Whether an optimizer has updated any parameter in any minibatch."""
+        return bool(self._ever_stepped)
 
     def unstepped(self) -> set[int]:
         """Trainable parameters that no optimizer has updated since the last finish, by id."""
@@ -165,6 +173,8 @@ class Publisher:
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
+        if self._runtime.state is State.PUBLISHED:
+            self.on_published()
 
     def is_any_changed(self) -> bool:
         """Whether any parameter differs from what was published, or was written since."""
@@ -176,7 +186,7 @@ class Publisher:
 
     def gradients_are_cleared(self) -> bool:
         """Whether no trainable parameter has a ``.grad``."""
-        return all(p.grad is None for unit in self._units for p in unit.trainable_parameters())
+        return all(settled(p.grad) is None for unit in self._units for p in unit.trainable_parameters())
 
     def after_load(self) -> None:
         """A checkpoint was loaded, perhaps as new parameters. What is not published yet will be published as it is

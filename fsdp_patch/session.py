@@ -17,10 +17,10 @@ from torch import nn
 
 from odc.errors import MisuseError, OdcError
 from odc.exchange import ProcessGroupExchange, setup_timeout_s
-from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening
+from odc.fsdp_patch.pending import Pending
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
@@ -103,7 +103,7 @@ class Session:
         self._guard = Guard(self._units, runtime)
         self._publisher = Publisher(self._units, runtime, self._guard)
         self._undo: list[Callable[[], None]] = []
-        self._gradients = GradientUse(self, self._publisher, runtime)
+        self._gradients = GradientUse(self, self._publisher, runtime, self._units)
         self._closed = False
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.on_finish: Callable[[], None] | None = None
@@ -159,14 +159,11 @@ class Session:
         Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
         ``optimizer.step`` and reading ``.grad`` after a backward do it by themselves.
         """
-        self.finish_by(None)
-
-    def finish_by(self, reader: Reader | None) -> None:
-        """As :meth:`finish`, where ``reader`` asks for gradients by hand (None: nobody does)."""
         self._require_open()
         with self._runtime.reporting:
             check_backward_complete(self._units)
-        self._end_minibatch(EndKind.USE, reader)
+        self._gradients.end_if_cleared()
+        self._end_minibatch(EndKind.USE)
 
     def discard(self) -> None:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
@@ -175,39 +172,43 @@ class Session:
         What was in ``.grad`` before the minibatch stays there. ``zero_grad`` alone cannot do this: what has been pushed
         is part of other ranks' sums. Once they are final it can.
         """
-        self._end_minibatch(EndKind.DISCARD, None)
+        self._end_minibatch(EndKind.DISCARD)
         self._publisher.publish_all()
 
-    def _end_minibatch(self, kind: EndKind, reader: Reader | None) -> None:
+    def _end_minibatch(self, kind: EndKind) -> None:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
         self._require_open()
         if self._runtime.state is not State.OPEN:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
-        own = End(kind, self._gradients.numbers_of(reader))
         with self._runtime.reporting:  # to the end: sums that are final, and not in .grad, must get into no step
-            ends = self._finish_on_all(own)
+            ends = self._finish_on_all(kind)
             self._guard.check_answers()
-            self._gradients.ended(ends, own)
+            self._gradients.ended(ends)
             for unit in self._units:
+                unit.withdraw()
                 unit.discard_gathered()
-            if kind is EndKind.USE:
-                self._install_gradients()
+            has_gradients = kind is EndKind.USE and self._install_gradients()
+            for unit in self._units:
+                unit.settle()
+            self._gradients.installed(has_gradients)
 
-    def _install_gradients(self) -> None:
+    def _install_gradients(self) -> bool:
+        """Whether any rank had gradients."""
+        has_gradients = False
         for index, unit in enumerate(self._units):
             own, spec = self._runtime.gradient(index), self._runtime.units[index]
             result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
             if result is not None:
-                self._gradients.has_gradients = True
+                has_gradients = True
                 # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
                 unit.install(torch.div(result.total, unit.divide_factor), result.touched)
-        self._gradients.installed()
+        return has_gradients
 
-    def _finish_on_all(self, how: End) -> Sequence[End]:
+    def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
         """End the minibatch in the shard group, and then among the replicas; how each rank of the mesh has ended it."""
-        self._runtime.finish(how)
+        self._runtime.finish(End(kind, self._gradients.notes()))
         if self._replicas is None:
             return self._runtime.ends
         with self._runtime.reporting:
@@ -247,13 +248,9 @@ class Session:
         self._publisher.publish_all()
         # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
         self._runtime.begin()
-        self._finish_on_all(End(EndKind.FENCE))
+        self._finish_on_all(EndKind.FENCE)
         self._publisher.publish_all()
         self._publisher.reloaded = False
-
-    def looked_before(self, readers: Mapping[tuple[int, int], str]) -> None:
-        """See :meth:`odc.fsdp_patch.gradient_use.GradientUse.looked_before`."""
-        self._gradients.looked_before(readers)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -266,7 +263,7 @@ class Session:
     def end_evaluation(self) -> None:
         """A forward of the model without a graph has returned."""
         for unit in self._units:
-            unit.end_evaluation()
+            unit.end_evaluation(self._gradients.is_by_hand)
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
@@ -323,6 +320,10 @@ class Session:
         self._gradients.pushed(unit)
         self._runtime.scatter_accumulate(unit, grads, present=present)
 
+    def data_of(self, pending: Pending) -> torch.Tensor:
+        """The data of a gradient, see :meth:`odc.fsdp_patch.gradient_use.GradientUse.data_of`."""
+        return self._gradients.data_of(pending)
+
     # For people
 
     def stats(self) -> Stats:
@@ -371,6 +372,9 @@ class Session:
             if not in_error:  # full parameters that an evaluation has left on some ranks only
                 for unit in self._units:
                     unit.discard_gathered()
+            for unit in self._units:
+                unit.withdraw()
+                unit.settle()
             while self._undo:
                 self._undo.pop()()
         finally:

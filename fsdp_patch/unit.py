@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import ProtocolError
+from odc.fsdp_patch.pending import Pending
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import UnitSpec
 
@@ -31,6 +33,18 @@ class Communication(Protocol):
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """Push ``grads`` (flat, one row per rank): the gradients of the ``present`` trainable parameters."""
         ...
+
+    def data_of(self, pending: Pending) -> torch.Tensor:
+        """The data of a gradient for somebody who needs it."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where this rank's part of the gradient of one trainable parameter goes."""
+
+    parameter: nn.Parameter
+    like: torch.Tensor
+    """Of the shape, dtype and device of that part."""
 
 
 class FinalSum(NamedTuple):
@@ -60,6 +74,10 @@ class Unit(ABC):
     name: str
     replicas: Replicas | None = None
     """Set by the session where there is a :attr:`replica_group`."""
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Pending] = {}
+        """The coming gradients, by the number of the place, see :meth:`places`."""
 
     # What it is
 
@@ -137,9 +155,11 @@ class Unit(ABC):
         forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
         no backward that would free them."""
 
-    def end_evaluation(self) -> None:
-        """A forward of the model without a graph has returned, which may have left full parameters."""
-        return
+    def end_evaluation(self, is_by_hand: bool) -> None:
+        """A forward of the model without a graph has returned, which may have left full parameters.
+
+        ``is_by_hand``: the script uses gradients by hand, which those of full parameters are not.
+        """
 
     def final_sum(
         self, own: tuple[torch.Tensor, list[bool]] | None, spec: UnitSpec, dtype: torch.dtype
@@ -163,7 +183,8 @@ class Unit(ABC):
 
     @abstractmethod
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
-        """Add the mean gradient of this rank's shard to ``.grad`` of the touched parameters.
+        """Add the mean gradient of this rank's shard to ``.grad`` of the touched parameters, but for those whose
+        gradient the script has replaced. Between :meth:`withdraw` and :meth:`settle`.
 
         Args:
             mean: flat, in the accumulator's dtype, already divided. Where there is no ``.grad`` yet it becomes that: it
@@ -175,6 +196,38 @@ class Unit(ABC):
     @abstractmethod
     def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Per parameter: this rank's shard, and its part of ``.grad``."""
+
+    # Gradients to come
+
+    @abstractmethod
+    def places(self) -> Sequence[Place]:
+        """Where gradients of this rank's part of the trainable parameters go; none for parameters that it has no part
+        of. The same ones each time."""
+
+    def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient as it stands in the ``.grad`` of a place."""
+        return local
+
+    def expect(self, communication: Communication, *, old: bool) -> None:
+        """Let gradients be pending where there are none; ``old``: where there are any, too."""
+        for index, place in enumerate(self.places()):
+            known = self.pending.get(index)
+            if known is not None and known.parameter is place.parameter and (known.is_sent or known.stands):
+                continue
+            if place.parameter.grad is None or old:
+                make = functools.partial(self.as_gradient, index)
+                self.pending[index] = Pending(place.parameter, place.like, communication.data_of, make)
+
+    def withdraw(self) -> None:
+        """Leave the gradients as they were before."""
+        for pending in self.pending.values():
+            pending.withdraw()
+
+    def settle(self) -> None:
+        """The minibatch has ended, and what is in ``.grad`` is final."""
+        for pending in self.pending.values():
+            pending.settle()
+        self.pending.clear()
 
     # Entering it
 

@@ -48,7 +48,7 @@ _KIND_TEXTS = {
 }
 
 
-NUM_NOTES = 5
+NUM_NOTES = 6
 
 
 @dataclass(frozen=True)

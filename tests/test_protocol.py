@@ -83,7 +83,7 @@ class RankRun:
                 for microbatch in range(counts[self.rank]):
                     self.microbatch(minibatch, microbatch)
                 self.pause("finish")
-                self.runtime.finish(End(notes=(minibatch, self.rank, -1, 0, 2**40)))
+                self.runtime.finish(End(notes=(minibatch, self.rank, -1, 0, 0, 2**40)))
                 self.check_ends(minibatch, counts)
                 for unit in self.order():
                     self.check_gradient(minibatch, unit)
@@ -133,7 +133,8 @@ class RankRun:
 
     def check_ends(self, minibatch: int, counts: tuple[int, ...]) -> None:
         expected = [
-            End(notes=(minibatch, rank, -1, 0, 2**40), has_pushed=counts[rank] > 0) for rank in range(self.case.world_size)
+            End(notes=(minibatch, rank, -1, 0, 0, 2**40), has_pushed=counts[rank] > 0)
+            for rank in range(self.case.world_size)
         ]
         if self.runtime.ends != expected:
             raise Violation(f"rank {self.rank} minibatch {minibatch}: ends {self.runtime.ends}, expected {expected}")

@@ -1,0 +1,203 @@
+"""Gradients that are not there yet: what stands in ``.grad`` until the minibatch ends, and ends it when it is used.
+
+A script that asks for a gradient says so by using its data. So ``.grad`` of what was pushed is a tensor without data
+(:class:`PendingGradient`; under FSDP2 a DTensor around one), and the first operation on it ends the minibatch and goes
+on with the final gradient. That knows no reader by name: a norm by hand, ``foreach`` functions, compiled ones, torch's
+own pipeline schedules, libraries that nobody here has heard of. What can be asked without data (``is None``, shapes,
+devices) ends nothing, and nobody pays for a gradient that is not used.
+
+[Note: Gradients that others will bring] A gradient is also pending where this rank has pushed none, since the others
+may: under plain FSDP a rank without a microbatch runs one that counts nothing, and finds gradients afterwards. So, once
+a gradient was cleared, and as soon as this rank has pushed anything, what would be None is pending as well. If nobody
+brings any, it is None when the minibatch has ended. Where an old gradient was not cleared, a look at it and the use of
+the coming one differ by their place in the script only, see [Note: Old gradients on an idle rank].
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)  # .data, .detach()
+_ON_ITSELF = (_aten.detach_.default,)
+_ZEROES = (_aten.zero_.default, _aten._foreach_zero_.default)
+
+Use = Callable[["Pending"], torch.Tensor]
+"""Gives the data of a gradient to somebody who needs it: now, or after ending the minibatch."""
+
+
+class PendingGradient(torch.Tensor):
+    """A tensor whose data is that of :attr:`pending`, once it is there. It has no memory of its own."""
+
+    pending: Pending
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, pending: Pending) -> PendingGradient:
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, layout=like.layout
+        )
+        assert isinstance(wrapper, cls)
+        return wrapper
+
+    def __init__(self, like: torch.Tensor, pending: Pending) -> None:
+        self.pending = pending
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in _ALIASES:
+            return PendingGradient(args[0], args[0].pending)
+        if func in _ON_ITSELF:
+            return args[0]
+        is_clearing = func in _ZEROES
+
+        def data(wrapper: PendingGradient) -> torch.Tensor:
+            pending = wrapper.pending
+            if is_clearing and pending.is_nothing:
+                return torch.empty(0, device=wrapper.device)  # zeros already, wherever the others are
+            return pending.data()
+
+        return func(*tree_map_only(cls, data, args), **tree_map_only(cls, data, kwargs or {}))
+
+    # What asks for memory and not for an operation
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pending.data().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.pending.data().tolist()
+
+    def data_ptr(self) -> int:
+        return self.pending.data().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.pending.data().untyped_storage()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pending.data().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pending.data().__dlpack__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.pending.data(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.pending.data().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        pending = self.pending  # debuggers and tracebacks must not wait for other ranks
+        if pending.final is not None:
+            return repr(pending.final)
+        return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}; its first use ends the minibatch)"
+
+
+class Pending:
+    """The coming gradient of one parameter, in its ``.grad``.
+
+    Args:
+        parameter: as an optimizer holds it.
+        like: shape, dtype and device of this rank's part of the gradient.
+        use: called when somebody needs the data.
+        as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
+    """
+
+    __slots__ = ("_use", "base", "final", "handle", "is_aside", "is_sent", "parameter", "stood")
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        like: torch.Tensor,
+        use: Use,
+        as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        earlier = parameter.grad
+        self.parameter = parameter
+        self.is_sent = False
+        """This rank has pushed to it."""
+        self.is_aside = False
+        """FSDP is at work with the gradient that was there before."""
+        self.stood = True
+        """The script had neither cleared nor replaced it when the minibatch ended."""
+        self.base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
+        """The gradient that was there, to which it will be added."""
+        self.final: torch.Tensor | None = None
+        self._use = use
+        wrapper = PendingGradient(like if self.base is None else self.base, self)
+        if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
+            earlier._local_tensor = wrapper
+            self.handle: torch.Tensor | None = earlier
+        else:
+            self.handle = as_gradient(wrapper)
+            parameter.grad = self.handle
+
+    def data(self) -> torch.Tensor:
+        """For who needs it."""
+        return self._use(self) if self.final is None else self.final
+
+    def now(self) -> torch.Tensor:
+        """What there is before the end of the minibatch."""
+        if self.base is not None:
+            return self.base
+        parameter = self.parameter
+        return torch.zeros_like(parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach())
+
+    @property
+    def is_nothing(self) -> bool:
+        """Zeros so far, as far as this rank is concerned."""
+        return self.final is None and self.base is None and not self.is_sent
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is what the script finds: it has neither cleared nor replaced it."""
+        return self.is_aside or self.parameter.grad is self.handle
+
+    def withdraw(self) -> None:
+        """Leave in ``.grad`` what was there before, unless the script has put something else there."""
+        if self.is_aside:
+            return
+        self.stood = self.stands
+        if isinstance(self.handle, DTensor) and self.base is not None:
+            self.handle._local_tensor = self.base
+        elif self.stood:
+            self.parameter.grad = self.base
+
+    def step_aside(self) -> bool:
+        """While FSDP is at work: as :meth:`withdraw`. Whether it has stood there."""
+        if self.is_aside or not self.stands:
+            return False
+        self.parameter.grad = self.base
+        self.is_aside = True
+        return True
+
+    def step_back(self) -> None:
+        """FSDP has done its work."""
+        if self.is_aside:
+            self.parameter.grad = self.handle
+            self.is_aside = False
+
+    def settle(self) -> None:
+        """The minibatch has ended, and ``.grad`` is final: so is what anybody has at hand."""
+        gradient = self.parameter.grad if self.stood else None
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        self.final = self.now() if local is None else local
+        if isinstance(self.handle, DTensor):
+            self.handle._local_tensor = self.final
+        self.handle = None  # what is kept at hand keeps no more than that
+        del self._use, self.parameter
+
+
+def settled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """What there is of a ``.grad`` without the coming minibatch. None: nothing, or only that will bring any."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    if isinstance(local, PendingGradient) and local.pending.final is None:
+        return local.pending.base
+    return gradient
