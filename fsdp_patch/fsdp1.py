@@ -27,7 +27,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
-from odc.fsdp_patch.pending import Pending, settled
+from odc.fsdp_patch.pending import Pending, Use, settled
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
@@ -210,7 +210,7 @@ class Fsdp1Unit(Unit):
 
     def _leave_replaced(self, mean: torch.Tensor) -> None:
         """Nothing is added to gradients that the script has replaced."""
-        gone = {id(pending.parameter) for pending in self.pending.values() if not pending.stood}
+        gone = {pending.key for pending in self.pending.values() if not pending.stood}
         if id(self.flat_param) in gone:
             mean.zero_()
         for _, parameter, part in self._in_shard():
@@ -223,10 +223,10 @@ class Fsdp1Unit(Unit):
             return [Place(self.flat_param, shard)] if self._trainable else []
         return [Place(p, shard[part]) for _, p, part in self._in_shard() if id(p) in self._trainable]
 
-    def expect(self, communication: Communication, *, old: bool) -> None:
+    def expect(self, use: Use, *, old: bool) -> None:
         flat, shard = self.flat_param, self.flat_param._local_shard
         if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self._unsynchronized:
-            super().expect(communication, old=old)  # else it follows at the end of this backward
+            super().expect(use, old=old)  # else it follows at the end of this backward
 
     def _take_over_gradients(self) -> None:
         """Make the flat gradient what the original parameters' ``.grad`` say.
@@ -302,7 +302,7 @@ class Fsdp1Unit(Unit):
             for pending in self.pending.values():
                 pending.step_back()
             if was_sent:
-                self.expect(communication, old=True)
+                self.expect(communication.data_of, old=True)
                 for pending in self.pending.values():
                     pending.is_sent = True
 
@@ -326,11 +326,15 @@ class Fsdp1Unit(Unit):
         return undo
 
     def _before(self, original: Callable[[], Any]) -> Callable[[], Any]:
-        """A method of the handle that replaces gradients until the end of backward."""
+        """The method of the handle that lays gradients aside until the end of backward."""
 
         @functools.wraps(original)
         def method() -> Any:
-            self._step_aside()
+            flat = self.flat_param
+            for pending in self.pending.values():
+                is_flat = pending.is_of(flat)  # it is unsharded: no sharded gradient can be put there now
+                if pending.step_aside(leave_base=not is_flat) and is_flat and pending.base is not None:
+                    flat._saved_grad_shard = pending.base
             return original()
 
         return method

@@ -225,7 +225,7 @@ class Fsdp2Unit(Unit):
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
             pending = self.pending.get(index)
             if here and (pending is None or pending.stood):
-                handle = pending.handle if pending is not None and pending.parameter is param.sharded else None
+                handle = pending.handle if pending is not None and pending.is_of(param.sharded) else None
                 param.add_to_grad(mean[offset : offset + param.local.numel()], handle)
             offset += param.padded.numel()
 
@@ -344,7 +344,7 @@ class Fsdp2Unit(Unit):
                 for parameter, grad in zip(parameters, before, strict=True):
                     parameter.grad = grad
             if self._is_sent:
-                self.expect(communication, old=True)
+                self.expect(communication.data_of, old=True)
                 for index, here in enumerate(self._present):
                     if here:
                         self.pending[index].is_sent = True

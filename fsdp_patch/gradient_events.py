@@ -96,6 +96,10 @@ class Listener:
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "clip_grad_norm_") is about to read the gradients of these parameters."""
 
+    def before_initialising(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The state of an optimizer of these parameters, which has taken no step, is about to be initialised: by a step
+        with gradients of zero, if there are none."""
+
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """``what`` (for example "zero_grad") is about to clear the gradients of these parameters."""
 

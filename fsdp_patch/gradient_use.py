@@ -71,8 +71,8 @@ class GradientUse(Listener):
     [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this
     rank had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So
     what a script does with gradients decides alone: whoever asks again for gradients that he has asked for (the same
-    clipping of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If nobody
-    has added anything, they are the same. What cannot be told apart in this way (one minibatch ended by
+    clipping of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If
+    nobody has added anything, they are the same. What cannot be told apart in this way (one minibatch ended by
     ``session.finish()`` only, and kept, the next one by a step only) shows in the number of steps that each rank has
     taken, which it sends with ``done``.
 
@@ -92,6 +92,7 @@ class GradientUse(Listener):
         self._sent: set[int] = set()  # units of which this rank has pushed gradients in this minibatch
         self._num_steps = 0  # of optimizers
         self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
+        self._has_ended = False  # any minibatch
         self._was_idle = False  # in the last minibatch
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
@@ -111,24 +112,25 @@ class GradientUse(Listener):
     def pushed(self, unit: int) -> None:
         """This rank sends its gradients of a unit. See [Note: Gradients that others will bring] in ``pending.py``."""
         if not self._sent:
-            session = self._live_session()
+            use = self._live_session().data_of
             for index, other in enumerate(self._units):
                 if index != unit:  # of that one FSDP has the gradients at hand
-                    other.expect(session, old=True)
+                    other.expect(use, old=True)
         self._sent.add(unit)
 
     def _expect_next(self) -> None:
         """Gradients that are cleared become pending; others, too, where minibatches are ended by hand."""
-        session = self._live_session()
-        for unit in self._units:
-            unit.expect(session, old=self.is_by_hand)
+        if self._has_ended:
+            use = self._live_session().data_of
+            for unit in self._units:
+                unit.expect(use, old=self.is_by_hand)
 
     def data_of(self, pending: Pending) -> torch.Tensor:
         """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
         if self._is_computing:  # hooks in backward see what FSDP has at that moment
             return pending.now()
         reader = Reader.now()
-        look = (reader.frame.f_lasti, id(pending.parameter))
+        look = (reader.frame.f_lasti, pending.key)
         if not self._sent and pending.base is not None and not self._asks_for_next(reader, look):
             return pending.base  # see [Note: Old gradients on an idle rank]
         self._end_for(str(reader), reader, self._publisher.all_trainable)
@@ -160,6 +162,7 @@ class GradientUse(Listener):
         self._uses.clear()
         self._looks.clear()
         self._publisher.forget_steps()
+        self._has_ended = True
         self._was_idle = not self._sent
         self._sent.clear()
         self._cleared.clear()
@@ -248,7 +251,7 @@ class GradientUse(Listener):
         if not self._sent or self._runtime.state is not State.OPEN:
             return
         sent = [pending for unit in self._units for pending in unit.pending.values() if pending.is_sent]
-        num_gone = sum(pending.parameter.grad is None and not pending.stands for pending in sent)
+        num_gone = sum(pending.is_cleared for pending in sent)
         if num_gone == len(sent) > 0:
             self._live_session().discard()
         elif num_gone:
@@ -383,11 +386,17 @@ class GradientUse(Listener):
         if self._runtime.state is not State.OPEN:
             return
         owned = self._publisher.owned(tensors)
-        sent = {id(p.parameter) for unit in self._units for p in unit.pending.values() if p.is_sent}
+        sent = {p.key for unit in self._units for p in unit.pending.values() if p.is_sent}
         if sent and sent <= owned:
             self._live_session().discard()
         elif not sent.isdisjoint(owned):
             self._refuse_clearing(what, len(sent & owned), len(sent))
+
+    def before_initialising(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._publisher.owned(tensors) and not self._sent:
+            for unit in self._units:
+                unit.withdraw()
+                unit.settle()
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
@@ -397,9 +406,7 @@ class GradientUse(Listener):
             self._cleared |= owned
             self._publisher.after_clearing(self._cleared)
         if self._runtime.state is not State.FINISHED or self._publisher.gradients_are_cleared():
-            session = self._live_session()
-            for unit in self._units:
-                unit.expect(session, old=False)
+            self._expect_next()
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
@@ -97,6 +99,7 @@ def _generate(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 PARAMETERS = Argument(0, "parameters", _tensors)
 OPTIMIZER = Argument(1, "optimizer", lambda optimizer: (optimizer, parameters_of(optimizer)))
+OPTIMIZER_FIRST = Argument(0, "optim", lambda optimizer: (optimizer, parameters_of(optimizer)))
 SELF_OPTIMIZER = Argument(0, "self", lambda optimizer: (optimizer, parameters_of(optimizer)))
 MODULE = Argument(0, "self", lambda module: (module, list(module.parameters())))
 
@@ -240,9 +243,9 @@ def _is_inner_function(thing: Any, name: str) -> bool:
 
 
 class Method(_Reading):
-    """A method of a class."""
+    """A method of a class, or a function that its module looks up by name."""
 
-    def __init__(self, owner: type, method: str, listeners: Listeners, argument: Argument) -> None:
+    def __init__(self, owner: type | ModuleType, method: str, listeners: Listeners, argument: Argument) -> None:
         super().__init__(f"{owner.__name__}.{method}", listeners, argument)
         self._owner = owner
         self._method = method
@@ -276,6 +279,20 @@ class Clearing(Method):
         return telling
 
 
+class Initialising(Method):
+    """The function with which checkpoints give an optimizer a state before its first step: if it finds no gradients.
+    Those that are pending are none, for one that never steps afterwards either (SGD has no state)."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            tensors = self._argument.look(args, kwargs)[2]
+            if not any(one in _stepped for one in (*args, *kwargs.values())):
+                self.listeners.tell(lambda listener: listener.before_initialising(tensors))
+            return original(*args, **kwargs)
+
+        return telling
+
+
 class Wait(Method):
     """A method of a class that waits for other ranks."""
 
@@ -289,6 +306,7 @@ class Wait(Method):
 # All of them
 
 _hooks: list[Any] = []
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -346,6 +364,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if _steps_inside_another(optimizer):
         return  # Lookahead and its like change the parameters again when the inner step has returned
     tensors = parameters_of(optimizer)
+    _stepped.add(optimizer)
     _LISTENERS.tell(lambda listener: listener.after_step(STEP, tensors))
 
 
@@ -371,6 +390,7 @@ _INTERCEPTED: tuple[Intercepted, ...] = (
     ScaledStep(torch.amp.GradScaler, "step", _LISTENERS, OPTIMIZER),  # a fused optimizer unscales by itself
     Method(ShardedGradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
+    Initialising(state_dict, "_init_optim_state", _LISTENERS, OPTIMIZER_FIRST),
     Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
     Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),
     Wait(dist.Work, "wait", _LISTENERS, MODULE),

@@ -16,6 +16,7 @@ the coming one differ by their place in the script only, see [Note: Old gradient
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,6 @@ class PendingGradient(torch.Tensor):
     def data_ptr(self) -> int:
         return self.pending.data().data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.pending.data().untyped_storage()
-
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.pending.data().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -101,7 +99,7 @@ class PendingGradient(torch.Tensor):
 
 
 class Pending:
-    """The coming gradient of one parameter, in its ``.grad``.
+    """The coming gradient of one parameter, in its ``.grad``. It keeps neither that nor the parameter.
 
     Args:
         parameter: as an optimizer holds it.
@@ -110,7 +108,7 @@ class Pending:
         as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
     """
 
-    __slots__ = ("_use", "base", "final", "handle", "is_aside", "is_sent", "parameter", "stood")
+    __slots__ = ("_aside", "_handle", "_like", "_parameter", "_use", "base", "final", "is_sent", "stood")
 
     def __init__(
         self,
@@ -120,24 +118,25 @@ class Pending:
         as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         earlier = parameter.grad
-        self.parameter = parameter
-        self.is_sent = False
-        """This rank has pushed to it."""
-        self.is_aside = False
-        """FSDP is at work with the gradient that was there before."""
-        self.stood = True
-        """The script had neither cleared nor replaced it when the minibatch ended."""
         self.base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
         """The gradient that was there, to which it will be added."""
         self.final: torch.Tensor | None = None
+        self.is_sent = False
+        """This rank has pushed to it."""
+        self.stood = True
+        """The script had neither cleared nor replaced it when the minibatch ended."""
         self._use = use
+        self._like = (like.size(), like.dtype, like.device)
+        self._parameter = weakref.ref(parameter)
+        self._aside: torch.Tensor | None = None
         wrapper = PendingGradient(like if self.base is None else self.base, self)
         if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
             earlier._local_tensor = wrapper
-            self.handle: torch.Tensor | None = earlier
+            handle: torch.Tensor = earlier
         else:
-            self.handle = as_gradient(wrapper)
-            parameter.grad = self.handle
+            handle = as_gradient(wrapper)
+            parameter.grad = handle
+        self._handle = weakref.ref(handle)
 
     def data(self) -> torch.Tensor:
         """For who needs it."""
@@ -145,10 +144,21 @@ class Pending:
 
     def now(self) -> torch.Tensor:
         """What there is before the end of the minibatch."""
-        if self.base is not None:
-            return self.base
-        parameter = self.parameter
-        return torch.zeros_like(parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach())
+        size, dtype, device = self._like
+        return torch.zeros(size, dtype=dtype, device=device) if self.base is None else self.base
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        return self._parameter() is parameter
+
+    @property
+    def key(self) -> int:
+        """The id of the parameter."""
+        return id(self._parameter())
+
+    @property
+    def handle(self) -> torch.Tensor | None:
+        """What stands, or has stood, in ``.grad``, if anybody has it still."""
+        return self._handle()
 
     @property
     def is_nothing(self) -> bool:
@@ -158,41 +168,50 @@ class Pending:
     @property
     def stands(self) -> bool:
         """Whether it is what the script finds: it has neither cleared nor replaced it."""
-        return self.is_aside or self.parameter.grad is self.handle
+        parameter = self._parameter()
+        gradient = None if parameter is None else parameter.grad
+        return self._aside is not None or (gradient is not None and gradient is self._handle())
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether the script has put None in its place."""
+        parameter = self._parameter()
+        return self._aside is None and parameter is not None and parameter.grad is None
 
     def withdraw(self) -> None:
         """Leave in ``.grad`` what was there before, unless the script has put something else there."""
-        if self.is_aside:
+        if self._aside is not None:
             return
         self.stood = self.stands
-        if isinstance(self.handle, DTensor) and self.base is not None:
-            self.handle._local_tensor = self.base
-        elif self.stood:
-            self.parameter.grad = self.base
+        parameter, handle = self._parameter(), self._handle()
+        if isinstance(handle, DTensor) and self.base is not None:
+            handle._local_tensor = self.base
+        elif self.stood and parameter is not None:
+            parameter.grad = self.base
 
-    def step_aside(self) -> bool:
-        """While FSDP is at work: as :meth:`withdraw`. Whether it has stood there."""
-        if self.is_aside or not self.stands:
+    def step_aside(self, *, leave_base: bool = True) -> bool:
+        """While FSDP is at work: as :meth:`withdraw`, or leave None. Whether it has stood there."""
+        parameter = self._parameter()
+        if parameter is None or self._aside is not None or not self.stands:
             return False
-        self.parameter.grad = self.base
-        self.is_aside = True
+        self._aside, parameter.grad = parameter.grad, self.base if leave_base else None
         return True
 
     def step_back(self) -> None:
         """FSDP has done its work."""
-        if self.is_aside:
-            self.parameter.grad = self.handle
-            self.is_aside = False
+        parameter = self._parameter()
+        if self._aside is not None and parameter is not None:
+            parameter.grad, self._aside = self._aside, None
 
     def settle(self) -> None:
         """The minibatch has ended, and ``.grad`` is final: so is what anybody has at hand."""
-        gradient = self.parameter.grad if self.stood else None
+        parameter, handle = self._parameter(), self._handle()
+        gradient = parameter.grad if self.stood and parameter is not None else None
         local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         self.final = self.now() if local is None else local
-        if isinstance(self.handle, DTensor):
-            self.handle._local_tensor = self.final
-        self.handle = None  # what is kept at hand keeps no more than that
-        del self._use, self.parameter
+        self._aside = None
+        if isinstance(handle, DTensor):
+            handle._local_tensor = self.final
 
 
 def settled(gradient: torch.Tensor | None) -> torch.Tensor | None:

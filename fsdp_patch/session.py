@@ -20,7 +20,7 @@ from odc.exchange import ProcessGroupExchange, setup_timeout_s
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening
-from odc.fsdp_patch.pending import Pending
+from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
@@ -320,9 +320,16 @@ class Session:
         self._gradients.pushed(unit)
         self._runtime.scatter_accumulate(unit, grads, present=present)
 
-    def data_of(self, pending: Pending) -> torch.Tensor:
-        """The data of a gradient, see :meth:`odc.fsdp_patch.gradient_use.GradientUse.data_of`."""
-        return self._gradients.data_of(pending)
+    @property
+    def data_of(self) -> Use:
+        """See :meth:`odc.fsdp_patch.gradient_use.GradientUse.data_of`."""
+        gradients = weakref.WeakMethod(self._gradients.data_of)
+
+        def data_of(pending: Pending) -> torch.Tensor:
+            method = gradients()
+            return pending.now() if method is None else method(pending)
+
+        return data_of
 
     # For people
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import ProtocolError
-from odc.fsdp_patch.pending import Pending
+from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import UnitSpec
 
@@ -34,8 +34,9 @@ class Communication(Protocol):
         """Push ``grads`` (flat, one row per rank): the gradients of the ``present`` trainable parameters."""
         ...
 
-    def data_of(self, pending: Pending) -> torch.Tensor:
-        """The data of a gradient for somebody who needs it."""
+    @property
+    def data_of(self) -> Use:
+        """Gives the data of a gradient to somebody who needs it; keeps nothing alive."""
         ...
 
 
@@ -208,15 +209,15 @@ class Unit(ABC):
         """This rank's part of a gradient as it stands in the ``.grad`` of a place."""
         return local
 
-    def expect(self, communication: Communication, *, old: bool) -> None:
+    def expect(self, use: Use, *, old: bool) -> None:
         """Let gradients be pending where there are none; ``old``: where there are any, too."""
         for index, place in enumerate(self.places()):
             known = self.pending.get(index)
-            if known is not None and known.parameter is place.parameter and (known.is_sent or known.stands):
+            if known is not None and known.is_of(place.parameter) and (known.is_sent or known.stands):
                 continue
             if place.parameter.grad is None or old:
                 make = functools.partial(self.as_gradient, index)
-                self.pending[index] = Pending(place.parameter, place.like, communication.data_of, make)
+                self.pending[index] = Pending(place.parameter, place.like, use, make)
 
     def withdraw(self) -> None:
         """Leave the gradients as they were before."""
