@@ -156,6 +156,7 @@ class Unit(ABC):
         forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
         no backward that would free them."""
 
+    @abstractmethod
     def end_evaluation(self, is_by_hand: bool) -> None:
         """A forward of the model without a graph has returned, which may have left full parameters.
 

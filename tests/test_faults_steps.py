@@ -206,13 +206,10 @@ def clears_instead_of_stepping(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
     env = {"ODC_TIMEOUT": "60"}
-    first, second, third = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
-    assert second.error_type == "MisuseError", second.error
-    assert ".discard() on every rank" in (second.error or "")
-    for told in (first, third):
-        assert told.error_type == "AbortedError", told.error
-        assert "rank 1 (pid" in (told.error or "")
-        assert "MisuseError: Optimizer.zero_grad" in (told.error or "")
+    results = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
+    for told in results:
+        assert told.error_type in ("ProtocolError", "AbortedError"), told.error
+        assert "rank 1 to throw it away (discard)" in (told.error or "")
 
 
 def steps_on_what_others_keep(rank: int, world_size: int, kind: str) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import odc
+from odc.fsdp_patch.pending import settled
 
 WIDTH = 13  # odd: shards are uneven and padded on 2 and on 4 ranks
 STEPS = 20
@@ -79,9 +80,8 @@ def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
 
 
 def gradient_now(parameter: torch.Tensor) -> torch.Tensor | None:
-    """``.grad`` as it is, final or not: what a script reads is always final."""
-    gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
-    return gradient
+    """What there is of ``.grad``, without waiting for the end of the minibatch as who uses it does."""
+    return settled(parameter.grad)
 
 
 def tokens(step: int, rank: int, microbatch: int) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import loss_of, optimizer_of, tokens
 
-from fsdp_scripts.run import TOLERANCE, Case, Run, with_
+from fsdp_scripts import loops
+from fsdp_scripts.run import TOLERANCE, Case, Outcome, Run, full, with_
 
 
 def turn(run: Run, model: torch.nn.Module, step: int, idle: bool) -> None:
@@ -46,7 +47,42 @@ def clipped_twice_alike(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def cleared_instead_of_a_step(run: Run, clear: str) -> None:
+    """As scripts skip a step whose loss is not a number, without asking for a norm."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+        if step == 1:
+            loops.clear(model, optimizer, clear)
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_after_each_microbatch(run: Run) -> Outcome:
+    """A log of norms; what follows is added."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(3):
+        for microbatch in range(3):
+            run.backward(model, step, microbatch)
+            norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
 CASES = {
+    **{
+        f"cleared instead of a step, {clear}": Case(with_(cleared_instead_of_a_step, clear), TOLERANCE, minibatches=4)
+        for clear in ("none", "in place", "module", "by hand")
+    },
+    "read after each microbatch": Case(read_after_each_microbatch, TOLERANCE, minibatches=9),
     "clip_grad_norm_ twice alike": Case(clipped_twice_alike, TOLERANCE, minibatches=6),
     "clip_grad_value_, each second step, idle": Case(
         with_(clipped_before_each_second_step, clip_grad_value_), TOLERANCE, minibatches=6
