@@ -27,7 +27,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
-from odc.fsdp_patch.pending import Pending, Use, settled
+from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
@@ -235,6 +235,7 @@ class Fsdp1Unit(Unit):
         begins, which a rank without microbatches never does.
         """
         flat = self.flat_param
+        self._unwrap()
         if not self.handle._use_orig_params or self._unsynchronized:
             return
         grads = [settled(p.grad) for p in flat._params]
@@ -250,6 +251,12 @@ class Fsdp1Unit(Unit):
                 flat._is_grad_none_mask[index] = True
             elif grad.untyped_storage().data_ptr() != flat.grad.untyped_storage().data_ptr():
                 flat.grad[part].copy_(grad)
+
+    def _unwrap(self) -> None:
+        """Put final gradients where a script has put back what stood for them (``p.grad *= 2`` does)."""
+        for parameter in (self.flat_param, *(self.flat_param._params or ())):
+            if isinstance(parameter.grad, PendingGradient) and parameter.grad.pending.final is not None:
+                parameter.grad = parameter.grad.pending.final
 
     @property
     def _unsynchronized(self) -> bool:
@@ -331,6 +338,7 @@ class Fsdp1Unit(Unit):
         @functools.wraps(original)
         def method() -> Any:
             flat = self.flat_param
+            self._unwrap()
             for pending in self.pending.values():
                 is_flat = pending.is_of(flat)  # it is unsharded: no sharded gradient can be put there now
                 if pending.step_aside(leave_base=not is_flat) and is_flat and pending.base is not None:
@@ -355,6 +363,7 @@ class Fsdp1Unit(Unit):
 
     def _step_aside(self) -> list[Pending]:
         """Those that have stood in ``.grad``."""
+        self._unwrap()
         return [pending for pending in self.pending.values() if pending.step_aside()]
 
     def _completed(self, backward: int) -> None:

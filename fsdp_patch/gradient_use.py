@@ -386,7 +386,7 @@ class GradientUse(Listener):
         if self._runtime.state is not State.OPEN:
             return
         owned = self._publisher.owned(tensors)
-        sent = {p.key for unit in self._units for p in unit.pending.values() if p.is_sent}
+        sent = self._publisher.trainable_of(self._sent)
         if sent and sent <= owned:
             self._live_session().discard()
         elif not sent.isdisjoint(owned):

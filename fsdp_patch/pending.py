@@ -217,6 +217,6 @@ class Pending:
 def settled(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What there is of a ``.grad`` without the coming minibatch. None: nothing, or only that will bring any."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    if isinstance(local, PendingGradient) and local.pending.final is None:
-        return local.pending.base
-    return gradient
+    if not isinstance(local, PendingGradient):
+        return gradient
+    return local.pending.base if local.pending.final is None else local.pending.final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -82,6 +82,10 @@ class Publisher:
         """The trainable parameters of all units, by id."""
         return self._all_trainable
 
+    def trainable_of(self, units: Iterable[int]) -> set[int]:
+        """The trainable parameters of these units, by id."""
+        return set().union(*(self._trainable[index] for index in units))
+
     @property
     def has_stepped(self) -> bool:
         """Whether an optimizer has updated any parameter since the last finish."""
@@ -131,9 +135,9 @@ class Publisher:
         return trainable & changing or changing
 
     def after_clearing(self, cleared: set[int]) -> None:
-        """Publish everything if the step is over: these gradients and those that a step has used are all there are, and
-        there was a step, by an optimizer or by hand."""
-        if cleared >= self.unstepped() and (self._stepped or any(map(self._changed_by_hand, range(len(self._units))))):
+        """Publish everything if the step is over, or was skipped: these gradients and those that a step has used are
+        all there are. At once, for another rank may wait for it where this one goes next."""
+        if cleared >= self.unstepped():
             self.publish_all()
 
     def _changed_by_hand(self, index: int) -> set[int]:

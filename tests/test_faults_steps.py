@@ -263,3 +263,40 @@ def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> No
         assert words in (first.error or "")
     assert second.error is not None
     assert "killed by the test" not in second.error
+
+
+def skips_and_is_idle(rank: int, world_size: int, kind: str, clear: str, then: str) -> float:
+    """A step is skipped, by clearing. Then rank 1 has no microbatch and goes to a collective of the script at once; or
+    rank 0 alone evaluates, and rank 1 waits for it."""
+    model: Any = build(num_blocks=1)
+    model = wrap(model, use_orig_params=True) if kind == "fsdp1" else shard(model, world_size)
+    optimizer = optimizer_of(model)
+    total = torch.zeros(())
+    with odc.patch_fsdp(model) as session:
+        for step in range(5):
+            idle = rank == 1 and step == 2
+            if not idle:
+                loss = loss_of(model, tokens(step, rank, 0)) * 0.02
+                loss.backward()
+                total += loss.detach()
+            dist.all_reduce(total)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step != 1:
+                optimizer.step()
+            (model if clear == "module" else optimizer).zero_grad()
+            if then == "evaluation" and step == 1:
+                if rank == 0:
+                    with torch.no_grad():
+                        loss_of(model, tokens(9, 0, 0))
+                dist.barrier()
+        assert session.stats().minibatches == 5
+    return float(total)
+
+
+@pytest.mark.parametrize("then", ["idle", "evaluation"])
+@pytest.mark.parametrize("clear", ["module", "optimizer"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_a_skipped_step_holds_up_nobody(kind: str, clear: str, then: str) -> None:
+    results = start_ranks(2, skips_and_is_idle, kind, clear, then, env={"ODC_TIMEOUT": "20"}).join(100)
+    assert [result.error for result in results] == [None, None]
+    assert results[0].value == results[1].value

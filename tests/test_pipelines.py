@@ -1,4 +1,4 @@
-"""Layer 3: ranks as processes. Pipeline schedules of torch with FSDP2 in each stage: they divide ``.grad`` themselves."""
+"""Layer 3: ranks as processes. Pipeline schedules of torch with FSDP2 in each stage; they scale ``.grad`` by hand."""
 
 from __future__ import annotations
 
