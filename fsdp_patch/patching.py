@@ -36,8 +36,8 @@ def patch_fsdp(
     """Replace the collectives of an FSDP model by on-demand communication. Collective over the model's mesh.
 
     The script keeps its forward, backward, clipping, optimizer and numbers (to the rounding of a sum in another
-    order). A minibatch ends by itself where the script first asks for gradients: clipping, unscaling, reading
-    a ``.grad`` by hand, or ``optimizer.step``. Until then each rank may run any number of microbatches, also none.
+    order). A minibatch ends by itself where the script first asks for gradients: clipping, unscaling, using the
+    data of a ``.grad``, or ``optimizer.step``. Until then each rank may run any number of microbatches, also none.
 
     Args:
         model: sharded by ``torch.distributed.fsdp.fully_shard`` (FSDP2) or wrapped in ``FullyShardedDataParallel``.

@@ -157,7 +157,7 @@ class Session:
         """End the minibatch: gradients are final when this returns.
 
         Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
-        ``optimizer.step`` and reading ``.grad`` after a backward do it by themselves.
+        ``optimizer.step`` and using the data of a ``.grad`` after a backward do it by themselves.
         """
         self._require_open()
         with self._runtime.reporting:
@@ -169,8 +169,8 @@ class Session:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
 
         Every rank must call it, in place of clipping and stepping (``if loss_is_bad_anywhere: session.discard()``).
-        What was in ``.grad`` before the minibatch stays there. ``zero_grad`` alone cannot do this: what has been pushed
-        is part of other ranks' sums. Once they are final it can.
+        What was in ``.grad`` before the minibatch stays there. A rank that has run microbatches does the same when it
+        clears all of their gradients between backward and step; one that had none must say it.
         """
         self._end_minibatch(EndKind.DISCARD)
         self._publisher.publish_all()

@@ -15,9 +15,6 @@ class FakeSession:
         self.now_s = 0.0
         self._stats = Stats()
 
-    def looked_before(self, readers: object) -> None:
-        """Nothing was read."""
-
     def stats(self) -> Stats:
         return Stats(**self._stats.as_dict())  # type: ignore[arg-type]
 
