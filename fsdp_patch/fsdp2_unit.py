@@ -252,6 +252,10 @@ class Fsdp2Unit(Unit):
         if not self.group.is_sharded:
             self.module.reshard()
 
+    @property
+    def is_left_full(self) -> bool:
+        return bool(self.trainable) and not self.group.is_sharded
+
     def end_evaluation(self, is_by_hand: bool) -> None:
         if is_by_hand and not self.group.is_sharded:
             self.module.reshard()

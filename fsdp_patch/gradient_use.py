@@ -46,6 +46,10 @@ class Said(enum.IntFlag):
 
     EXPECTED = 1
     """Gradients were pending wherever it had none: whoever had used one by hand would have ended the minibatch."""
+    LEFT_FULL = 2
+    """An evaluation has left full parameters in its model, which have no gradients."""
+    CLEARED_FULL = 4
+    """It has cleared the gradients of such, before the minibatch."""
 
 
 class Notes(NamedTuple):
@@ -82,6 +86,11 @@ class GradientUse(Listener):
     other with ``done`` where they have ended a minibatch by hand, and on an idle rank the use of an old gradient there,
     come to by the same calls, ends it too. A rank that was idle before it could know that place has done without
     gradients that others have worked on: that ends the job by name.
+
+    [Note: Full parameters] FSDP2 leaves the root's parameters full behind a forward without a graph, and who lists the
+    parameters then clips, or clears, those, which have no gradients. Where all ranks do so, it is what plain FSDP2
+    does, and stays so. Where they differ, because one alone has evaluated, the sharded ones are meant. They tell each
+    other with ``done``: clipping knows it then, and what was cleared before is cleared then.
     """
 
     def __init__(self, session: Owner, publisher: Publisher, runtime: Runtime, units: Sequence[Unit]) -> None:
@@ -93,7 +102,8 @@ class GradientUse(Listener):
         self._num_steps = 0  # of optimizers
         self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
         self._has_ended = False  # any minibatch
-        self._was_idle = False  # in the last minibatch
+        self._means_sharded = False  # since the last end, see [Note: Full parameters]
+        self._cleared_full: dict[int, nn.Parameter] = {}  # the sharded ones, by id
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._ended_by = ""
@@ -163,7 +173,11 @@ class GradientUse(Listener):
         self._looks.clear()
         self._publisher.forget_steps()
         self._has_ended = True
-        self._was_idle = not self._sent
+        self._means_sharded = not self._sent or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1
+        if len({notes.said & Said.CLEARED_FULL for notes, _ in said}) > 1:
+            for parameter in self._cleared_full.values():
+                parameter.grad = None
+        self._cleared_full.clear()
         self._sent.clear()
         self._cleared.clear()
         self._ended_by = self._ending[0] or "session.finish()"
@@ -188,6 +202,10 @@ class GradientUse(Listener):
         ender = number_of(BY_HAND if reader is not None else what) if what else 0
         has_all = all(len(unit.pending) == len(unit.places()) for unit in self._units)
         said = Said.EXPECTED if has_all else Said(0)
+        if any(unit.is_left_full for unit in self._units):
+            said |= Said.LEFT_FULL
+        if self._cleared_full:
+            said |= Said.CLEARED_FULL
         return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
 
     def _check_steps(self, said: Sequence[Notes]) -> None:
@@ -329,9 +347,9 @@ class GradientUse(Listener):
         return self._in_forward or torch._C._current_graph_task_id() != -1
 
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Only from the end of a minibatch without a microbatch to its step: else there has been a backward, as under
-        plain FSDP, and full parameters that a script holds have no gradients there either."""
-        is_asked_for = self._was_idle and self._runtime.state is State.FINISHED and not self._publisher.has_stepped
+        """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
+        also on a rank that had no microbatch: there a backward would have ended it."""
+        is_asked_for = self._means_sharded and self._runtime.state is State.FINISHED and not self._publisher.has_stepped
         return self._publisher.sharded(tensor) if is_asked_for else None
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -402,6 +420,8 @@ class GradientUse(Listener):
         owned = self._publisher.owned(tensors)
         if not owned:
             return
+        full = (self._publisher.sharded(tensor) for tensor in tensors)
+        self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
         if self._runtime.state is State.FINISHED:
             self._cleared |= owned
             self._publisher.after_clearing(self._cleared)

@@ -185,9 +185,10 @@ class Session:
         with self._runtime.reporting:  # to the end: sums that are final, and not in .grad, must get into no step
             ends = self._finish_on_all(kind)
             self._guard.check_answers()
-            self._gradients.ended(ends)
             for unit in self._units:
                 unit.withdraw()
+            self._gradients.ended(ends)
+            for unit in self._units:
                 unit.discard_gathered()
             has_gradients = kind is EndKind.USE and self._install_gradients()
             for unit in self._units:

@@ -1,0 +1,64 @@
+"""Layer 3: ranks as processes. One rank alone evaluates, which FSDP2 leaves with full parameters in its root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from training import build, largest_difference, loss_of, optimizer_of, shard, tokens
+
+import odc
+
+CLIPS: dict[str, Callable[..., Any]] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model, tokens(99, 0, 0))
+
+
+def train(rank: int, world_size: int, evaluates: Callable[[int], str], clip: str, patched: bool = True) -> Any:
+    """``evaluates``: where a rank does, "inside" the minibatch or "behind" the step."""
+    model = shard(build(num_blocks=2), world_size)
+    session = odc.patch_fsdp(model) if patched else None
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        loss_of(model, tokens(step, rank, 0)).backward()
+        if evaluates(rank) == "inside":
+            evaluate(model)
+        CLIPS[clip](model.parameters(), 0.3)
+        optimizer.step()
+        if evaluates(rank) == "behind":
+            evaluate(model)
+        model.zero_grad()
+    if session is not None:
+        session.close()
+    sharded: list[Any] = optimizer.param_groups[0]["params"]  # plain FSDP2 has left full ones in the model
+    return {str(i): p.full_tensor().detach() for i, p in enumerate(sharded)}
+
+
+def alone(rank: int, world_size: int, where: str, clip: str) -> float:
+    expected = train(rank, world_size, lambda _: "never", clip)
+    return largest_difference(train(rank, world_size, lambda r: where if r == 0 else "never", clip), expected)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("where", ["inside", "behind"])
+def test_one_rank_that_evaluates_changes_nothing(where: str, clip: str) -> None:
+    assert max(run_ranks(2, alone, where, clip, env={"ODC_TIMEOUT": "20"}, timeout_s=60)) < 1e-6
+
+
+def together(rank: int, world_size: int, clip: str) -> float:
+    plain, ours = (train(rank, world_size, lambda _: "behind", clip, patched) for patched in (False, True))
+    return largest_difference(ours, plain)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_where_all_ranks_evaluate_it_is_as_under_plain_fsdp(clip: str) -> None:
+    """Where the root's gradients stay behind ``model.zero_grad()``."""
+    assert run_ranks(2, together, clip) == [0.0, 0.0]
