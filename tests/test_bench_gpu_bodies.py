@@ -80,8 +80,9 @@ def run_adversary(rank: Rank) -> None:
 
 def test_items() -> None:
     report = items.check(replace(STREAMS, worlds=(2, 3)))
-    assert report.figures.startswith("8 rounds, ")
+    assert report.figures.startswith("16 rounds, ")
     assert min(rank["comparisons"] for rank in report.data["3 ranks"]) > 10
+    assert all(rank["memory_bytes"] > 2 * items.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
 
 
 def test_items_see_a_lost_order() -> None:
