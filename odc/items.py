@@ -310,7 +310,7 @@ class Channel:
         # [Note: Words of four rounds] A rank may be ahead of its readers: its words of a round must stay until they
         # have looked. Who is done with a round has looked at the words of it.
         long_ago = self.rounds.get(number - _RING)
-        self.await_done(long_ago and long_ago.readers, lambda: f"begin of round {number} of {self.name!r}")
+        self.await_done(None if long_ago is None else long_ago.readers, lambda: f"begin of round {number} of {self.name!r}")
         self._digest = hashlib.sha256(self._digest + layout.digest).digest()
         self._write_words(number)
         self.begun = number
