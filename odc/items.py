@@ -310,7 +310,8 @@ class Channel:
         # [Note: Words of four rounds] A rank may be ahead of its readers: its words of a round must stay until they
         # have looked. Who is done with a round has looked at the words of it.
         long_ago = self.rounds.get(number - _RING)
-        self.await_done(None if long_ago is None else long_ago.readers, lambda: f"begin of round {number} of {self.name!r}")
+        if long_ago is not None:
+            self.await_done(long_ago.readers, lambda: f"begin of round {number} of {self.name!r}")
         self._digest = hashlib.sha256(self._digest + layout.digest).digest()
         self._write_words(number)
         self.begun = number
@@ -353,10 +354,8 @@ class Channel:
                 "this rank is not done()"
             )
 
-    def await_done(self, readers: Readers | None, what: Callable[[], str]) -> None:
+    def await_done(self, readers: Readers, what: Callable[[], str]) -> None:
         """Wait until ``readers`` of this rank have read."""
-        if readers is None:
-            return
         number, ranks = readers
         others = [rank for rank in ranks if rank != self._rank]
         self.items.wait(
@@ -371,10 +370,9 @@ class Channel:
         """Whether ``rank`` has said that it reads nothing of round ``number`` any more."""
         return self.count(rank, Signal.DONE) >= number
 
-    def order_after_done(self, readers: Readers | None) -> None:
+    def order_after_done(self, readers: Readers) -> None:
         """The current stream goes on when the streams of ``readers`` of this rank have read."""
-        if readers is not None:
-            self.order_after(readers.ranks, Signal.DONE, readers.round)
+        self.order_after(readers.ranks, Signal.DONE, readers.round)
 
     # Agreement
 

@@ -134,10 +134,12 @@ class Round:
         items.faults.hit("items.publish.before")
         places = self.layout.parts[part]
         if places:
-            channel.await_done(self._overwritten, lambda: self._part(part))
+            if self._overwritten is not None:
+                channel.await_done(self._overwritten, lambda: self._part(part))
             # [Note: Posts in one order] A signal's posts must not overtake each other, whatever streams they come from.
             with channel.take("published"):
-                channel.order_after_done(self._overwritten)
+                if self._overwritten is not None:
+                    channel.order_after_done(self._overwritten)
                 for place, tensor in zip(places, tensors, strict=True):
                     self._copy_in(place, tensor.detach())
                 items.faults.hit("items.publish.before_post")

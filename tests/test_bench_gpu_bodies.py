@@ -90,6 +90,12 @@ def test_items_see_a_lost_order() -> None:
         items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
 
 
+def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
+    expected = "FakeDeviceError: a stream of the fake has failed: the fake's stream 'read' waits for 1 in the word at"
+    with pytest.raises(CheckFailedError, match=expected):
+        items.check(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
+
+
 def test_soak() -> None:
     report = soak.check(replace(STREAMS, worlds=(2, 4)))
     assert report.data["ranks"] == 4

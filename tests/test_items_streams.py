@@ -56,7 +56,7 @@ class Gate:
 
     def hold(self) -> None:
         """The current stream, from here on."""
-        self._engine.run(partial(self._open.wait, LIMIT_S))
+        self._engine.await_condition(partial(self._open.wait, 0.05), "a gate to be opened")
 
     def open(self) -> None:
         self._open.set()
@@ -254,8 +254,8 @@ def test_whoever_forgets_readers_in_a_round_of_nothing_overwrites_what_they_read
 ) -> None:
     original = Channel.order_after_done
 
-    def of_two_rounds_ago(self: Channel, readers: Readers | None) -> None:
-        if readers is not None and readers.round == self.begun - 2:
+    def of_two_rounds_ago(self: Channel, readers: Readers) -> None:
+        if readers.round == self.begun - 2:
             original(self, readers)
 
     monkeypatch.setattr(Channel, "order_after_done", of_two_rounds_ago)
