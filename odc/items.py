@@ -22,7 +22,7 @@ from odc.config import RuntimeConfig
 from odc.context import RankContext, agree, complete, connect, weak_abort
 from odc.errors import MisuseError, OdcError, PeerClosedError, PeerDiedError, ProtocolError, SetupError
 from odc.exchange import Exchange, together
-from odc.rounds import Round, Signal
+from odc.rounds import Readers, Round, Signal
 from odc.routes import Layout, Routes
 from odc.timeline import Timeline
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
@@ -274,6 +274,8 @@ class Channel:
         """The last one is in use; rounds in those before it are being read. With the last round that each rank reads
         from this one there."""
         self.rounds: dict[int, Round] = {}
+        self._halves: dict[int, Readers] = {}
+        """Of the last buffer: who reads there what this rank has published last."""
         self._digest = b""
         self._totals = [0] * transport.topology.world_size  # parts that each rank publishes, of all rounds begun
         self._growths = 0
@@ -307,7 +309,9 @@ class Channel:
         self._require_room(number)
         # [Note: Words of four rounds] A rank may be ahead of its readers: its words of a round must stay until they
         # have looked. Who is done with a round has looked at the words of it.
-        self.await_done(number - _RING, lambda: f"begin of round {number} of {self.name!r}")
+        long_ago = self.rounds.get(number - _RING)
+        if long_ago is not None:
+            self.await_done(long_ago.readers, lambda: f"begin of round {number} of {self.name!r}")
         self._digest = hashlib.sha256(self._digest + layout.digest).digest()
         self._write_words(number)
         self.begun = number
@@ -316,8 +320,21 @@ class Channel:
             self._grow(number, layout)
         buffer, readers = self._buffers[-1]
         readers.update(dict.fromkeys(layout.consumers, number))
-        start = number % 2 * self._capacity_bytes
-        found = self.rounds[number] = Round(self, number, layout, buffer, start, list(self._totals), self._digest[:16])
+        half = number % 2
+        found = self.rounds[number] = Round(
+            self,
+            number,
+            layout,
+            buffer,
+            half * self._capacity_bytes,
+            self._halves.get(half),
+            list(self._totals),
+            self._digest[:16],
+        )
+        # [Note: Rounds in which a rank publishes nothing] They take no memory: what lies there from before may still be
+        # read. So the next one to take it waits for those readers, however many rounds ago that was.
+        if layout.consumers:
+            self._halves[half] = found.readers
         self.rounds.pop(number - _RING, None)
         self._totals = [total + posts for total, posts in zip(self._totals, layout.posts, strict=True)]
         self.transport.tick()
@@ -337,10 +354,10 @@ class Channel:
                 "this rank is not done()"
             )
 
-    def await_done(self, number: int, what: Callable[[], str]) -> None:
-        """Wait until all who read from this rank in round ``number`` have."""
-        found = self.rounds.get(number)
-        others = [] if found is None else [rank for rank in found.layout.consumers if rank != self._rank]
+    def await_done(self, readers: Readers, what: Callable[[], str]) -> None:
+        """Wait until ``readers`` of this rank have read."""
+        number, ranks = readers
+        others = [rank for rank in ranks if rank != self._rank]
         self.items.wait(
             others, lambda rank: self.is_done(rank, number), lambda: f"reads of round {number}, before {what()}"
         )
@@ -353,11 +370,9 @@ class Channel:
         """Whether ``rank`` has said that it reads nothing of round ``number`` any more."""
         return self.count(rank, Signal.DONE) >= number
 
-    def order_after_done(self, number: int) -> None:
-        """The current stream goes on when the streams of all who have read from this rank in round ``number`` have."""
-        found = self.rounds.get(number)
-        if found is not None and found.layout.consumers:
-            self.order_after(found.layout.consumers, Signal.DONE, number)
+    def order_after_done(self, readers: Readers) -> None:
+        """The current stream goes on when the streams of ``readers`` of this rank have read."""
+        self.order_after(readers.ranks, Signal.DONE, readers.round)
 
     # Agreement
 
@@ -428,6 +443,7 @@ class Channel:
         except SetupError as problem:
             raise SetupError(f"{why} bytes: {problem}") from problem
         self._buffers.append((buffer, {}))
+        self._halves.clear()
         self._capacity_bytes = wanted
 
     def _release_old(self) -> None:

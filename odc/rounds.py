@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,6 +36,13 @@ Row = tuple[Place, torch.Tensor]
 """An item, and where it is copied to."""
 
 
+class Readers(NamedTuple):
+    """Who reads from this rank in one round."""
+
+    round: int
+    ranks: Sequence[int]
+
+
 class Round:
     """One round of a channel, as one rank sees it. From :meth:`odc.items.ItemExchange.begin`."""
 
@@ -46,6 +53,7 @@ class Round:
         layout: Layout,
         buffer: SymmetricBuffer,
         start_bytes: int,
+        overwritten: Readers | None,
         before: Sequence[int],
         digest: bytes,
     ) -> None:
@@ -59,6 +67,7 @@ class Round:
         self._items = channel.items
         self._rank = channel.transport.topology.rank
         self._start_bytes = start_bytes
+        self._overwritten = overwritten  # who reads what was there before
         self._before = before  # parts that each rank has published before this round
         self._next_part = 0
         self._streams: set[str] = set()  # that have read in it
@@ -78,13 +87,17 @@ class Round:
         """This rank's parts that it has yet to publish: those that have items."""
         return [part for part in range(self._next_part, len(self.layout.parts)) if self.layout.parts[part]]
 
+    @property
+    def readers(self) -> Readers:
+        return Readers(self.number, self.layout.consumers)
+
     # Publishing
 
     def publish(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part number ``part`` into its published memory, and tell those that wait for it.
 
-        Waits for the ranks that have read from this one two rounds ago, whose memory this is, until they are done with
-        that round; for nobody else.
+        Waits for the ranks that read from this one what it overwrites, two rounds ago or, if it has published nothing
+        then, longer, until they are done with that round; for nobody else.
 
         Args:
             part: parts are published in their order, each once; one without items may be left out.
@@ -121,14 +134,12 @@ class Round:
         items.faults.hit("items.publish.before")
         places = self.layout.parts[part]
         if places:
-            before = channel.rounds.get(self.number - 2)
-            takes_memory = before is not None and before.buffer is self.buffer
-            if takes_memory:
-                channel.await_done(self.number - 2, lambda: self._part(part))
+            if self._overwritten is not None:
+                channel.await_done(self._overwritten, lambda: self._part(part))
             # [Note: Posts in one order] A signal's posts must not overtake each other, whatever streams they come from.
             with channel.take("published"):
-                if takes_memory:
-                    channel.order_after_done(self.number - 2)
+                if self._overwritten is not None:
+                    channel.order_after_done(self._overwritten)
                 for place, tensor in zip(places, tensors, strict=True):
                     self._copy_in(place, tensor.detach())
                 items.faults.hit("items.publish.before_post")

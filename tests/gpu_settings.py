@@ -11,8 +11,12 @@ from typing import Any
 import torch
 
 from odc.accumulators import AccumulatorStore, SharedStore
+from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
+from odc.rounds import Signal
+from odc.transports._hosts import HostsTransport
+from odc.transports.cuda_ipc import CudaIpcTransport
 
 HERE = __name__
 ROOT = Path(__file__).parent.parent
@@ -23,6 +27,18 @@ LONG_BUSY_S = 15.0  # less than what a stream of the fake waits for another
 def lose_every_order() -> None:
     register_fakes()
     AsynchronousFakeCudaTransport.order_after = lambda self, ranks, index, count: None  # type: ignore[method-assign]
+
+
+def lose_the_words_of_a_signal() -> None:
+    """Streams wait for it as long as they ever do: hosts see it, and no stream sets its word."""
+    register_fakes()
+    streams.WAIT_LIMIT_S = 1.0
+    post = CudaIpcTransport.post
+
+    def post_to_hosts(self: CudaIpcTransport, index: int, **options: Any) -> None:
+        (HostsTransport.post if index == Signal.PUBLISHED else post)(self, index, **options)
+
+    AsynchronousFakeCudaTransport.post = post_to_hosts  # type: ignore[method-assign]
 
 
 def lose_a_push() -> None:

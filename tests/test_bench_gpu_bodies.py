@@ -80,13 +80,20 @@ def run_adversary(rank: Rank) -> None:
 
 def test_items() -> None:
     report = items.check(replace(STREAMS, worlds=(2, 3)))
-    assert report.figures.startswith("8 rounds, ")
+    assert report.figures.startswith("16 rounds, ")
     assert min(rank["comparisons"] for rank in report.data["3 ranks"]) > 10
+    assert all(rank["memory_bytes"] > 2 * items.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
 
 
 def test_items_see_a_lost_order() -> None:
     with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
         items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+
+
+def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
+    expected = "FakeDeviceError: a stream of the fake has failed: the fake's stream 'read' waits for 1 in the word at"
+    with pytest.raises(CheckFailedError, match=expected):
+        items.check(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
 
 
 def test_soak() -> None:

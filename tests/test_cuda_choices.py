@@ -17,6 +17,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
 from odc.bench.fake import cuda as fake_cuda
+from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
 from odc.engine import TransferTable
 from odc.topology import Topology
@@ -95,7 +96,7 @@ def test_set_up_tries_a_write_and_a_wait_of_streams(monkeypatch: pytest.MonkeyPa
 
     mute: list[fake_cuda.FakeCuda] = []
     monkeypatch.setattr(fake_cuda.FakeCuda, "write_values", write)
-    monkeypatch.setattr(fake_cuda, "WAIT_LIMIT_S", 2.0)
+    monkeypatch.setattr(streams, "WAIT_LIMIT_S", 2.0)
 
     def body(exchange: ThreadExchange) -> None:
         topology = Topology.discover(exchange)

@@ -23,9 +23,10 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.accumulators import Arrived
-from odc.bench.fake import cuda as fake_cuda
+from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeEngine, registered_fakes
 from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
+from odc.bench.fake.streams import FakeDeviceError
 from odc.daemon import NUM_SLOTS, AccumulationDaemon
 from odc.errors import OdcError
 from odc.transports.base import SymmetricBuffer
@@ -105,9 +106,8 @@ class Script:
 
     def wait(self, stream: str, other: str) -> None:
         """``stream`` goes on when ``other`` has done what it has been given."""
-        event = self.engine._stream(other).event()
         with self.engine.on(stream):
-            self.engine.run(lambda: event.wait(fake_cuda.WAIT_LIMIT_S))
+            self.engine.wait_for(other)
 
     def collective(self, name: str, is_awaited: bool) -> None:
         self.wait("nccl", "main")
@@ -247,8 +247,9 @@ def wait_for_what_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 def find_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.transports.cuda_ipc._CLOSE_S", 0.1)
     for queues in (1, 2):
-        monkeypatch.setattr(fake_cuda, "WAIT_LIMIT_S", STUCK_S)
-        with pytest.raises((AssertionError, TimeoutError, OdcError), match="on [123] of [34] ranks|never|waited"):
+        monkeypatch.setattr(streams, "WAIT_LIMIT_S", STUCK_S)
+        raised = (AssertionError, FakeDeviceError, OdcError)
+        with pytest.raises(raised, match="on [123] of [34] ranks|never|waited|waits for"):
             search(monkeypatch, "daemon", queues, 1000, limit_s=STUCK_S)
 
 

@@ -23,9 +23,10 @@ from thread_ranks import ThreadExchange, values
 from odc import ItemExchange
 from odc.bench.fake.cuda import FakeEngine, registered_fakes
 from odc.items import Channel
-from odc.rounds import Signal
+from odc.rounds import Readers, Signal
 
 NEAR, FAR = {"transport": "fake_cuda_streams"}, {"transport": "fake_nvshmem_streams", "hosts": 2}
+A_MOMENT_S = 0.3  # for a stream that nothing holds back
 WAYS = pytest.mark.parametrize("way", [NEAR, FAR], ids=["cuda_ipc", "nvshmem"])
 
 
@@ -55,7 +56,7 @@ class Gate:
 
     def hold(self) -> None:
         """The current stream, from here on."""
-        self._engine.run(partial(self._open.wait, LIMIT_S))
+        self._engine.await_condition(partial(self._open.wait, 0.05), "a gate to be opened")
 
     def open(self) -> None:
         self._open.set()
@@ -77,7 +78,7 @@ def on_stream(engine: FakeEngine, name: str, values_of: Sequence[torch.Tensor]) 
 
 
 # Adversaries. ``damage`` is set when what must not happen has had its time. With all orders in place it would never be,
-# so the tests that nothing breaks set it before.
+# so the tests that nothing breaks set it before, and a moment has to do.
 
 
 def late_publication(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
@@ -110,44 +111,45 @@ def late_read(
     exchange: ThreadExchange,
     damage: threading.Event,
     streams: Callable[[int], tuple[str, str]] = lambda _: ("read", "step"),
+    rounds: Sequence[int] = (1, 2, 3),
 ) -> None:
-    """Rank 1's stream comes to its read of round 1 when rank 0's stream is through with its copy of round 3. Rank 1's
-    host has said long before that it is done.
+    """Rank 1's stream comes to its read of round 1 when rank 0's stream is through with its copies of all rounds, of
+    which the last goes where round 1 was. Rank 1's host has said long before that it is done.
 
     Args:
         streams: of rank 1, for a round: that reads, and that is the current one when it says so.
+        rounds: in which rank 0 publishes anything.
     """
     engine = engine_of(items)
-    if exchange.rank == 0:
-        for number in (1, 2, 3):
-            one = items.begin("c", ONE_WAY)
+    gate, outs = Gate(engine), {number: torch.tensor([-1]) for number in rounds}
+    for number in range(1, rounds[-1] + 1):
+        reading, ending = streams(number)
+        one = items.begin("c", ONE_WAY if number in rounds else [[], []])
+        if number in rounds and exchange.rank == 0:
             with engine.on("encode"):
                 one.publish(0, [torch.tensor([number])])
-            one.done()
-        if not damage.is_set():
-            assert engine._stream("encode").event().wait(LIMIT_S)
-            damage.set()
-        exchange.all_gather(b"")
-        return
-    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in range(3)]
-    opener = threading.Thread(target=lambda: (reach(damage), gate.open()))
-    opener.start()
-    found: list[list[float]] = []
-    for number, out in enumerate(outs, start=1):
-        one = items.begin("c", ONE_WAY)
-        reading, ending = streams(number)
-        with engine.on(reading):
-            if number == 1:
-                gate.hold()
-            one.read(7, out)
+        elif number in rounds:
+            with engine.on(reading):
+                if number == 1:
+                    gate.hold()
+                one.read(7, outs[number])
         with engine.on(ending):
             one.done()
-    opener.join()
-    for number, out in enumerate(outs, start=1):
-        found += on_stream(engine, streams(number)[0], [out])
+    if exchange.rank == 0:
+        await_copies(engine, damage)
     exchange.all_gather(b"")
-    if found != [[1], [2], [3]]:
+    gate.open()
+    found = [on_stream(engine, streams(number)[0], [outs[number]]) for number in rounds] if exchange.rank else []
+    exchange.all_gather(b"")
+    if found != [[[number]] for number in rounds if exchange.rank]:
         raise Violation(f"read {found}")
+
+
+def await_copies(engine: FakeEngine, damage: threading.Event) -> None:
+    """Until the stream that publishes has made its copies, or has had the time to."""
+    is_through = engine._stream("encode").event().wait(A_MOMENT_S if damage.is_set() else LIMIT_S)
+    assert is_through or damage.is_set()
+    damage.set()
 
 
 def late_read_on_streams_of_its_own(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
@@ -155,29 +157,55 @@ def late_read_on_streams_of_its_own(items: ItemExchange, exchange: ThreadExchang
     late_read(items, exchange, damage, lambda number: (f"read {number}", f"read {number}"))
 
 
-def own_items(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+def late_read_long_ago(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """As :func:`late_read`; round 3, which would go there, has nothing of rank 0's."""
+    late_read(items, exchange, damage, rounds=(1, 2, 5))
+
+
+def late_read_in_far_rounds(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """As :func:`late_read_long_ago`, more rounds ago than are remembered for other ends."""
+    late_read(items, exchange, damage, rounds=(1, 11))
+
+
+def own_items(
+    items: ItemExchange, exchange: ThreadExchange, damage: threading.Event, rounds: Sequence[int] = (1, 2, 3)
+) -> None:
     """As :func:`late_read`, of a rank's own items."""
-    engine, routes = engine_of(items), [[[(7, 8, 0)]]]
-    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in range(3)]
-    for number, out in enumerate(outs, start=1):
-        one = items.begin("c", routes)
-        with engine.on("encode"):
-            one.publish(0, [torch.tensor([number])])
-        with engine.on("read"):
-            if number == 1:
-                gate.hold()
-            one.read(7, out)
+    engine = engine_of(items)
+    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in rounds]
+    waiting = iter(outs)
+    for number in range(1, rounds[-1] + 1):
+        one = items.begin("c", [[[(7, 8, 0)]] if number in rounds else []])
+        if number in rounds:
+            with engine.on("encode"):
+                one.publish(0, [torch.tensor([number])])
+            with engine.on("read"):
+                if number == 1:
+                    gate.hold()
+                one.read(7, next(waiting))
         with engine.on("step"):
             one.done()
-    if not damage.is_set():
-        assert engine._stream("encode").event().wait(LIMIT_S)
+    await_copies(engine, damage)
     gate.open()
     found = on_stream(engine, "read", outs)
-    if found != [[1], [2], [3]]:
+    if found != [[number] for number in rounds]:
         raise Violation(f"read {found}")
 
 
-RANKS = {late_publication: 2, late_read: 2, late_read_on_streams_of_its_own: 2, own_items: 1}
+def own_items_long_ago(items: ItemExchange, exchange: ThreadExchange, damage: threading.Event) -> None:
+    """As :func:`own_items`, with a round of nothing between."""
+    own_items(items, exchange, damage, rounds=(1, 2, 5))
+
+
+RANKS = {
+    late_publication: 2,
+    late_read: 2,
+    late_read_on_streams_of_its_own: 2,
+    late_read_long_ago: 2,
+    late_read_in_far_rounds: 2,
+    own_items: 1,
+    own_items_long_ago: 1,
+}
 
 
 def run(body: Callable[..., None], damage: threading.Event, way: dict[str, Any]) -> None:
@@ -196,7 +224,14 @@ def test_slow_streams_alone_break_nothing(body: Callable[..., None], way: dict[s
 @WAYS
 @pytest.mark.parametrize(
     ("body", "signal"),
-    [(late_publication, Signal.PUBLISHED), (late_read, Signal.DONE), (own_items, Signal.DONE)],
+    [
+        (late_publication, Signal.PUBLISHED),
+        (late_read, Signal.DONE),
+        (late_read_long_ago, Signal.DONE),
+        (late_read_in_far_rounds, Signal.DONE),
+        (own_items, Signal.DONE),
+        (own_items_long_ago, Signal.DONE),
+    ],
 )
 def test_without_the_order_of_a_signal_wrong_bytes_are_read(
     body: Callable[..., None], signal: Signal, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -208,6 +243,22 @@ def test_without_the_order_of_a_signal_wrong_bytes_are_read(
             original(self, ranks, index, count)
 
     monkeypatch.setattr(Channel, "order_after", order_after)
+    with pytest.raises(Violation):
+        run(body, threading.Event(), way)
+
+
+@WAYS
+@pytest.mark.parametrize("body", [late_read_long_ago, late_read_in_far_rounds, own_items_long_ago])
+def test_whoever_forgets_readers_in_a_round_of_nothing_overwrites_what_they_read(
+    body: Callable[..., None], way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Channel.order_after_done
+
+    def of_two_rounds_ago(self: Channel, readers: Readers) -> None:
+        if readers.round == self.begun - 2:
+            original(self, readers)
+
+    monkeypatch.setattr(Channel, "order_after_done", of_two_rounds_ago)
     with pytest.raises(Violation):
         run(body, threading.Event(), way)
 

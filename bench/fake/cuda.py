@@ -1,11 +1,11 @@
 """A CUDA runtime without a GPU: what the ``cuda_ipc`` transport asks of a device, on host memory.
 
-Device memory is a memfd, an IPC handle names it by process and descriptor, and a stream is a thread that does what it
-is given in order, later, and after random delays. With a number of hardware queues, streams share them in turn, and a
-queue does one thing after the other, whichever of its streams it is of: that is stricter than a device, which goes on
-with another stream while a kernel runs. Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real
-code: the transport, its set-up and its end, the order of streams, the protocol, the daemon. What this cannot show: that
-CUDA, cupy and the kernels do what their documentation says; ``python -m odc.bench.gpu_check`` shows that.
+Device memory is a memfd, an IPC handle names it by process and descriptor, and a stream is a thread (``streams.py``).
+With a number of hardware queues, streams share them in turn, and a queue does one thing after the other, whichever of
+its streams it is of: that is stricter than a device, which goes on with another stream while a kernel runs.
+Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real code: the transport, its set-up and its end, the
+order of streams, the protocol, the daemon. What this cannot show: that CUDA, cupy and the kernels do what their
+documentation says; ``python -m odc.bench.gpu_check`` shows that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import queue
-import random
 import struct
 import threading
 import time
@@ -26,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
 from odc.engine import Addition, AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import OdcError, SetupError
@@ -36,43 +35,8 @@ from odc.transports.cuda_ipc import CudaIpcTransport
 
 _HANDLE = struct.Struct("=8sQQQ")
 _MAGIC = b"fakecuda"
-WAIT_LIMIT_S = 20.0
 _BACKGROUND = "daemon"
 _ATOMIC = threading.Lock()  # of the ranks that are threads of one process
-
-
-class FakeStream:
-    """Work in order, in a thread of its own."""
-
-    def __init__(self, delay_s: float, seed: int) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._delay_s = delay_s
-        self._random = random.Random(seed)
-        self.errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, name="fake-stream", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], object]) -> None:
-        self._queue.put(work)
-
-    def event(self) -> threading.Event:
-        """Set when the stream has done all it was given."""
-        done = threading.Event()
-        self.submit(done.set)
-        return done
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            if self._delay_s:
-                time.sleep(self._random.random() * self._delay_s)
-            try:
-                work()
-            except BaseException as error:  # the test looks at them
-                self.errors.append(error)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
 
 
 _AT_ONCE = CpuEngine()
@@ -99,7 +63,8 @@ class FakeEngine(Engine):
         self._making = threading.Lock()
         self._here = threading.local()
         self._used: set[str] = set()
-        self._taken: dict[str, tuple[str, threading.Event]] = {}
+        self._taken: dict[str, tuple[str, FakeEvent]] = {}
+        self.fake_device = FakeDevice()
 
     @property
     def is_asynchronous(self) -> bool:
@@ -113,7 +78,8 @@ class FakeEngine(Engine):
             if name not in self._streams:
                 number = len(self._streams)
                 if self._num_queues is None or len(self._queues) < self._num_queues:
-                    self._queues.append(FakeStream(self._delay_s or 0.0, self._seed * 97 + number))
+                    seed = self._seed * 97 + number
+                    self._queues.append(FakeStream(self._delay_s or 0.0, seed, self.fake_device))
                 self._streams[name] = self._queues[number % len(self._queues)]
             return self._streams[name]
 
@@ -133,9 +99,19 @@ class FakeEngine(Engine):
     def run(self, work: Callable[[], object]) -> None:
         self._here.launches = self.num_launches() + 1
         if self.is_asynchronous:
+            self.fake_device.check()
             self._stream(self.current).submit(work)
         else:
             work()
+
+    def await_condition(self, is_met: Callable[[], bool], what: str) -> None:
+        """The current stream goes on when ``is_met``; see :meth:`FakeDevice.await_condition`."""
+        waiting = f"stream {self.current!r} waits for {what}"
+        self.run(lambda: self.fake_device.await_condition(is_met, waiting))
+
+    def wait_for(self, name: str) -> None:
+        """The current stream goes on when the stream of this name has done all it was given."""
+        self.await_condition(self._stream(name).event().has_come, f"stream {name!r}")
 
     def num_launches(self) -> int:
         """Calls of a driver that a device would have taken from this thread so far."""
@@ -229,14 +205,12 @@ class FakeEngine(Engine):
 
     def join(self) -> None:
         for name in self._used - {self.current} if self.is_asynchronous else ():
-            event = self._stream(name).event()
-            self.run(partial(event.wait, WAIT_LIMIT_S))
+            self.wait_for(name)
         self._used.clear()
 
     def join_background(self) -> None:
         if self.is_asynchronous:
-            event = self._stream(_BACKGROUND).event()
-            self.run(lambda: event.wait(WAIT_LIMIT_S))
+            self.wait_for(_BACKGROUND)
 
     def at_home(self) -> AbstractContextManager[object]:
         assert not self.is_asynchronous, "torch's own operations have no stream here"
@@ -246,19 +220,20 @@ class FakeEngine(Engine):
     def take(self, memory: str) -> Iterator[None]:
         name, before = self._taken.get(memory, (self.current, None))
         if before is not None and name != self.current:
-            self.run(partial(before.wait, WAIT_LIMIT_S))
+            self.await_condition(before.has_come, f"stream {name!r}, which has {memory!r}")
         yield
         if self.is_asynchronous:
             self._taken[memory] = self.current, self._stream(self.current).event()
 
     def synchronize(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
+        self.fake_device.check()
         events = [one.event() for one in list(self._queues)]
         return all(event.wait(max(deadline - time.monotonic(), 0)) for event in events)
 
     @property
     def errors(self) -> Sequence[BaseException]:
-        return [error for one in self._queues for error in one.errors]
+        return self.fake_device.errors
 
     def close(self) -> None:
         for one in self._queues:
@@ -354,20 +329,16 @@ class FakeCuda:
 
     def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
         self.waits += 1
-
-        def wait() -> None:
-            for address, value in words:
-                self._wait(address, value)
-
-        self._engine.run(wait)
+        awaited = [(ctypes.c_uint32.from_address(address), value) for address, value in words]
+        what = " and ".join(f"{value} in the word at {address:#x}" for address, value in words)
+        self._engine.await_condition(partial(self._have_come, awaited), what)
 
     @staticmethod
-    def _wait(address: int, value: int) -> None:
-        deadline = time.monotonic() + WAIT_LIMIT_S
-        while (ctypes.c_uint32.from_address(address).value - value) % (1 << 32) >= 1 << 31:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a stream waited {WAIT_LIMIT_S} s for {value}")
-            time.sleep(20e-6)
+    def _have_come(awaited: Sequence[tuple[ctypes.c_uint32, int]]) -> bool:
+        if all((word.value - value) % (1 << 32) < 1 << 31 for word, value in awaited):
+            return True
+        time.sleep(20e-6)
+        return False
 
     def write_values(self, words: Sequence[tuple[int, int]]) -> None:
         def write() -> None:

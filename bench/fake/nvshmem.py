@@ -11,11 +11,12 @@ import ctypes
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from odc.bench.fake.cuda import WAIT_LIMIT_S, FakeCuda, FakeEngine, end_of_fake
+from odc.bench.fake.cuda import FakeCuda, FakeEngine, end_of_fake
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 from odc.errors import SetupError
 from odc.exchange import Exchange, gather_json, raise_together
@@ -100,15 +101,15 @@ class FakeHeap:
 
     def wait(self, address: int, value: int) -> None:
         self._fake.waits += 1
-        self._fake.engine().run(lambda: self._wait(address, value))
+        has_come = partial(self._has_come, ctypes.c_int64.from_address(address), value)
+        self._fake.engine().await_condition(has_come, f"{value} in the word at {address:#x}")
 
     @staticmethod
-    def _wait(address: int, value: int) -> None:
-        deadline = time.monotonic() + WAIT_LIMIT_S
-        while ctypes.c_int64.from_address(address).value < value:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a stream waited {WAIT_LIMIT_S} s for {value}")
-            time.sleep(20e-6)
+    def _has_come(word: ctypes.c_int64, value: int) -> bool:
+        if word.value >= value:
+            return True
+        time.sleep(20e-6)
+        return False
 
 
 class FakeNvshmemTransport(NvshmemTransport):
