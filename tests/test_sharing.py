@@ -76,7 +76,8 @@ def test_a_failure_in_any_process_is_one_of_all(tmp_path: Path, line: str, code:
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # which a process that is killed leaves something in
     done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
-    assert ("said 4" in done.stdout) == (line == "assert False")
+    if "kill" not in line:  # whether a process that is killed has its output captured yet depends on which one it is
+        assert ("said 4" in done.stdout) == (line == "assert False")
 
 
 def test_ranks_that_compute_come_first_and_the_longest_files_at_the_ends() -> None:
