@@ -223,10 +223,10 @@ class Fsdp1Unit(Unit):
             return [Place(self.flat_param, shard)] if self._trainable else []
         return [Place(p, shard[part]) for _, p, part in self._in_shard() if id(p) in self._trainable]
 
-    def expect(self, use: Use, *, old: bool) -> None:
+    def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         flat, shard = self.flat_param, self.flat_param._local_shard
         if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self._unsynchronized:
-            super().expect(use, old=old)  # else it follows at the end of this backward
+            super().expect(use, none=none, old=old)  # else it follows at the end of this backward
 
     def _take_over_gradients(self) -> None:
         """Make the flat gradient what the original parameters' ``.grad`` say.

@@ -128,12 +128,13 @@ class GradientUse(Listener):
                     other.expect(use, old=True)
         self._sent.add(unit)
 
-    def _expect_next(self) -> None:
-        """Gradients that are cleared become pending; others, too, where minibatches are ended by hand."""
+    def _expect_next(self, *, none: bool = False) -> None:
+        """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
+        step, what is None was not used, and is None to who looks.)"""
         if self._has_ended:
             use = self._live_session().data_of
             for unit in self._units:
-                unit.expect(use, old=self.is_by_hand)
+                unit.expect(use, none=none, old=self.is_by_hand)
 
     def data_of(self, pending: Pending) -> torch.Tensor:
         """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
@@ -426,7 +427,7 @@ class GradientUse(Listener):
             self._cleared |= owned
             self._publisher.after_clearing(self._cleared)
         if self._runtime.state is not State.FINISHED or self._publisher.gradients_are_cleared():
-            self._expect_next()
+            self._expect_next(none=True)
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)

@@ -215,13 +215,13 @@ class Unit(ABC):
         """This rank's part of a gradient as it stands in the ``.grad`` of a place."""
         return local
 
-    def expect(self, use: Use, *, old: bool) -> None:
-        """Let gradients be pending where there are none; ``old``: where there are any, too."""
+    def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
+        """Let gradients be pending: where there are none (``none``), and where there are (``old``)."""
         for index, place in enumerate(self.places()):
             known = self.pending.get(index)
             if known is not None and known.is_of(place.parameter) and (known.is_sent or known.stands):
                 continue
-            if place.parameter.grad is None or old:
+            if none if place.parameter.grad is None else old:
                 make = functools.partial(self.as_gradient, index)
                 self.pending[index] = Pending(place.parameter, place.like, use, make)
 
