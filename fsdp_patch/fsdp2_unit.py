@@ -258,6 +258,7 @@ class Fsdp2Unit(Unit):
 
     def end_evaluation(self, is_by_hand: bool) -> None:
         if is_by_hand and not self.group.is_sharded:
+            self.was_left_full = True
             self.module.reshard()
 
     def _forget_interrupted_pass(self) -> None:
@@ -299,6 +300,7 @@ class Fsdp2Unit(Unit):
 
     def begin_gather(self) -> None:
         """FSDP gathers: a backward that has sent gradients may be over."""
+        self.was_left_full = False
         if not self._context.post_backward_final_callback_queued:
             self._has_sent = False
 

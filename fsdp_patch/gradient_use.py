@@ -23,6 +23,7 @@ from odc.protocol import End, State
 from odc.runtime import Runtime
 
 BY_HAND = "using .grad by hand"
+_CLEARING_OF_MODULES = "Module.zero_grad"
 
 
 class Owner(Communication, Protocol):
@@ -104,6 +105,7 @@ class GradientUse(Listener):
         self._has_ended = False  # any minibatch
         self._means_sharded = False  # since the last end, see [Note: Full parameters]
         self._cleared_full: dict[int, nn.Parameter] = {}  # the sharded ones, by id
+        self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._ended_by = ""
@@ -402,6 +404,13 @@ class GradientUse(Listener):
         return used or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if (
+            what == _CLEARING_OF_MODULES and self._runtime.state is not State.OPEN
+        ):  # would not reach these, see [Note: Full parameters]
+            left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
+            self._out_of_reach = [(p, p.grad) for p in left]
+            for parameter in left:
+                parameter.grad = None
         if self._runtime.state is not State.OPEN:
             return
         owned = self._publisher.owned(tensors)
@@ -418,6 +427,10 @@ class GradientUse(Listener):
                 unit.settle()
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, gradient in self._out_of_reach:
+            parameter.grad = gradient
+            self._cleared_full[id(parameter)] = parameter
+        self._out_of_reach = []
         owned = self._publisher.owned(tensors)
         if not owned:
             return

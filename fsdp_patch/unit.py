@@ -156,6 +156,9 @@ class Unit(ABC):
         forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
         no backward that would free them."""
 
+    was_left_full = False
+    """It was, and :meth:`end_evaluation` has ended that."""
+
     @property
     def is_left_full(self) -> bool:
         """Whether a forward without a graph has left full parameters in the model."""
