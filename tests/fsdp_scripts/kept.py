@@ -7,18 +7,10 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import loss_of, optimizer_of, tokens
+from training import optimizer_of
 
 from fsdp_scripts import loops
 from fsdp_scripts.run import TOLERANCE, Case, Outcome, Run, full, with_
-
-
-def turn(run: Run, model: torch.nn.Module, step: int, idle: bool) -> None:
-    """A microbatch. Plain FSDP needs one of weight zero where a rank has none."""
-    if not idle:
-        run.backward(model, step)
-    elif not run.patched:
-        (loss_of(model, tokens(step, run.rank, 0)) * 0.0).backward()
 
 
 def clipped_before_each_second_step(run: Run, clip: Callable[..., Any]) -> None:
@@ -27,7 +19,7 @@ def clipped_before_each_second_step(run: Run, clip: Callable[..., Any]) -> None:
     run.patch(model)
     optimizer = optimizer_of(model)
     for step in range(6):
-        turn(run, model, step, idle=run.rank == 1 and step % 2 == 1)
+        run.backward_unless(run.rank == 1 and step % 2 == 1, model, step)
         clip(model.parameters(), 0.3)
         if step % 2 == 1:
             optimizer.step()
@@ -40,7 +32,7 @@ def clipped_twice_alike(run: Run) -> None:
     run.patch(model)
     optimizer = optimizer_of(model)
     for step in range(3):
-        turn(run, model, step, idle=run.rank == 1 and step == 1)
+        run.backward_unless(run.rank == 1 and step == 1, model, step)
         for _ in range(2):
             clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
