@@ -110,7 +110,7 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self.trainable = [p for p in self.params if p.sharded.requires_grad]
-        self._grads = [Place(p.sharded, p.local) for p in self.trainable]
+        self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
         self._has_sent = False  # in a backward pass that may not have completed
@@ -230,9 +230,11 @@ class Fsdp2Unit(Unit):
             offset += param.padded.numel()
 
     def places(self) -> Sequence[Place]:
-        if any(place.parameter is not p.sharded for place, p in zip(self._grads, self.trainable, strict=True)):
-            self._grads = [Place(p.sharded, p.local) for p in self.trainable]  # a checkpoint was loaded as new ones
-        return self._grads
+        known = self._gradient_places
+        if any(place.parameter is not p.sharded for place, p in zip(known, self.trainable, strict=True)):
+            # A checkpoint was loaded as new parameters.
+            self._gradient_places = known = [Place(p.sharded, p.local) for p in self.trainable]
+        return known
 
     def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
         return self.trainable[index].as_dtensor(local)

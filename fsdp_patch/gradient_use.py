@@ -16,7 +16,7 @@ from odc.errors import MisuseError, ProtocolError, UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
-from odc.fsdp_patch.pending import Pending
+from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.unit import Communication, Unit
 from odc.protocol import End, State
@@ -117,26 +117,25 @@ class GradientUse(Listener):
         """Inside ``with session.minibatch()``, which ends it."""
         self._has_gradients = False  # the last minibatch left any
         self._has_own_gradients = False  # and on this rank: under FSDP1 it may hold nothing but padding
-        publisher.on_published = self._expect_next
+        self.weak_data_of: Use = _weakly(self.data_of)
+        """:meth:`data_of`, which keeps nothing alive."""
 
     # What the session says
 
     def pushed(self, unit: int) -> None:
         """This rank sends its gradients of a unit. See [Note: Gradients that others will bring] in ``pending.py``."""
         if not self._sent:
-            use = self._live_session().data_of
             for index, other in enumerate(self._units):
                 if index != unit:  # of that one FSDP has the gradients at hand
-                    other.expect(use, old=True)
+                    other.expect(self.weak_data_of, old=True)
         self._sent.add(unit)
 
     def _expect_next(self, *, none: bool = False) -> None:
         """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
         step, what is None was not used, and is None to who looks.)"""
         if self._has_ended:
-            use = self._live_session().data_of
             for unit in self._units:
-                unit.expect(use, none=none, old=self.is_by_hand)
+                unit.expect(self.weak_data_of, none=none, old=self.is_by_hand)
 
     def data_of(self, pending: Pending) -> torch.Tensor:
         """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
@@ -203,8 +202,7 @@ class GradientUse(Listener):
         what, reader = self._ending
         place, path = (reader.place, reader.path) if reader is not None else (0, 0)
         ender = number_of(BY_HAND if reader is not None else what) if what else 0
-        has_all = all(len(unit.pending) == len(unit.places()) for unit in self._units)
-        said = Said.EXPECTED if has_all else Said(0)
+        said = Said.EXPECTED if all(unit.expects_all() for unit in self._units) else Said(0)
         if any(unit.is_left_full for unit in self._units):
             said |= Said.LEFT_FULL
         if self._cleared_full:
@@ -384,7 +382,6 @@ class GradientUse(Listener):
                 "Use clip_grad_norm_, which computes it, or call session.finish() before computing the norm "
                 "(odc.session_of(model) finds the session)."
             )
-        self.end_if_cleared()
         self._ending = (what, reader)
         try:
             self._live_session().finish()
@@ -392,7 +389,7 @@ class GradientUse(Listener):
             self._ending = ("", None)
         self._uses.add(use)
 
-    def _is_next_minibatch(self, owned: set[int], what: str = "") -> bool:
+    def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
         no microbatch, or are the same gradients read a second time?
 
@@ -404,16 +401,14 @@ class GradientUse(Listener):
         return used or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        if (
-            what == _CLEARING_OF_MODULES and self._runtime.state is not State.OPEN
-        ):  # would not reach these, see [Note: Full parameters]
-            left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
-            self._out_of_reach = [(p, p.grad) for p in left]
-            for parameter in left:
-                parameter.grad = None
-        if self._runtime.state is not State.OPEN:
-            return
         owned = self._publisher.owned(tensors)
+        if self._runtime.state is not State.OPEN:
+            if what == _CLEARING_OF_MODULES:  # it would not reach these, see [Note: Full parameters]
+                left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
+                self._out_of_reach = [(p, p.grad) for p in left if id(p) in owned]
+                for parameter, _ in self._out_of_reach:
+                    parameter.grad = None
+            return
         sent = self._publisher.trainable_of(self._sent)
         if sent and sent <= owned:
             self._live_session().discard()
@@ -445,13 +440,18 @@ class GradientUse(Listener):
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         if owned and self._runtime.state is State.FINISHED and not self._publisher.already_stepped(owned):
-            self._publisher.after_step(owned)  # skipped for good: these parameters stay as they are
+            self._used(owned)  # skipped for good: these parameters stay as they are
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         self._num_steps += bool(owned)
         if owned and self._runtime.state is State.FINISHED:
-            self._publisher.after_step(owned)
+            self._used(owned)
+
+    def _used(self, owned: set[int]) -> None:
+        self._publisher.after_step(owned)
+        if self._runtime.state is State.PUBLISHED:
+            self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
         outside = self._runtime.outside
@@ -471,3 +471,14 @@ class GradientUse(Listener):
         session = self.session()
         assert session is not None, "whoever is told is alive: the session keeps it"
         return session
+
+
+def _weakly(use: Use) -> Use:
+    """A method that serves as long as its object lives."""
+    method = weakref.WeakMethod(use)
+
+    def data_of(pending: Pending) -> torch.Tensor:
+        use = method()
+        return pending.now() if use is None else use(pending)
+
+    return data_of

@@ -215,7 +215,8 @@ class Pending:
 
 
 def settled(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """What there is of a ``.grad`` without the coming minibatch. None: nothing, or only that will bring any."""
+    """What there is of a ``.grad`` without the coming minibatch (of one that is pending, this rank's part). None:
+    nothing, or only that will bring any."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     if not isinstance(local, PendingGradient):
         return gradient

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -37,8 +37,6 @@ class Publisher:
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.reloaded = False  # a checkpoint was loaded over published parameters
-        self.on_published: Callable[[], None] = lambda: None
-        """Called when all units are published for the next minibatch."""
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
@@ -177,8 +175,6 @@ class Publisher:
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
-        if self._runtime.state is State.PUBLISHED:
-            self.on_published()
 
     def is_any_changed(self) -> bool:
         """Whether any parameter differs from what was published, or was written since."""

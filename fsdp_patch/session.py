@@ -20,7 +20,7 @@ from odc.exchange import ProcessGroupExchange, setup_timeout_s
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening
-from odc.fsdp_patch.pending import Pending, Use
+from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
@@ -323,14 +323,8 @@ class Session:
 
     @property
     def data_of(self) -> Use:
-        """See :meth:`odc.fsdp_patch.gradient_use.GradientUse.data_of`."""
-        gradients = weakref.WeakMethod(self._gradients.data_of)
-
-        def data_of(pending: Pending) -> torch.Tensor:
-            method = gradients()
-            return pending.now() if method is None else method(pending)
-
-        return data_of
+        """See :attr:`odc.fsdp_patch.gradient_use.GradientUse.weak_data_of`."""
+        return self._gradients.weak_data_of
 
     # For people
 

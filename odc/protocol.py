@@ -49,6 +49,7 @@ _KIND_TEXTS = {
 
 
 NUM_NOTES = 6
+"""Numbers that the caller sends along with the end of a minibatch."""
 
 
 @dataclass(frozen=True)

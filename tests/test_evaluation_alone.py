@@ -62,3 +62,31 @@ def together(rank: int, world_size: int, clip: str) -> float:
 def test_where_all_ranks_evaluate_it_is_as_under_plain_fsdp(clip: str) -> None:
     """Where the root's gradients stay behind ``model.zero_grad()``."""
     assert run_ranks(2, together, clip) == [0.0, 0.0]
+
+
+def clearing_another_model(rank: int, world_size: int, patched: bool = True) -> Any:
+    """Gradients are used by hand, all ranks evaluate behind the step, and rank 0 clears a model of its own then."""
+    model, other = shard(build(num_blocks=1), world_size), nn.Linear(2, 2)
+    session = odc.patch_fsdp(model) if patched else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    parameters = list(model.parameters())
+    for step in range(4):
+        loss_of(model, tokens(step, rank, 0)).backward()
+        for parameter in parameters:
+            parameter.grad.mul_(0.25)
+        optimizer.step()
+        evaluate(model)
+        if rank == 0:
+            other.zero_grad()
+    if session is not None:
+        session.close()
+    return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}  # type: ignore[attr-defined]
+
+
+def compared(rank: int, world_size: int) -> float:
+    plain, ours = (clearing_another_model(rank, world_size, patched) for patched in (False, True))
+    return largest_difference(ours, plain)
+
+
+def test_to_clear_another_model_clears_nothing_here() -> None:
+    assert max(run_ranks(2, compared)) < 1e-6

@@ -300,3 +300,24 @@ def test_a_skipped_step_holds_up_nobody(kind: str, clear: str, then: str) -> Non
     results = start_ranks(2, skips_and_is_idle, kind, clear, then, env={"ODC_TIMEOUT": "20"}).join(100)
     assert [result.error for result in results] == [None, None]
     assert results[0].value == results[1].value
+
+
+def scales_by_hand_and_is_idle(rank: int, world_size: int) -> None:
+    """Gradients are set to None in a way that nobody sees: where rank 1 has no microbatch, it finds none to scale."""
+    model = shard(build(num_blocks=1), world_size)
+    optimizer = optimizer_of(model)
+    with odc.patch_fsdp(model):
+        for step in range(4):
+            if rank == 0 or step != 2:
+                loss_of(model, tokens(step, rank, 0)).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.25)
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def test_a_rank_that_did_without_gradients_is_named_on_all() -> None:
+    for result in start_ranks(2, scales_by_hand_and_is_idle, env={"ODC_TIMEOUT": "20"}).join(100):
+        assert "rank 1, which had no microbatch, went on without gradients where rank 0" in (result.error or "")
