@@ -293,9 +293,15 @@ def skips_and_is_idle(rank: int, world_size: int, kind: str, clear: str, then: s
     return float(total)
 
 
-@pytest.mark.parametrize("then", ["idle", "evaluation"])
-@pytest.mark.parametrize("clear", ["module", "optimizer"])
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    ("kind", "clear", "then"),
+    [  # in pairs
+        ("fsdp2", "module", "idle"),
+        ("fsdp2", "optimizer", "evaluation"),
+        ("fsdp1", "module", "evaluation"),
+        ("fsdp1", "optimizer", "idle"),
+    ],
+)
 def test_a_skipped_step_holds_up_nobody(kind: str, clear: str, then: str) -> None:
     results = start_ranks(2, skips_and_is_idle, kind, clear, then, env={"ODC_TIMEOUT": "20"}).join(100)
     assert [result.error for result in results] == [None, None]
