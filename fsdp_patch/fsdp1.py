@@ -135,10 +135,13 @@ class Fsdp1Unit(Unit):
         held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
         return [p for p in held if p.requires_grad]
 
-    def fill_shard(self, out: torch.Tensor) -> None:
+    def take_over_data(self) -> None:
         if self._idle and self.handle._use_orig_params:
             self._take_over_gradients()  # else FSDP1 writes zeros over cleared ones, which the script may have kept
             self.handle._writeback_orig_params()  # FSDP1 itself takes over a `param.data = ...` in its next unshard
+
+    def fill_shard(self, out: torch.Tensor) -> None:
+        self.take_over_data()
         out.copy_(self.flat_param._local_shard)
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import sys
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -51,6 +50,10 @@ class Said(enum.IntFlag):
     """An evaluation has left full parameters in its model, which have no gradients."""
     CLEARED_FULL = 4
     """It has cleared the gradients of such, before the minibatch."""
+    KEPT = 8
+    """It has begun the minibatch with parameters of the one before, and waited for nobody to publish them anew."""
+    CHANGED = 16
+    """It has changed some of them by hand before that."""
 
 
 class Notes(NamedTuple):
@@ -170,6 +173,7 @@ class GradientUse(Listener):
         said = [(Notes(*end.notes), end.has_pushed) for end in ends]
         self._check_steps([notes for notes, _ in said])
         self._check_enders(said)
+        self._check_kept([notes for notes, _ in said])
         self._asked_at |= {(notes.place, notes.path) for notes, has_pushed in said if has_pushed and notes.place}
         self._uses.clear()
         self._looks.clear()
@@ -207,6 +211,10 @@ class GradientUse(Listener):
             said |= Said.LEFT_FULL
         if self._cleared_full:
             said |= Said.CLEARED_FULL
+        if self._publisher.has_kept:
+            said |= Said.KEPT
+        if self._publisher.has_changed:
+            said |= Said.CHANGED
         return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
 
     def _check_steps(self, said: Sequence[Notes]) -> None:
@@ -238,6 +246,17 @@ class GradientUse(Listener):
                     "before that line: it ends the minibatch on ranks without microbatches too. After a step by hand "
                     "call session.publish()"
                 )
+
+    def _check_kept(self, said: Sequence[Notes]) -> None:
+        """Who finds its parameters unchanged reads those that others had before, and nobody's may have changed."""
+        changed = next((notes for notes in said if notes.said & Said.CHANGED), None)
+        kept = next((notes for notes in said if notes.said & Said.KEPT), None)
+        if changed is not None and kept is not None:
+            raise ProtocolError(
+                f"rank {changed.rank} has changed parameters by hand before minibatch {self._runtime.minibatch}, rank "
+                f"{kept.rank} has not, and may have computed with the former ones of rank {changed.rank}. After "
+                "changing parameters by hand call odc.session_of(model).publish() on every rank"
+            )
 
     @property
     def num_sent(self) -> int:
@@ -454,18 +473,13 @@ class GradientUse(Listener):
             self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
-        outside = self._runtime.outside
-        outside.since, outside.is_due = time.monotonic(), tensors is not None and self.owns(tensors)
-        outside.what = what
+        self._runtime.enters_collective(what, is_due=tensors is not None and self.owns(tensors))
 
     def leaves_collective(self) -> None:
-        self._runtime.outside.what = ""
-        if self._runtime.outside.is_due:
-            self._runtime.outside.is_due = False
-            self._runtime.made_progress()
+        self._runtime.leaves_collective()
 
     def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
-        return self._runtime.explain(error, what, time.monotonic() - self._runtime.outside.since)
+        return self._runtime.explain_collective(error, what)
 
     def _live_session(self) -> Owner:
         session = self.session()

@@ -123,13 +123,13 @@ class Guard:
         if found is not None:
             self._fail(found)
 
-    def is_any_written(self) -> bool:
-        """Whether anything was written that torch has counted, changed or not."""
-        return any(trace.is_written() for traces in self._traces for trace in traces)
+    def is_any_written(self, units: Iterable[int]) -> bool:
+        """Whether anything in these units was written that torch has counted, changed or not."""
+        return any(trace.is_written() for index in units for trace in self._traces[index])
 
-    def is_any_changed(self) -> bool:
-        """Whether any element differs from what was published. Waits for the device."""
-        pairs = (pair for i, unit in enumerate(self._units) for pair in unit.beside(self._runtime.published_shard(i)))
+    def is_any_changed(self, units: Iterable[int]) -> bool:
+        """Whether any element of these units differs from what was published. Waits for the device."""
+        pairs = (pair for i in units for pair in self._units[i].beside(self._runtime.published_shard(i)))
         return not all(have_equal_bits(left, right) for left, right in pairs)
 
     def _fail(self, what: str) -> NoReturn:

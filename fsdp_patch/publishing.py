@@ -36,7 +36,9 @@ class Publisher:
         self._changes: dict[int, int] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
-        self.reloaded = False  # a checkpoint was loaded over published parameters
+        self.num_loads = 0  # of checkpoints, over published parameters
+        self.has_kept = False  # the last publication said of some units that they are what they were
+        self.has_changed = False  # or: were changed by hand
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
@@ -105,6 +107,7 @@ class Publisher:
     def forget_steps(self) -> None:
         """A new minibatch is final: no optimizer has used its gradients yet."""
         self._stepped.clear()
+        self.has_kept = self.has_changed = False
 
     def after_step(self, owned: set[int]) -> None:
         """Publish at once every unit whose trainable parameters have all been updated, or will not be.
@@ -156,31 +159,44 @@ class Publisher:
             return False
         return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
-    def publish_all(self) -> None:
-        """Publish what is not published yet, if this is the time for it."""
+    def publish_all(self, *, anew: bool = False) -> None:
+        """Publish what is not published yet, if this is the time for it.
+
+        What no optimizer has updated, and nobody has changed by hand, is what it was, so that no rank needs to wait for
+        another one that has yet to say so, see :meth:`odc.protocol.MinibatchProtocol.publish`. ``anew``: it is not.
+        """
         if self._runtime.state is not State.FINISHED:
             return
-        if not self._ever_stepped and self._changes and not self._through_data:
-            self.is_any_changed()  # a script without an optimizer: learn how it changes parameters
-        for index in range(len(self._units)):
-            if not self._runtime.is_published(index):
-                self._publish(index)
+        rest = [index for index in range(len(self._units)) if not self._runtime.is_published(index)]
+        kept: list[int] = []
+        if self._runtime.minibatch and not anew:
+            kept = [index for index in rest if self._trainable[index].isdisjoint(self._stepped)]
+            self.has_changed = self.is_any_changed(kept)
+            if self.has_changed:
+                kept = []
+        self.has_kept = bool(kept)
+        for index in rest:
+            self._publish(index, is_changed=index not in kept)
 
-    def _publish(self, index: int) -> None:
+    def _publish(self, index: int, is_changed: bool = True) -> None:
         unit = self._units[index]
         self._by_hand |= self._changed_by_hand(index)
-        self._runtime.publish(index, unit.fill_shard)
+        self._runtime.publish(index, unit.fill_shard if is_changed else None)
         self._guard.record(index)
         self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
 
-    def is_any_changed(self) -> bool:
-        """Whether any parameter differs from what was published, or was written since."""
-        if self._guard.is_any_written():
+    def is_any_changed(self, units: Sequence[int] | None = None) -> bool:
+        """Whether any parameter of these units (None: of all) differs from what was published, or was written since:
+        another rank, that has done the same, may find that it differs. May wait for the device."""
+        units = range(len(self._units)) if units is None else units
+        if self._guard.is_any_written(units):
             return True
-        through_data = self._guard.is_any_changed()
+        for index in units:
+            self._units[index].take_over_data()
+        through_data = self._guard.is_any_changed(units)
         self._through_data |= through_data
         return through_data
 
@@ -192,7 +208,7 @@ class Publisher:
         """A checkpoint was loaded, perhaps as new parameters. What is not published yet will be published as it is
         now."""
         self._look_up_parameters()
-        self.reloaded |= any(self._runtime.is_published(index) for index in range(len(self._units)))
+        self.num_loads += any(self._runtime.is_published(index) for index in range(len(self._units)))
 
 
 def _num_changes(parameter: nn.Parameter) -> int:

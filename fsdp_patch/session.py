@@ -191,6 +191,7 @@ class Session:
             for unit in self._units:
                 unit.discard_gathered()
             has_gradients = kind is EndKind.USE and self._install_gradients()
+            self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does before its step
             for unit in self._units:
                 unit.settle()
             self._gradients.installed(has_gradients)
@@ -216,8 +217,7 @@ class Session:
             return self._replicas.ends(self._runtime.minibatch, self._runtime.ends)
 
     def _begin(self) -> None:
-        if self._publisher.reloaded:
-            self._publish_again()
+        self._publish_loaded()
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
             unit.check_hooks()
@@ -241,17 +241,24 @@ class Session:
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )
+        self._publish_loaded()
         self._publish_again()
         for unit in self._units:
             unit.discard_gathered()
 
-    def _publish_again(self) -> None:
+    def _publish_loaded(self, *, may_leave: bool = False) -> None:
+        """Publish what was loaded over published parameters, for every load. ``may_leave``: or as far as all ranks have
+        come."""
+        while self._publisher.num_loads and self._publish_again(may_leave=may_leave):
+            self._publisher.num_loads -= 1
+
+    def _publish_again(self, *, may_leave: bool = False) -> bool:
         self._publisher.publish_all()
-        # An empty minibatch is the fence: when all ranks are done with it nobody reads the old shards.
-        self._runtime.begin()
-        self._finish_on_all(EndKind.FENCE)
-        self._publisher.publish_all()
-        self._publisher.reloaded = False
+        # Replicas are not waited for: one that has not done the same is found at the next end.
+        if not self._runtime.fence(End(EndKind.FENCE, self._gradients.notes()), may_leave=may_leave):
+            return False
+        self._publisher.publish_all(anew=True)
+        return True
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -260,6 +267,10 @@ class Session:
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         self._publisher.after_load()
+        # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
+        # Where ranks load one after the other, at the next use.
+        if self._runtime.state is not State.OPEN:
+            self._publish_loaded(may_leave=True)
 
     def end_evaluation(self) -> None:
         """A forward of the model without a graph has returned."""
@@ -302,9 +313,9 @@ class Session:
 
     def _before_gather(self, unit: int) -> None:
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
-        if self._publisher.reloaded and self._runtime.state is State.PUBLISHED:
+        if self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
             with self._runtime.at_home():
-                self._publish_again()
+                self._publish_loaded()
         if self._runtime.state is State.FINISHED:
             self._gradients.check_used_up(f"unit {self._runtime.units[unit].name!r}")
             with self._runtime.at_home():

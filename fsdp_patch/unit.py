@@ -132,6 +132,11 @@ class Unit(ABC):
     def fill_shard(self, out: torch.Tensor) -> None:
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
 
+    def take_over_data(self) -> None:
+        """Take what the script has put into parameters (``param.data = ...``) for this rank's shard, where FSDP does so
+        only when it uses them."""
+        return
+
     @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype."""

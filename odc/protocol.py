@@ -1,7 +1,7 @@
 """The minibatch protocol of one rank: when a gather may read, a push may land, a gradient is final.
 
 PROTOCOL.md beside this file states the rules and why they suffice; tests/test_protocol.py runs this class alone under
-random delays and checks that it fails when either signal is removed.
+random delays and checks that it fails when any signal is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from odc.copier import CopyThread, PendingCopy
 from odc.daemon import AccumulationDaemon
 from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.timeline import Timeline
-from odc.transports.base import SymmetricBuffer
+from odc.transports.base import IN_COLLECTIVE, PeerState, SymmetricBuffer
 from odc.units import UnitSpec
 from odc.waiting import GONE, Endpoint
 
@@ -28,7 +28,7 @@ from odc.waiting import GONE, Endpoint
 class State(enum.Enum):
     """Where this rank stands in minibatch ``k`` (``MinibatchProtocol.minibatch``)."""
 
-    PUBLISHED = "published"  # shards of k are out, no push of k yet
+    PUBLISHED = "published"  # shards of k are out, this rank has pushed nothing of k yet
     OPEN = "open"  # in minibatch k
     FINISHED = "finished"  # gradients of k are final, shards of k + 1 not (all) published yet
 
@@ -79,6 +79,7 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
+_AWAY_S = 1.0
 _END_WORDS = 4 + NUM_NOTES  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
 _SENT = _END_WORDS - 1
 _END_FORMAT = f"={_END_WORDS}q"
@@ -87,9 +88,10 @@ _END_FORMAT = f"={_END_WORDS}q"
 class MinibatchProtocol:
     """State machine over one transport; the signals of all units and ranks.
 
-    Signals that each rank posts, and all others see: ``published[unit]`` and ``done``. Both are counters: the n-th post
-    of ``published`` means "my shard of this unit for minibatch n is ready to be read, and my sum of it to be added to",
-    of ``done`` "all my pushes of minibatch n are accumulated, and I have made all my gathers of it".
+    Signals that each rank posts, and all others see: ``published[unit]``, ``open`` and ``done``. They are counters: the
+    n-th post of ``published`` means "my shard of this unit for minibatch n is ready to be read", of ``open`` "my sums
+    are ready to be added to in minibatch n", of ``done`` "all my pushes of minibatch n are accumulated, and I have made
+    all my gathers of it".
 
     Args:
         daemon: adds the pushes of other ranks to this rank's sums; None: each client does so itself.
@@ -119,8 +121,12 @@ class MinibatchProtocol:
         self._others = [rank for rank in self._rotation if rank != self._rank]
         self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
         self._versions = [0] * len(units)  # of this rank's own published shards
+        self._changed = [0] * len(units)  # the last of them that differed from the one before
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
-        self._done = len(units)  # signal
+        self._opened = [0] * len(units)  # the minibatch for which this rank's own sum is open, or was last
+        self._welcome = 0  # the minibatch up to which all owners are known to have opened their sums
+        self._done, self._open = len(units), len(units) + 1  # signals
+        self._is_at_fence = False  # it has said so, and the others have yet to come
         # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
         # looked at its words of k, and is never further ahead. They lie at the client, and in copies on other hosts.
         num_bytes = 8 * 2 * self._world_size * _END_WORDS
@@ -138,7 +144,7 @@ class MinibatchProtocol:
     @staticmethod
     def num_signals(num_units: int) -> int:
         """How many signals of each rank are set aside."""
-        return num_units + 1
+        return num_units + 2
 
     def _view(self, unit: int, owner: int) -> torch.Tensor | None:
         if not self._buffer.reaches(owner):
@@ -166,11 +172,34 @@ class MinibatchProtocol:
     def _coming(self) -> int:
         return self.minibatch + 1 if self.state is State.FINISHED else self.minibatch
 
-    def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
+    def open_sums(self) -> None:
+        """This rank has taken its sums: pushes of the next minibatch may come. What :meth:`gradient` has returned is no
+        longer valid. Without this call the sum of each unit is opened when that is published.
+
+        Raises:
+            MisuseError: not after finish.
+        """
+        if self.state is not State.FINISHED:
+            raise MisuseError(f"open_sums() before minibatch {self.minibatch} was finished")
+        for unit in range(len(self._units)):
+            self._open_sum(unit)
+
+    def _open_sum(self, unit: int) -> None:
+        if self._opened[unit] == self._coming:
+            return
+        self._store.open(unit, self._coming)  # before anybody is told: see PROTOCOL.md
+        self._opened[unit] = self._coming
+        if all(opened == self._coming for opened in self._opened):
+            self._end.transport.post(self._open)
+
+    def publish(self, unit: int, fill: Callable[[torch.Tensor], object] | None) -> None:
         """Let ``fill`` write this rank's shard of ``unit`` for the next minibatch, then tell every rank.
 
-        They may read it and add to this rank's sum of the unit from then on, so what :meth:`gradient` has returned for
-        it is no longer valid.
+        They may read it from then on, and add to this rank's sums once all are open (:meth:`open_sums`).
+
+        Args:
+            fill: None: the unit is what it was, on every rank. Then this rank's gathers wait for nobody who has yet to
+                say so.
 
         Raises:
             MisuseError: not between finish and the next minibatch, or already published for it.
@@ -186,15 +215,17 @@ class MinibatchProtocol:
         # Every client is done with the old version: finish() has seen all their done signals.
         if self._has_streams:
             self._order_after_done()
-        shard = self.shard(unit)
-        self._end.engine.run(lambda: fill(shard))
-        self._store.open(unit, self._coming)  # before anybody is told: see PROTOCOL.md
+        if fill is not None:
+            shard, write = self.shard(unit), fill
+            self._end.engine.run(lambda: write(shard))
+            self._changed[unit] = self._coming
+            self._end.stats.publish_bytes += self._units[unit].shard_bytes
+        self._open_sum(unit)
         self._versions[unit] = self._coming
         self._end.transport.post(unit)
         self._end.transport.tick()
         self._end.faults.hit("publish.after")
         self._advance_if_published()
-        self._end.stats.publish_bytes += self._units[unit].shard_bytes
         self._end.stats.publish_s += self._record("publish", unit, started_ns)
 
     def _advance_if_published(self) -> None:
@@ -208,11 +239,11 @@ class MinibatchProtocol:
         """Enter the minibatch whose shards were published.
 
         Raises:
-            MisuseError: a minibatch is open, or shards are unpublished.
+            MisuseError: a minibatch is open, or shards are unpublished, or are about to be replaced (:meth:`fence`).
         """
         self._end.waiter.check()
         self._advance_if_published()  # a runtime without units has nothing to publish
-        if self.state is not State.PUBLISHED:
+        if self.state is not State.PUBLISHED or self._is_at_fence:
             raise MisuseError(
                 f"a minibatch cannot begin now: minibatch {self.minibatch} is {self.state.value}"
                 + (" (publish every unit first)" if self.state is State.FINISHED else "")
@@ -234,21 +265,24 @@ class MinibatchProtocol:
         self._end.faults.hit("gather.before")
         owners = self._others if own_in_place else self._rotation
         if self._has_streams:
-            self._await_all(unit, self._gather_of)
+            if self._ready[unit] != self._changed[unit]:
+                self._await_published(unit, self._rotation)
+                self._ready[unit] = self._changed[unit]
+            self._end.transport.order_after(self._rotation, unit, self._changed[unit])
             self._gather_at_once(unit, out, owners, own_in_place)
         else:
-            is_ready = self._ready[unit] == self.minibatch
+            is_ready = self._ready[unit] == self._changed[unit]
             rows, shards = out.view(self._world_size, -1).unbind(), self._shards[unit]
             copy, after_chunk = self._end.engine.copy, self._end.waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
-                    self._await_published(unit, [owner], self._gather_of)
+                    self._await_published(unit, [owner])
                 shard = shards[owner]
                 if shard is None:
                     self._read_far(unit, [(rows[owner], owner)])
                 else:
                     copy(rows[owner], shard, after_chunk)
-            self._ready[unit] = self.minibatch
+            self._ready[unit] = self._changed[unit]
         self._after_gather(unit, out, started_ns)
 
     def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -274,10 +308,10 @@ class MinibatchProtocol:
     ) -> Callable[[], None] | None:
         """As :meth:`gather`, but copying in the background; call what is returned before using ``out``.
 
-        None if owners have to be waited for: the first gather of a unit in a minibatch stays with :meth:`gather`.
+        None if owners have to be waited for: the first gather of a unit that was changed stays with :meth:`gather`.
         """
         self._check_gather(unit)
-        if self._ready[unit] != self.minibatch:
+        if self._ready[unit] != self._changed[unit]:
             return None
         self._end.faults.hit("gather.before")
         owners, rows = self._others if own_in_place else self._rotation, out.view(self._world_size, -1).unbind()
@@ -309,7 +343,7 @@ class MinibatchProtocol:
 
     def _check_gather(self, unit: int) -> None:
         self._end.waiter.check()
-        if self.state is State.FINISHED:
+        if self.state is State.FINISHED or self._is_at_fence:
             raise MisuseError(
                 f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
                 "this rank published its next parameters: the other ranks may have replaced theirs already. "
@@ -329,25 +363,19 @@ class MinibatchProtocol:
     def _push_to(self, unit: int) -> str:
         return f"push to unit {self._units[unit].name!r}"
 
-    def _await_published(self, unit: int, owners: Sequence[int], what: Callable[[int], str]) -> None:
-        """Wait until ``owners`` have published the unit for this minibatch.
+    def _await_published(self, unit: int, owners: Sequence[int]) -> None:
+        """Wait until ``owners`` have published the unit as it is since this rank has changed its own part last."""
+        self._await_posts(unit, self._changed[unit], owners, lambda: self._gather_of(unit))
 
-        Args:
-            what: describes what waits, given the unit.
-        """
-        count, minibatch = self._end.transport.count, self.minibatch
-        late = [owner for owner in owners if count(owner, unit) < minibatch]
+    def _await_open(self, unit: int, owners: Sequence[int]) -> None:
+        """Wait until ``owners`` have opened their sums for this minibatch, to push to ``unit``."""
+        self._await_posts(self._open, self.minibatch, owners, lambda: self._push_to(unit))
+
+    def _await_posts(self, signal: int, number: int, owners: Sequence[int], what: Callable[[], str]) -> None:
+        count = self._end.transport.count
+        late = [owner for owner in owners if count(owner, signal) < number]
         if late:
-            self._end.waiter.wait(
-                lambda: [owner for owner in late if count(owner, unit) < minibatch], lambda: what(unit)
-            )
-
-    def _await_all(self, unit: int, what: Callable[[int], str]) -> None:
-        """Wait until all owners have published the unit; the current stream goes on when theirs have."""
-        if self._ready[unit] != self.minibatch:
-            self._await_published(unit, self._rotation, what)
-            self._ready[unit] = self.minibatch
-        self._end.transport.order_after(self._rotation, unit, self.minibatch)
+            self._end.waiter.wait(lambda: [owner for owner in late if count(owner, signal) < number], what)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
@@ -371,19 +399,21 @@ class MinibatchProtocol:
         self._pushes[unit] += 1
         if present is not None and all(present):
             present = None
-        # An owner publishes a unit only after it has taken its sum of the minibatch before, so to wait for that keeps a
+        # An owner opens its sums only after it has taken those of the minibatch before, so to wait for that keeps a
         # push out of the wrong minibatch.
+        is_welcome = self._welcome == self.minibatch
         if self._push_to_all is not None:
-            self._await_all(unit, self._push_to)
+            if not is_welcome:
+                self._await_open(unit, self._rotation)
+            self._end.transport.order_after(self._rotation, self._open, self.minibatch)
             self._push_to_all(unit, grads, present, self.minibatch)
         else:
             rows = grads.view(self._world_size, -1).unbind()
-            is_ready = self._ready[unit] == self.minibatch
             for owner in self._rotation:
-                if not is_ready:
-                    self._await_published(unit, [owner], self._push_to)
+                if not is_welcome:
+                    self._await_open(unit, [owner])
                 self._store.add(owner, unit, rows[owner], present, self.minibatch)
-            self._ready[unit] = self.minibatch
+        self._welcome = self.minibatch
         self._end.engine.note_use()
         self._end.stats.pushes += 1
         self._end.stats.push_bytes += grads.nbytes
@@ -405,6 +435,36 @@ class MinibatchProtocol:
         if self.state is not State.OPEN:
             raise MisuseError(f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})")
         started_ns = time.monotonic_ns()
+        self._say_done(how or End())
+        self._await_done()
+        self._complete(started_ns)
+
+    def fence(self, how: End, *, may_leave: bool = False) -> bool:
+        """An empty minibatch: behind it nobody reads the published shards any more, and they may be replaced.
+
+        Args:
+            may_leave: go on if another rank stays away for now: it is gone, waits for this one, or in a collective of
+                the script, which this one may come to later. To be called again before anything else.
+
+        Returns:
+            whether it is over.
+
+        Raises:
+            MisuseError: a minibatch is open, or shards are unpublished.
+            ProtocolError: the ranks have ended this minibatch in different ways.
+        """
+        started_ns = time.monotonic_ns()
+        if not self._is_at_fence:
+            self.begin()
+            self._say_done(how)
+            self.state, self._is_at_fence = State.PUBLISHED, True
+        if not self._await_done(may_leave):
+            return False
+        self._is_at_fence = False
+        self._complete(started_ns)
+        return True
+
+    def _say_done(self, how: End) -> None:
         self._end.faults.hit("finish.before")
         for pending, reads_from in self._ahead:  # a prefetch that nobody waited for: it must not read the next shards
             self._await_copy(pending, reads_from)
@@ -413,8 +473,10 @@ class MinibatchProtocol:
             self._daemon.drain()
         self._end.faults.hit("finish.before_done")
         self._end.engine.join()  # "done" says of every stream here that its gathers have been made
-        self._post_done(how or End())
-        self._await_done()
+        self._post_done(how)
+
+    def _complete(self, started_ns: int) -> None:
+        """All ranks are done."""
         if self._daemon is not None:
             self._daemon.finish([words[self._end_at(rank) + _SENT] for rank, words in enumerate(self._ends_of)])
         self._end.faults.hit("finish.after_done")
@@ -463,13 +525,37 @@ class MinibatchProtocol:
             self._ends = [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
         return self._ends
 
-    def _await_done(self) -> None:
+    def _await_done(self, may_leave: bool = False) -> bool:
+        """Whether all ranks are done. ``may_leave``: see :meth:`fence`."""
         count, done, minibatch = self._end.transport.count, self._done, self.minibatch
-        self._end.waiter.wait(
-            lambda: [rank for rank in self._rotation if count(rank, done) < minibatch], lambda: "end of the minibatch"
-        )
+        seen: dict[int, tuple[int, float]] = {}
+
+        def late() -> list[int]:
+            return [rank for rank in self._rotation if count(rank, done) < minibatch]
+
+        def awaited() -> list[int]:
+            ranks = late()
+            return [] if may_leave and any(self._stays_away(rank, seen) for rank in ranks) else ranks
+
+        self._end.waiter.wait(awaited, lambda: "end of the minibatch")
+        if may_leave and late():
+            return False
         if self._has_streams:
             self._order_after_done()
+        return True
+
+    def _stays_away(self, rank: int, seen: dict[int, tuple[int, float]]) -> bool:
+        """Whether ``rank`` will not come before this one does something else. ``seen``: its progress, and since when,
+        while it has waited."""
+        transport = self._end.transport
+        if transport.peer_state(rank) is not PeerState.ALIVE:
+            return True
+        now, progress = time.monotonic(), transport.signs(rank).progress
+        is_waiting = transport.waiting_on(rank) in (IN_COLLECTIVE, transport.topology.me)
+        if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
+            seen.pop(rank, None)
+            return False
+        return now - seen.setdefault(rank, (progress, now))[1] > _AWAY_S  # one that is on its way waits for less
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""
@@ -479,15 +565,15 @@ class MinibatchProtocol:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.
 
         None if no rank pushed the unit. The tensor belongs to the runtime: it is valid until the next call of this
-        method, and until the unit is published. The caller may change it.
+        method, until :meth:`open_sums`, and until the unit is published. The caller may change it.
 
         Raises:
-            MisuseError: before finish, or after the unit has been published anew.
+            MisuseError: before finish, or after the sum was opened anew.
         """
-        if self.state is not State.FINISHED or self.is_published(unit):
+        if self.state is not State.FINISHED or self._opened[unit] == self._coming:
             raise MisuseError(
                 f"the sum of unit {self._units[unit].name!r} is not final, but open to the other ranks for minibatch "
-                f"{self._coming}: take gradients after finish() and before publishing the unit"
+                f"{self._coming}: take gradients after finish(), before open_sums() and before publishing the unit"
             )
         return self._store.collect(unit, self.minibatch)
 

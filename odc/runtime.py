@@ -32,7 +32,7 @@ from odc.protocol import End, MinibatchProtocol, State
 from odc.timeline import Stats, Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
+from odc.transports.base import HOST, IN_COLLECTIVE, SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Endpoint
 from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
@@ -69,8 +69,7 @@ class Runtime(RankContext):
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
         self._meetings = 0  # with the replicas
-        self.outside = Outside()
-        """To be filled in by whoever enters a collective of torch."""
+        self._outside = Outside()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
 
     @classmethod
@@ -147,7 +146,7 @@ class Runtime(RankContext):
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
         self._job_watchdog = JobWatchdog(
-            self._waiter.job, self._failure, self.outside, self.config.timeout_s, weak_abort(self), end_collectives
+            self._waiter.job, self._failure, self._outside, self.config.timeout_s, weak_abort(self), end_collectives
         )
 
     def _parts(self) -> list[Closable]:
@@ -195,10 +194,15 @@ class Runtime(RankContext):
         """See :meth:`odc.engine.Engine.at_home`."""
         return self._transport.engine.at_home()
 
-    def publish(self, unit: int, fill: Callable[[torch.Tensor], object]) -> None:
+    def publish(self, unit: int, fill: Callable[[torch.Tensor], object] | None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
         with self.reporting:
             self._protocol.publish(unit, fill)
+
+    def open_sums(self) -> None:
+        """See :meth:`odc.protocol.MinibatchProtocol.open_sums`."""
+        with self.reporting:
+            self._protocol.open_sums()
 
     def begin(self) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.begin`."""
@@ -256,6 +260,11 @@ class Runtime(RankContext):
         with self.reporting:
             self._protocol.finish(how)
 
+    def fence(self, how: End, *, may_leave: bool = False) -> bool:
+        """See :meth:`odc.protocol.MinibatchProtocol.fence`."""
+        with self.reporting:
+            return self._protocol.fence(how, may_leave=may_leave)
+
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""
         self._require_open()
@@ -300,10 +309,26 @@ class Runtime(RankContext):
                     self._end_collectives()  # nobody will wait for it, and the process could not end before it does
                 raise cause from None
 
-    def made_progress(self) -> None:
-        """The training loop has come out of a collective of torch."""
+    def enters_collective(self, what: str, *, is_due: bool) -> None:
+        """The training loop may wait for other ranks in a collective of torch.
+
+        Args:
+            is_due: every rank comes to it at the end of its minibatch.
+        """
         if not self._closed and os.getpid() == self._pid:
+            self._outside.since, self._outside.is_due, self._outside.what = time.monotonic(), is_due, what
+            if not is_due:  # else the watchdog says for whom
+                self._waiter.job.set_waiting_on(IN_COLLECTIVE)
+
+    def leaves_collective(self) -> None:
+        """It is not there any more."""
+        if not self._closed and os.getpid() == self._pid:
+            self._outside.what, self._outside.is_due = "", False
             self._waiter.waits_no_more()
+
+    def explain_collective(self, error: BaseException, what: str) -> OdcError | None:
+        """As :meth:`explain`, for the collective that the training loop is in."""
+        return self.explain(error, what, time.monotonic() - self._outside.since)
 
     def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
         """What is behind an error that a collective of torch has raised: the failure of a rank of the job.

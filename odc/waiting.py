@@ -23,7 +23,7 @@ from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, P
 from odc.faults import FaultInjector
 from odc.threads import Reminder, look_until
 from odc.timeline import Stats, Timeline
-from odc.transports.base import PeerState, Signs, Transport
+from odc.transports.base import IN_COLLECTIVE, PeerState, Signs, Transport
 
 logger = logging.getLogger("odc")
 
@@ -341,11 +341,17 @@ class Patience:
             blamed = max(chain, key=lambda one: silences[one] - self.limit_s(one))
             silence_s = silences[blamed]
             if silence_s > self.limit_s(blamed):
-                return rank, blamed, f"is alive but silent for {silence_s:.1f} s"
+                return rank, blamed, self.describe_silence(blamed, silence_s)
             stuck_s = self._stuck_s(rank, chain) if is_circle else self._not_stuck(rank)
             if stuck_s > self._timeout_s + 2 * _LAG_S:  # one that is stopped is found before
                 return rank, blamed, f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
         return None
+
+    def describe_silence(self, rank: int, silence_s: float) -> str:
+        """What to say of a rank that is alive and gives no sign of life."""
+        if self._job.waiting_on(rank) == IN_COLLECTIVE:
+            return f"has waited for {silence_s:.1f} s in a collective of the script, to which another rank has to come"
+        return f"is alive but silent for {silence_s:.1f} s"
 
     def limit_s(self, rank: int) -> float:
         """Silence of ``rank`` beyond which it is to blame. That a rank still looks is heard with some delay."""

@@ -182,7 +182,7 @@ class JobWatchdog:
         late = [(silence_s, rank) for silence_s, rank in silences if silence_s > patience.limit_s(rank)]
         if late:
             silence_s, rank = max(late)
-            fault = f"is alive but silent for {silence_s:.1f} s"
+            fault = patience.describe_silence(rank, silence_s)
             advice = f"If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
             self._on_failure(PeerSilentError(f"{self._describe(rank, fault)}. {advice}"))
 

@@ -29,6 +29,7 @@ from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
 from odc.bench.fake.streams import FakeDeviceError
 from odc.daemon import NUM_SLOTS, AccumulationDaemon
 from odc.errors import OdcError
+from odc.protocol import MinibatchProtocol
 from odc.transports.base import SymmetricBuffer
 from odc.transports.cuda_ipc import CudaIpcTransport
 
@@ -232,7 +233,7 @@ def wait_for_what_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     original, add = CudaIpcTransport.has_arrived, AccumulationDaemon._read_header
 
     def has_arrived(self: CudaIpcTransport, rank: int, index: int, count: int) -> bool:
-        if index == NUM_UNITS + 1:
+        if index == MinibatchProtocol.num_signals(NUM_UNITS):  # posted
             return self.count(rank, index) >= count
         return original(self, rank, index, count)
 

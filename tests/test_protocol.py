@@ -7,6 +7,7 @@ minibatch. The last tests remove one signal at a time and check that the same pr
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import dataclass, field, replace
 
@@ -40,13 +41,17 @@ class Case:
     slow: dict[tuple[str, int], float] = field(default_factory=dict)  # (operation, rank) -> extra delay
     hosts: int = 1
     blind: bool = False  # pushes come without gathers before them
+    kept: frozenset[int] = frozenset()  # minibatches whose parameters are those of the one before
+    early: bool = False  # sums are opened before the parameters are published
 
     @property
     def world_size(self) -> int:
         return len(self.counts[0])
 
 
-def version(minibatch: int, unit: int, owner: int) -> float:
+def version(minibatch: int, unit: int, owner: int, kept: frozenset[int] = frozenset()) -> float:
+    while minibatch in kept:
+        minibatch -= 1
     return minibatch * 100.0 + unit * 10.0 + owner
 
 
@@ -78,6 +83,8 @@ class RankRun:
     def run(self) -> int:
         with self.runtime:
             for minibatch, counts in enumerate(self.case.counts, start=1):
+                if self.case.early and minibatch > 1:
+                    self.runtime.open_sums()
                 self.publish(minibatch)
                 self.runtime.begin()
                 for microbatch in range(counts[self.rank]):
@@ -92,7 +99,9 @@ class RankRun:
     def publish(self, minibatch: int) -> None:
         for unit in self.order():
             self.pause("publish")
-            if minibatch > 1:  # until now the sum is this rank's own, whatever the others do meanwhile
+            if (
+                minibatch > 1 and not self.case.early
+            ):  # until now the sum is this rank's own, whatever the others do meanwhile
                 self.check_gradient(minibatch - 1, unit)
 
             def fill(out: torch.Tensor, unit: int = unit) -> None:
@@ -101,7 +110,7 @@ class RankRun:
                 self.pause("fill")
                 out[NUMEL // 2 :] = value
 
-            self.runtime.publish(unit, fill)
+            self.runtime.publish(unit, None if minibatch in self.case.kept else fill)
 
     def microbatch(self, minibatch: int, microbatch: int) -> None:
         order = self.order()
@@ -117,7 +126,7 @@ class RankRun:
     def check_gather(self, minibatch: int, unit: int) -> None:
         out = torch.empty(NUMEL * self.case.world_size)
         self.runtime.gather(unit, out)
-        expected = [version(minibatch, unit, owner) for owner in range(self.case.world_size)]
+        expected = [version(minibatch, unit, owner, self.case.kept) for owner in range(self.case.world_size)]
         if not torch.equal(out, torch.tensor(expected).repeat_interleave(NUMEL)):
             found = sorted(set(out.tolist()))
             raise Violation(f"rank {self.rank} minibatch {minibatch} unit {unit}: saw {found}, expected {expected}")
@@ -148,8 +157,11 @@ def run_case(case: Case) -> list[int]:
 def cases(draw: st.DrawFn) -> Case:
     world_size = draw(st.integers(2, 4))
     rank_counts = st.tuples(*[st.integers(0, 3)] * world_size)
+    counts = tuple(draw(st.lists(rank_counts, min_size=2, max_size=4)))
     return Case(
-        counts=tuple(draw(st.lists(rank_counts, min_size=2, max_size=4))),
+        counts=counts,
+        kept=frozenset(draw(st.sets(st.integers(2, len(counts))))),
+        early=draw(st.booleans()),
         num_units=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 10**6)),
         delay_s=draw(st.sampled_from([0.0, 0.0005, 0.003])),
@@ -206,12 +218,19 @@ def run_until_it_fails(case: Case) -> None:
         run_case(case)
 
 
-@pytest.mark.parametrize("blind", [False, True])
-def test_without_the_published_signal_the_property_fails(blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathers would read the shard of the minibatch before, and pushes meet the sum of it."""
+def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers would read the shard of the minibatch before."""
     monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
-    with pytest.raises((Violation, ProtocolError)):
-        run_until_it_fails(replace(ADVERSARY, blind=blind))
+    with pytest.raises(Violation):
+        run_until_it_fails(ADVERSARY)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_without_the_open_signal_pushes_are_refused(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet the sum of the minibatch before."""
+    monkeypatch.setattr(MinibatchProtocol, "_await_open", lambda *args: None)
+    with pytest.raises(ProtocolError, match="refused by rank"):
+        run_until_it_fails(replace(ADVERSARY, blind=True, early=early))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -220,7 +239,7 @@ def test_pushes_that_nothing_holds_back_are_refused_or_seen(
 ) -> None:
     """Without the second line of defence, the word that says which minibatch a sum accepts, sums are wrong: that is
     what the signal is for."""
-    monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
+    monkeypatch.setattr(MinibatchProtocol, "_await_open", lambda *args: None)
     monkeypatch.setattr(AccumulatorStore, "_check_open", lambda *args: None)
     with pytest.raises(Violation):
         run_until_it_fails(replace(ADVERSARY, blind=True, mode=mode))
@@ -267,6 +286,38 @@ def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:
     assert all(ends[0, k + 1] >= ends[1, k] for k in (1, 2))
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_who_has_changed_nothing_waits_for_nobody(hosts: int) -> None:
+    """Rank 1 has finished minibatch 1 and publishes nothing: rank 0 gathers and pushes in minibatch 2 before it does,
+    for its parameters are what they were and its sums are open."""
+    is_through = threading.Event()
+
+    def body(exchange: ThreadExchange) -> list[float]:
+        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
+        host = f"host{exchange.rank}" if hosts > 1 else ""
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10, host_id=host)) as runtime:
+            out = torch.empty(8)
+            runtime.publish(0, lambda shard: shard.fill_(exchange.rank + 1.0))
+            runtime.begin()
+            runtime.finish()
+            runtime.open_sums()
+            if exchange.rank == 1:
+                assert is_through.wait(10), "rank 0 waits for a rank that has changed nothing"
+            runtime.publish(0, None)
+            runtime.begin()
+            if exchange.rank == 0:
+                runtime.gather(0, out)
+                runtime.scatter_accumulate(0, torch.ones(8))
+                is_through.set()
+            runtime.finish()
+            found = runtime.gradient(0)
+            assert found is not None
+            assert found[0].tolist() == [1.0] * 4
+            return out.tolist()
+
+    assert values(run_threads(2, body))[0] == [1.0] * 4 + [2.0] * 4
+
+
 def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
     def body(exchange: ThreadExchange) -> None:
         spec = UnitSpec("layers.0", 4, torch.float32, (ParamSlice("w", 4),))
@@ -299,6 +350,8 @@ def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
         runtime.publish(0, lambda shard: shard.zero_())
         with pytest.raises(MisuseError, match="take gradients after finish"):
             runtime.gradient(0)
+        with pytest.raises(MisuseError, match="before minibatch 2 was finished"):
+            runtime.open_sums()
         runtime.begin()
         runtime.finish()
         assert not runtime.has_failed

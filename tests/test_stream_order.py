@@ -279,16 +279,15 @@ def test_a_slow_stream_breaks_nothing_across_hosts(deterministic: bool, blind: b
     run_case(replace(ADVERSARY, mode=("daemon", deterministic), blind=blind, hosts=2))
 
 
-# Signals of each of 2 ranks, 2 units: published 0-1, done 2, posted 3, acknowledged 4-5. "For pushes": without the
-# gathers, which come first and wait for the same signal.
+# Signals of each of 2 ranks, 2 units: published 0-1, done 2, open 3, posted 4, acknowledged 5-6.
 @pytest.mark.parametrize(
     ("signals", "case"),
     [
         (range(2), ADVERSARY),
-        (range(2), replace(ADVERSARY, mode=("direct", False), blind=True)),
+        (range(3, 4), replace(ADVERSARY, mode=("direct", False), blind=True)),
         (range(2, 3), SLOW_READER),
     ],
-    ids=["published", "published, for pushes", "done"],
+    ids=["published", "open", "done"],
 )
 def test_without_one_order_wrong_numbers_are_seen(signals: range, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     without_order(monkeypatch, CudaIpcTransport, signals)
@@ -296,7 +295,7 @@ def test_without_one_order_wrong_numbers_are_seen(signals: range, case: Case, mo
         run_seeds(case)
 
 
-@pytest.mark.parametrize("signals", [range(3, 4), range(4, 6)], ids=["posted", "acknowledged"])
+@pytest.mark.parametrize("signals", [range(4, 5), range(5, 7)], ids=["posted", "acknowledged"])
 def test_without_looking_for_arrivals_wrong_numbers_are_seen(signals: range, monkeypatch: pytest.MonkeyPatch) -> None:
     asked_for = without_arrivals(monkeypatch, signals)
     add_slots = FakeEngine.add_slots
@@ -374,7 +373,7 @@ def test_a_stream_waits_only_for_what_was_submitted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CudaIpcTransport, "post", post)
     monkeypatch.setattr(CudaIpcTransport, "order_after", order_after)
     run_case(ADVERSARY)
-    assert len(set(checked)) == 6  # published of two units and done, of two ranks
+    assert len(set(checked)) == 8  # published of two units, open and done, of two ranks
 
 
 def test_nothing_is_left_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,10 @@ class PeerState(enum.Enum):
     DEAD = "dead"
 
 
+IN_COLLECTIVE = 2**30
+"""In place of the rank that a rank waits for: nobody knows, it is in a collective of its script."""
+
+
 class Signs(NamedTuple):
     """Of a rank's life: counters, each of which grows while the rank is well."""
 
@@ -342,7 +346,8 @@ class Transport(ABC):
 
     @abstractmethod
     def set_waiting_on(self, rank: int | None) -> None:
-        """Tell the others which rank of the job, by its number there, this one waits for (None: it is working).
+        """Tell the others which rank of the job, by its number there, this one waits for (None: it is working;
+        :data:`IN_COLLECTIVE`).
 
         To be repeated at each look: a rank that says for whom it waits, and does not look, is stopped itself.
         """

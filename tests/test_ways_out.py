@@ -1,0 +1,237 @@
+"""Layer 3: ranks as processes. Every way from final gradients to the next minibatch, beside whatever a script does next
+on another rank.
+
+A rank that has final gradients waits for nobody until it has used them, kept them or thrown them away; nobody waits for
+it meanwhile, wherever it waits itself: for a collective of the script, that the others come to behind their forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_ranks import assert_one_says, run_ranks, start_ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, shard, tokens, wrap
+
+import odc
+
+STEPS = 6
+
+
+class Loop:
+    """A training loop on one rank; ``patched``: under ODC, where ranks may be idle and evaluate alone."""
+
+    def __init__(self, rank: int, world_size: int, fsdp: int, way: str, patched: bool) -> None:
+        self.rank, self.fsdp, self.way, self.patched = rank, fsdp, way, patched
+        net = build(num_blocks=2)
+        self.model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
+        self.session = odc.patch_fsdp(self.model) if patched else None
+        named = list(self.model.named_parameters())
+        of_head = [p for name, p in named if "head" in name or "embed" in name]
+        rest = [p for _, p in named if all(p is not one for one in of_head)]
+        groups = [of_head, rest] if way == "one of two optimizers" else [of_head + rest]
+        self.optimizers = [torch.optim.AdamW(group, lr=3e-3) for group in groups]
+
+    def backward(self, step: int, idle: bool) -> torch.Tensor:
+        if idle and self.patched:
+            return torch.zeros(())
+        loss = loss_of(self.model, tokens(step, self.rank, 0))
+        (loss * (0.0 if idle else 1.0)).backward()
+        return loss.detach()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            loss_of(self.model, tokens(99, 0, 0))
+
+    def clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def step_and_clear(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    loop.step()
+    before_clearing()
+    loop.clear()
+
+
+def clear_model(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    loop.model.zero_grad()
+    before_clearing()
+
+
+def clear_in_place(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    before_clearing()
+
+
+def clear_by_hand(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+    before_clearing()
+
+
+def keep(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    """To add to them in the next iteration."""
+
+
+def step_one(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    loop.optimizers[0].step()
+    before_clearing()
+    loop.clear()
+
+
+def load(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    state = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+    loop.step()
+    loop.clear()
+    loop.model.load_state_dict(state)
+    before_clearing()
+
+
+def publish(loop: Loop, before_clearing: Callable[[], None]) -> None:
+    loop.step()
+    loop.clear()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.99)
+    if loop.session is not None:
+        loop.session.publish()
+    before_clearing()
+
+
+WAYS: dict[str, Callable[[Loop, Callable[[], None]], None]] = {
+    "a step": step_and_clear,
+    "cleared by the model": clear_model,
+    "cleared in place": clear_in_place,
+    "cleared by hand": clear_by_hand,
+    "kept": keep,
+    "one of two optimizers": step_one,
+    "loaded": load,
+    "published": publish,
+}
+
+
+def run(loop: Loop, following: str) -> dict[str, Any]:
+    """``following``: what a rank does next that the other one does not: it is "idle", or "evaluates"."""
+
+    def alone() -> None:
+        if following == "evaluates" and loop.patched:
+            if loop.rank == 0:
+                loop.evaluate()
+            dist.barrier()
+
+    for step in range(STEPS):
+        idle = following == "idle" and loop.rank == step % 2
+        loss = loop.backward(step, idle)
+        dist.all_reduce(loss)  # for the log
+        clip_grad_norm_(loop.model.parameters(), 0.5)
+        if step % 3 == 2:
+            step_and_clear(loop, alone)
+        else:
+            WAYS[loop.way](loop, alone)
+    if loop.session is not None:
+        loop.session.close()
+    if loop.fsdp == 1:
+        return full_parameters_of_fsdp1(loop.model)
+    sharded: list[Any] = [p for optimizer in loop.optimizers for p in optimizer.param_groups[0]["params"]]
+    return {str(i): p.full_tensor().detach() for i, p in enumerate(sharded)}  # those of the model may be full ones
+
+
+def compared(rank: int, world_size: int, fsdp: int, way: str) -> dict[str, float]:
+    found = {}
+    for following in ("idle", "evaluates"):
+        plain, loop = (Loop(rank, world_size, fsdp, way, patched) for patched in (False, True))
+        expected = run(plain, following)
+        found[following] = largest_difference(run(loop, following), expected)
+    return found
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_waits_for_a_rank_on_its_way(way: str, fsdp: int) -> None:
+    for found in run_ranks(2, compared, fsdp, way, env={"ODC_TIMEOUT": "15"}, timeout_s=80):
+        assert max(found.values()) < 1e-5, found
+
+
+def changed_on_one_rank(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        loss_of(model, tokens(0, rank, 0)).backward()
+        session.finish()
+        if rank == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        loss_of(model, tokens(1, rank, 0)).backward()
+        session.finish()
+
+
+def test_parameters_changed_by_hand_on_one_rank_only_get_into_no_step() -> None:
+    results = start_ranks(2, changed_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
+    assert_one_says(
+        results, "ProtocolError", "rank 1 has changed parameters by hand before minibatch 2, rank 0 has not"
+    )
+    assert_one_says(results, "ProtocolError", "call odc.session_of(model).publish() on every rank")
+
+
+def load_in_turn(rank: int, world_size: int) -> float:
+    """As scripts do whose hosts have memory for one checkpoint at a time."""
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        state = {name: value.detach().clone() * 0.5 for name, value in model.state_dict().items()}
+        for one in range(world_size):
+            if one == rank:
+                model.load_state_dict(state)
+            dist.barrier()
+        loss = loss_of(model, tokens(0, 0, 0))
+        session.discard()
+    return float(loss)
+
+
+def test_ranks_may_load_one_after_the_other() -> None:
+    halved = build(num_blocks=1)
+    with torch.no_grad():
+        for parameter in halved.parameters():
+            parameter.mul_(0.5)
+    expected = float(loss_of(halved, tokens(0, 0, 0)))
+    assert run_ranks(2, load_in_turn, env={"ODC_TIMEOUT": "15"}, timeout_s=60) == pytest.approx([expected] * 2)
+
+
+def load_on_one_rank(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        if rank == 0:
+            model.load_state_dict(model.state_dict())
+        loss_of(model, tokens(0, 0, 0)).backward()
+        session.finish()
+
+
+def test_to_load_on_one_rank_alone_is_an_error_by_name() -> None:
+    results = start_ranks(2, load_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
+    assert_one_says(results, "ProtocolError", "the ranks have ended minibatch 1 in different ways")
+
+
+def wait_in_vain(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        if rank == 1:
+            dist.barrier()
+        session.finish()
+
+
+def test_who_waits_in_a_collective_of_the_script_is_said_to() -> None:
+    results = start_ranks(2, wait_in_vain, env={"ODC_TIMEOUT": "3"}).join(60)
+    said = [result.error or "" for result in results]
+    assert any("Cause: rank 1 has waited for" in text and "in a collective of the script" in text for text in said), (
+        said
+    )
