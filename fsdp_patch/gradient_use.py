@@ -54,6 +54,8 @@ class Said(enum.IntFlag):
     """It has begun the minibatch with parameters of the one before, and waited for nobody to publish them anew."""
     CHANGED = 16
     """It has changed some of them by hand before that."""
+    BETWEEN = 32
+    """It has used the model while gradients were final, and no step had used them."""
 
 
 class Notes(NamedTuple):
@@ -111,15 +113,14 @@ class GradientUse(Listener):
         self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
         self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
-        self._ended_by = ""
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
         self._looks: set[tuple[int, int]] = set()  # there, since the last end: instruction and parameter
         self._in_forward = False
         self._in_training_forward = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
-        self._has_gradients = False  # the last minibatch left any
-        self._has_own_gradients = False  # and on this rank: under FSDP1 it may hold nothing but padding
+        self._has_own_gradients = False  # the last minibatch left any: under FSDP1 it may hold nothing but padding
+        self._is_between = False  # the model is used between final gradients and their step
         self.weak_data_of: Use = _weakly(self.data_of)
         """:meth:`data_of`, which keeps nothing alive."""
 
@@ -186,12 +187,10 @@ class GradientUse(Listener):
         self._cleared_full.clear()
         self._sent.clear()
         self._cleared.clear()
-        self._ended_by = self._ending[0] or "session.finish()"
-        self._has_gradients = self._has_own_gradients = False
+        self._has_own_gradients = self._is_between = False
 
     def installed(self, has_gradients: bool) -> None:
         """The gradients of the minibatch are in ``.grad``. ``has_gradients``: any rank had some."""
-        self._has_gradients = has_gradients
         self._has_own_gradients = has_gradients and not self._publisher.gradients_are_cleared()
         if self.is_by_hand and not self._publisher.has_ever_stepped:
             self._expect_next()  # no step will tell that they are used
@@ -215,12 +214,21 @@ class GradientUse(Listener):
             said |= Said.KEPT
         if self._publisher.has_changed:
             said |= Said.CHANGED
+        if self._is_between:
+            said |= Said.BETWEEN
         return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
 
     def _check_steps(self, said: Sequence[Notes]) -> None:
         """Ranks that are at the same place of their script have taken the same steps before a minibatch ends. Else one
         has taken a step on gradients that another has kept, to add to them in this minibatch."""
         least, most = (choose(said, key=lambda notes: notes.num_steps) for choose in (min, max))
+        if least.num_steps != most.num_steps and least.said & Said.BETWEEN:
+            raise ProtocolError(
+                f"rank {least.rank} has used the model (an evaluation, a checkpoint) between the end of minibatch "
+                f"{self._runtime.minibatch - 1} and the step, and rank {most.rank} has not: what it has computed there "
+                "is not valid, for others had stepped already. On one rank alone evaluate inside the minibatch, or "
+                "after optimizer.step()"
+            )
         if least.num_steps != most.num_steps:
             raise ProtocolError(
                 f"the ranks have not taken the same steps before the end of minibatch {self._runtime.minibatch}: rank "
@@ -263,22 +271,9 @@ class GradientUse(Listener):
         """Units of which this rank has pushed gradients that no step has used."""
         return len(self._sent)
 
-    def is_used_up(self) -> bool:
-        """Whether parameters can go out although no optimizer has updated them all.
-
-        That is an evaluation after the step, with units that no optimizer owns completely; or a step was skipped, and
-        its gradients are gone; or there were none. A training forward means the same where they are not: they stay in
-        ``.grad`` and the next ones are added to them. So does a step by hand.
-        """
-        publisher = self._publisher
-        return (
-            publisher.has_stepped
-            or not self._has_gradients
-            or self._in_training_forward
-            or publisher.gradients_are_cleared()
-            or self._cleared >= publisher.unstepped()
-            or publisher.is_any_changed()
-        )
+    def before_publishing(self) -> None:
+        """The model is about to be used while gradients are final."""
+        self._is_between = not (self._in_training_forward or self._publisher.has_stepped)
 
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
@@ -310,7 +305,6 @@ class GradientUse(Listener):
             self.end_if_cleared()
             self._in_forward = True
             self._in_training_forward = torch.is_grad_enabled()
-            self.check_used_up("the model")  # here, before FSDP has begun anything
 
         def end(module: nn.Module, args: object, output: object) -> None:
             self._in_forward = self._in_training_forward = False
@@ -339,20 +333,6 @@ class GradientUse(Listener):
             undo_methods()
 
         return undo
-
-    def check_used_up(self, what: str) -> None:
-        """Refuse to compute with ``what`` while gradients are final and unused.
-
-        Raises:
-            MisuseError: naming what has made them final, and what to do.
-        """
-        if self._runtime.state is not State.FINISHED or self.is_used_up():
-            return
-        raise MisuseError(
-            f"{what} is needed between {self._ended_by}, which made the gradients final, and the step that uses them: "
-            "the other ranks may have stepped already. Step or clear them first. Evaluate inside the minibatch, or "
-            "after optimizer.step()."
-        )
 
     # What torch and the script do
 

@@ -317,7 +317,7 @@ class Session:
             with self._runtime.at_home():
                 self._publish_loaded()
         if self._runtime.state is State.FINISHED:
-            self._gradients.check_used_up(f"unit {self._runtime.units[unit].name!r}")
+            self._gradients.before_publishing()
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if self._runtime.state is not State.FINISHED:

@@ -390,21 +390,6 @@ def test_an_idle_rank_joins_the_minibatch_after_a_skipped_step() -> None:
     assert run_ranks(2, skipped_step_and_idle_rank) == [[10], [10]]
 
 
-def evaluation_too_early(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    with session.minibatch():
-        loss_of(model, tokens(0, rank, 0)).backward()
-    with torch.no_grad():
-        loss_of(model, tokens(0, rank, 0))
-
-
-def test_evaluation_between_finish_and_step_is_refused() -> None:
-    results = start_ranks(2, evaluation_too_early).join(120)
-    assert any("Evaluate inside the minibatch, or after optimizer.step()" in (r.error or "") for r in results)
-    assert all(r.error_type in ("MisuseError", "AbortedError") for r in results), results
-
-
 def unfrozen_later(rank: int, world_size: int) -> None:
     model = build()
     model.blocks[1].up.weight.requires_grad_(False)

@@ -122,7 +122,9 @@ WAYS: dict[str, Callable[[Loop, Callable[[], None]], None]] = {
 
 
 def run(loop: Loop, following: str) -> dict[str, Any]:
-    """``following``: what a rank does next that the other one does not: it is "idle", or "evaluates"."""
+    """``following``: what a rank does next that the other one does not: it is "idle", or "evaluates". Or both evaluate,
+    "between" clipping and step, and one is idle: which changes nothing. (Plain FSDP, 1 and 2, computes its next forward
+    with the root's parameters of before that step.)"""
 
     def alone() -> None:
         if following == "evaluates" and loop.patched:
@@ -131,10 +133,12 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
             dist.barrier()
 
     for step in range(STEPS):
-        idle = following == "idle" and loop.rank == step % 2
+        idle = following in ("idle", "between") and loop.rank == step % 2
         loss = loop.backward(step, idle)
         dist.all_reduce(loss)  # for the log
         clip_grad_norm_(loop.model.parameters(), 0.5)
+        if following == "between" and loop.patched:
+            loop.evaluate()
         if step % 3 == 2:
             step_and_clear(loop, alone)
         else:
@@ -149,7 +153,9 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
 
 def compared(rank: int, world_size: int, fsdp: int, way: str) -> dict[str, float]:
     found = {}
-    for following in ("idle", "evaluates"):
+    # Behind an evaluation of all ranks FSDP2's model has full parameters, and who goes by those clears nothing.
+    clears_full = fsdp == 2 and way in ("cleared by the model", "cleared by hand")
+    for following in ("idle", "evaluates", *(() if clears_full else ("between",))):
         plain, loop = (Loop(rank, world_size, fsdp, way, patched) for patched in (False, True))
         expected = run(plain, following)
         found[following] = largest_difference(run(loop, following), expected)
@@ -161,6 +167,26 @@ def compared(rank: int, world_size: int, fsdp: int, way: str) -> dict[str, float
 def test_nobody_waits_for_a_rank_on_its_way(way: str, fsdp: int) -> None:
     for found in run_ranks(2, compared, fsdp, way, env={"ODC_TIMEOUT": "15"}, timeout_s=80):
         assert max(found.values()) < 1e-5, found
+
+
+def evaluates_on_one_rank(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with odc.patch_fsdp(model):
+        for step in range(2):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            clip_grad_norm_(model.parameters(), 0.5)
+            if rank == 0:
+                with torch.no_grad():
+                    loss_of(model, tokens(99, 0, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_one_rank_that_evaluates_between_clipping_and_step_is_named() -> None:
+    results = start_ranks(2, evaluates_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
+    assert_one_says(results, "ProtocolError", "rank 0 has used the model (an evaluation, a checkpoint) between the end")
+    assert_one_says(results, "ProtocolError", "evaluate inside the minibatch, or after optimizer.step()")
 
 
 def changed_on_one_rank(rank: int, world_size: int) -> None:
