@@ -14,6 +14,7 @@ itself, what is pending there steps aside.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -28,8 +29,10 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
 from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
-from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.unit import GRADIENT_DTYPES, Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
+
+logger = logging.getLogger("odc")
 
 _COMMUNICATES = "on-demand communication moves memory of other ranks here"
 _SHARDED = (
@@ -452,8 +455,14 @@ def find_fsdp1_units(model: nn.Module) -> list[Fsdp1Unit]:
     return [
         Fsdp1Unit(module, clean_tensor_name(name + ".").rstrip("."))
         for name, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None and not _is_replicated(module)
     ]
+
+
+def _is_replicated(module: Any) -> bool:
+    """Whether it shards nothing, so that there is nothing to gather on demand: it is left to FSDP1. (That makes
+    NO_SHARD of every strategy in a group of one, where ODC has nothing to do either.)"""
+    return module.sharding_strategy not in _SHARDED and module.process_group.size() > 1
 
 
 def check_fsdp1_model(model: nn.Module) -> None:
@@ -472,12 +481,14 @@ def check_fsdp1_model(model: nn.Module) -> None:
 
 
 def _check_module(module: Any, where: str) -> None:
-    # FSDP1 makes NO_SHARD of every strategy in a group of one, where ODC has nothing to do either.
-    if module.sharding_strategy not in _SHARDED and module.process_group.size() > 1:
-        raise UnsupportedError(
-            f"{where}: sharding_strategy={module.sharding_strategy.name} shards nothing, so there is nothing to gather "
-            "on demand; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
+    if _is_replicated(module):
+        logger.warning(
+            "odc: %s has sharding_strategy=%s, which shards nothing and is left to FSDP1: it all-reduces these "
+            "gradients in every backward, so every rank must run as many microbatches",
+            where,
+            module.sharding_strategy.name,
         )
+        return
     if module.cpu_offload.offload_params:
         raise UnsupportedError(f"{where}: cpu_offload=CPUOffload(offload_params=True) is not supported under FSDP1")
     if module._comm_hook is not None and "_all_gather_flat_param" not in _vars_of_handle(module):
@@ -499,7 +510,10 @@ def _where(name: str) -> str:
 def check_fsdp1_units(units: Sequence[Fsdp1Unit]) -> None:
     """As :func:`check_fsdp1_model`, for what is known once FSDP is initialised."""
     if not units:
-        raise ValueError("the model's FullyShardedDataParallel modules have no parameters")
+        raise ValueError(
+            "the model's FullyShardedDataParallel modules have no parameters that are sharded, so there is nothing to "
+            "gather on demand: use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
+        )
     for unit in units:
         _check_unit(unit)
 
@@ -517,8 +531,8 @@ def _check_unit(unit: Fsdp1Unit) -> None:
             f"{where}: an optimizer in backward is not supported; under ODC a gradient is final only at the end of the "
             "minibatch"
         )
-    if unit.trainable_parameters() and unit.grad_dtype not in (torch.float32, torch.bfloat16):
+    if unit.trainable_parameters() and unit.grad_dtype not in GRADIENT_DTYPES:
         raise UnsupportedError(
             f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of MixedPrecision, or the parameters' "
-            "own dtype), which is not supported; use float32 or bfloat16"
+            "own dtype), which is not supported; use float32, float64 or bfloat16"
         )

@@ -15,6 +15,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import param_groups
 from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
+from odc.fsdp_patch.unit import GRADIENT_DTYPES
 from odc.timeline import Timeline
 
 
@@ -78,11 +79,10 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     _check_smaller_mesh(unit, where)
     if group._all_reduce_hook is not None:
         raise UnsupportedError(f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end)")
-    if unit.trainable and unit.grad_dtype not in (torch.float32, torch.bfloat16):
-        # FSDP divides such gradients in part before the reduction, for fear of overflow.
+    if unit.trainable and unit.grad_dtype not in GRADIENT_DTYPES:
         raise UnsupportedError(
             f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of the mixed precision policy, or the "
-            "parameters' own dtype), which is not supported; use float32 or bfloat16"
+            "parameters' own dtype), which is not supported; use float32, float64 or bfloat16"
         )
     for param in unit.params:
         _check_param(param.sharded, param.name, where, group.mesh_info.mesh.ndim)

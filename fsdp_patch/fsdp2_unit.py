@@ -139,10 +139,14 @@ class Fsdp2Unit(Unit):
 
     @property
     def divide_factor(self) -> float:
-        factor = self.group.gradient_divide_factor
-        if factor is not None:
-            return float(factor)
-        return float(self.process_group.size() * (self.replica_group.size() if self.replica_group else 1))
+        """Of the sum of what is pushed: FSDP divides gradients of other dtypes than these two by a power of two before
+        the reduction."""
+        num_ranks = self.process_group.size() * (self.replica_group.size() if self.replica_group else 1)
+        factor, before = float(self.group.gradient_divide_factor or num_ranks), 1.0
+        if self.grad_dtype not in (torch.float32, torch.bfloat16):
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+        return factor / before
 
     @property
     def param_dtype(self) -> torch.dtype | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def patch_fsdp(
         model: sharded by ``torch.distributed.fsdp.fully_shard`` (FSDP2) or wrapped in ``FullyShardedDataParallel``.
         transport: "auto" or the name of a transport.
         accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
-        accumulate_dtype: float32 or float64.
+        accumulate_dtype: float32 or float64, which it is where gradients are float64.
         deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
         timeout_s: silence of an awaited rank after which a wait raises. ``ODC_TIMEOUT`` overrides it.
 
@@ -95,6 +96,8 @@ def _patch(
         require_agreement(replicas, agreement)
     # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
     communicated = units if exchange.world_size > 1 else []
+    if any(unit.spec().grad_dtype == torch.float64 for unit in communicated):
+        config = replace(config, accumulate_dtype=torch.float64)
     runtime = Runtime.create(
         exchange,
         [unit.spec() for unit in communicated],

@@ -18,6 +18,9 @@ from odc.units import UnitSpec
 
 Undo = Callable[[], None]
 
+GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""In which gradients may be pushed. FSDP divides those in float16 before the reduction, in part, lest they overflow."""
+
 
 class Communication(Protocol):
     """What a unit calls instead of FSDP's collectives. ``unit`` is the unit's number in its session."""

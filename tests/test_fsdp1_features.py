@@ -310,10 +310,6 @@ def test_the_order_check_of_debug_runs_is_off() -> None:
 # Refusals and misuse
 
 
-def no_shard(model: Net) -> nn.Module:
-    return wrap(model, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
 def offload(model: Net) -> nn.Module:
     return wrap(model, cpu_offload=CPUOffload(offload_params=True))
 
@@ -334,10 +330,6 @@ def half_reduce(model: Net) -> nn.Module:
     return wrap(model, mixed_precision=MixedPrecision(torch.bfloat16, torch.float16))
 
 
-def double(model: Net) -> nn.Module:
-    return wrap(model.double())
-
-
 def low_precision_gradients(model: Net) -> nn.Module:
     return wrap(model, mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True))
 
@@ -349,12 +341,10 @@ def a_part(model: Net) -> nn.Module:
 
 
 REFUSED: list[tuple[Callable[[Net], nn.Module], str]] = [
-    (no_shard, "sharding_strategy=NO_SHARD"),
     (offload, "CPUOffload(offload_params=True)"),
     (comm_hook, "register_comm_hook"),
     (twice, "patched already"),
     (half_reduce, "gradients are reduced in torch.float16"),
-    (double, "gradients are reduced in torch.float64"),
     (low_precision_gradients, "keep_low_precision_grads=True"),
     (a_part, "patch the whole model"),
 ]
@@ -376,6 +366,16 @@ def test_what_is_not_supported_is_named_when_patching() -> None:
     for texts in run_ranks(2, refusals):
         for (_, words), text in zip(REFUSED, texts, strict=True):
             assert words in text
+
+
+def nothing_sharded(rank: int, world_size: int) -> None:
+    odc.patch_fsdp(wrap(build(), sharding_strategy=ShardingStrategy.NO_SHARD))
+
+
+def test_a_model_that_is_not_sharded_at_all_is_refused() -> None:
+    for result in start_ranks(2, nothing_sharded).join(120):
+        assert result.error_type == "ValueError"
+        assert "use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD" in (result.error or "")
 
 
 def misused(rank: int, world_size: int, how: str) -> None:

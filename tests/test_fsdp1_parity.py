@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from training import (
     Block,
     Net,
@@ -64,6 +65,13 @@ def checkpoint_blocks(model: Net, **options: Any) -> None:
     )
 
 
+def small_ones_are_replicated(module: nn.Module) -> bool | dict[str, Any]:
+    """The head is not worth sharding."""
+    if isinstance(module, nn.Linear) and module.out_features == 17:
+        return {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    return isinstance(module, Block)
+
+
 @dataclass(frozen=True)
 class Case:
     """What one script does unlike the others."""
@@ -95,6 +103,7 @@ CASES: dict[str, Case] = {
     "bf16-reduce-only": Case(
         {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}, sgd=True, tolerance=3e-2
     ),
+    "replicated-head": Case({"auto_wrap_policy": CustomPolicy(small_ones_are_replicated)}),
     "bf16-model": Case(before=lambda model: model.to(torch.bfloat16), sgd=True, tolerance=3e-2),
     "bf16-no-input-cast": Case({"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)}),
     "no-sync": Case(no_sync=True),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from process_ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from training import (
     build,
@@ -25,6 +25,7 @@ from training import (
     shard,
     tokens,
     train,
+    wrap,
 )
 
 import odc
@@ -363,3 +364,38 @@ SCRIPTS: dict[str, Script] = {
         )
     },
 }
+
+
+def in_float64(rank: int, world_size: int, fsdp: int) -> dict[str, Any]:
+    """Uneven; without clipping: FSDP1's own takes norms in float32, torch's takes those of this rank's part."""
+    net = build(torch.float64, num_blocks=1)
+    model = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
+    optimizer = optimizer_of(model)
+    with odc.patch_fsdp(model):
+        for step in range(STEPS):
+            for microbatch in range(COUNTS[rank]):
+                loss = loss_of(model, tokens(step, rank, microbatch))
+                (loss * world_size / num_tokens(step, COUNTS)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if fsdp == 1:
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone().numpy()
+                for name, p in model.named_parameters()
+            }
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_gradients_in_float64_are_summed_in_float64(fsdp: int) -> None:
+    expected = build(torch.float64, num_blocks=1)
+    optimizer = optimizer_of(expected)
+    for step in range(STEPS):
+        for rank, count in enumerate(COUNTS):
+            for microbatch in range(count):
+                (loss_of(expected, tokens(step, rank, microbatch)) / num_tokens(step, COUNTS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = run_ranks(2, in_float64, fsdp)[0]
+    assert largest_difference(ours, {name: p.detach() for name, p in expected.named_parameters()}) < 1e-12
