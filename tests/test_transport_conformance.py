@@ -25,7 +25,7 @@ from odc.errors import ConfigError, UnsupportedError
 from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import PeerState, Transport
+from odc.transports.base import IN_COLLECTIVE, PeerState, Transport
 
 HAS_GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU; its host logic runs as fake_cuda")
@@ -427,10 +427,12 @@ def test_progress_and_waiting_are_visible(name: str) -> None:
         exchange.all_gather(b"")
         if exchange.rank == 1:
             transport.tick()
-            transport.set_waiting_on(0)
-        exchange.all_gather(b"")
+        for awaited in (0, IN_COLLECTIVE):
+            if exchange.rank == 1:
+                transport.set_waiting_on(awaited)
+            eventually(lambda: transport.waiting_on(1) == awaited)  # noqa: B023  # called at once
+            exchange.all_gather(b"")
         eventually(lambda: transport.signs(1).progress == before + 1)
-        eventually(lambda: transport.waiting_on(1) == 0)
         assert transport.waiting_on(0) is None
 
     on_transport(name, 2, body)

@@ -19,6 +19,7 @@ from odc.engine import AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import UnsupportedError
 from odc.exchange import Exchange
 from odc.topology import Topology
+from odc.transports._frames import MAX_RANKS
 
 HOST = torch.device("cpu")
 _ALIGN_BYTES = 64
@@ -79,7 +80,7 @@ class PeerState(enum.Enum):
     DEAD = "dead"
 
 
-IN_COLLECTIVE = 2**30
+IN_COLLECTIVE = MAX_RANKS - 1
 """In place of the rank that a rank waits for: nobody knows, it is in a collective of its script."""
 
 
