@@ -14,7 +14,6 @@ import io
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 import traceback

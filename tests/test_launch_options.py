@@ -260,7 +260,7 @@ def test_every_error_of_odc_ends_a_rank_in_one_line(
     assert "Traceback" not in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         launch_main.main(["--launcher-tells", "--traceback", str(script)])
-    assert f"{script}\", line 3" in capsys.readouterr().err
+    assert f'{script}", line 3' in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))  # it cannot be left there
     with pytest.raises(SystemExit) as ended:
         launch_main.main(["--launcher-tells", str(script)])
