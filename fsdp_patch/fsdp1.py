@@ -125,11 +125,9 @@ class Fsdp1Unit(Unit):
         # Tensors that share memory through .data do not share version counters, and any of them may be updated.
         flat = self.flat_param
         shard, parts = flat._local_shard, {index: part for index, _, part in self._in_shard()}
-        whole = Watched(f"{self.name} (flat)", (flat, shard), shard, slice(None))
         return [
-            Watched(name, (p, flat, shard), shard, parts.get(index, slice(0)))
-            for index, (name, p) in enumerate(zip(self._names, flat._params or (), strict=False))
-        ] or [whole]
+            Watched((p, flat, shard), shard, parts.get(index, slice(0))) for index, p in enumerate(flat._params or ())
+        ] or [Watched((flat, shard), shard, slice(None))]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
@@ -143,6 +141,13 @@ class Fsdp1Unit(Unit):
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield published, self.flat_param._local_shard.to(published.dtype)
+
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        shard = self.flat_param._local_shard
+        for name, info in zip(self._names, self.flat_param._shard_param_infos, strict=True):
+            if info.in_shard:
+                part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+                yield name, (published[part], shard[part].to(published.dtype))
 
     def check_hooks(self) -> None:
         """FSDP1 never calls hooks of original parameters that are set after its initialisation."""

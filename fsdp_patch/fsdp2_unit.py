@@ -192,7 +192,7 @@ class Fsdp2Unit(Unit):
     # Its parameters
 
     def watched(self) -> list[Watched]:
-        return [Watched(p.name, (p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
+        return [Watched((p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p.sharded for p in self.trainable]
@@ -206,6 +206,9 @@ class Fsdp2Unit(Unit):
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((part, data.to(part.dtype)) for part, data in self._parts(published))
+
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        return zip((param.name for param in self.params), self.beside(published), strict=True)
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter's place in a flat shard, and its data, of equal length."""

@@ -58,7 +58,6 @@ class FinalSum(NamedTuple):
 class Watched(NamedTuple):
     """What tells that one parameter was changed."""
 
-    name: str
     counted: tuple[torch.Tensor, ...]
     """The version counter of one of these moves with every change that torch counts."""
 
@@ -135,6 +134,10 @@ class Unit(ABC):
     @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype."""
+
+    @abstractmethod
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """As :meth:`beside`, parameter by parameter, with their names."""
 
     @abstractmethod
     def check_hooks(self) -> None:
