@@ -28,7 +28,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
 from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
-from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, describe_mesh, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 _COMMUNICATES = "on-demand communication moves memory of other ranks here"
@@ -485,7 +485,10 @@ def _check_module(module: Any, where: str) -> None:
     if module._comm_hook is not None and "_all_gather_flat_param" not in _vars_of_handle(module):
         raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden")
     if module._fsdp_extension is not None:
-        raise UnsupportedError(f"{where}: FSDP1 together with tensor parallelism is not supported")
+        raise UnsupportedError(
+            f"{where}: its device_mesh {describe_mesh(module._device_mesh)} is a part of a larger mesh, as with tensor "
+            "or expert parallelism, which is not supported together with FSDP1"
+        )
     if module._handle is not None and module._handle.flat_param.device.type == "meta":
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")
 

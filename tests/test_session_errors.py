@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard, distribute_tensor
 from training import build, loss_of, optimizer_of, shard, tokens
 
 import odc
@@ -36,6 +37,28 @@ def two_meshes(model: nn.Module, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
     fully_shard(model.blocks[0], mesh=pairs["pair"])
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+
+
+def on_two_meshes(model: nn.Module, world_size: int, names: tuple[str, str]) -> None:
+    """One layer in ``world_size / 2`` parts on the second dimension of a mesh, and sharded by FSDP over the first."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
+    up = model.blocks[0].up
+    for name, parameter in list(up.named_parameters()):
+        setattr(up, name, nn.Parameter(distribute_tensor(parameter, mesh[names[1]], [Shard(0)])))
+    fully_shard(up, mesh=mesh[names[0]])
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+
+
+def experts(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("dp_mod_ep", "ep"))
+
+
+def tensor_parallel(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("dp", "tp"))
+
+
+def something_else(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("rows", "columns"))
 
 
 def no_sharding(model: nn.Module, world_size: int) -> None:
@@ -84,6 +107,9 @@ def nothing(model: nn.Module, world_size: int) -> None:
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
     (two_meshes, "different meshes"),
+    (experts, "'blocks.0.up.weight' is also distributed by expert parallelism ('ep' of mesh (dp_mod_ep=2, ep=2))"),
+    (tensor_parallel, "'blocks.0.up.weight' is also distributed by tensor parallelism ('tp' of mesh (dp=2, tp=2))"),
+    (something_else, "is also distributed over another mesh ('columns' of mesh (rows=2, columns=2))"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (double, "gradients are reduced in torch.float64"),
