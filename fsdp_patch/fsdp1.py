@@ -230,7 +230,7 @@ class Fsdp1Unit(Unit):
 
     def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         flat, shard = self.flat_param, self.flat_param._local_shard
-        if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self._unsynchronized:
+        if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self.holds_unsent:
             super().expect(use, none=none, old=old)  # else it follows at the end of this backward
 
     def _take_over_gradients(self) -> None:
@@ -241,7 +241,7 @@ class Fsdp1Unit(Unit):
         """
         flat = self.flat_param
         self._unwrap()
-        if not self.handle._use_orig_params or self._unsynchronized:
+        if not self.handle._use_orig_params or self.holds_unsent:
             return
         grads = [settled(p.grad) for p in flat._params]
         if all(grad is None for grad in grads):
@@ -264,8 +264,7 @@ class Fsdp1Unit(Unit):
                 parameter.grad = parameter.grad.pending.final
 
     @property
-    def _unsynchronized(self) -> bool:
-        """Whether the flat gradient is an unsharded one, summed under ``no_sync()``."""
+    def holds_unsent(self) -> bool:  # then the flat gradient is an unsharded one
         grad = self.flat_param.grad
         return grad is not None and grad.shape != self.flat_param._local_shard.shape
 

@@ -222,7 +222,7 @@ class Fsdp2Unit(Unit):
             offset = end
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
-        if any(touched) and any(param.has_gradient for param in self.trainable):
+        if any(touched) and self.holds_unsent:
             raise waiting_gradients(self.name)
         offset = 0
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
@@ -245,6 +245,10 @@ class Fsdp2Unit(Unit):
     def check_hooks(self) -> None:
         for param in self.params:
             param.check_hooks(f"unit {self.name!r}")
+
+    @property
+    def holds_unsent(self) -> bool:
+        return any(param.has_gradient for param in self.trainable)
 
     def incomplete_backward(self) -> bool:
         # A final callback of FSDP that was queued and has not run: the autograd engine drops it with an exception, and

@@ -148,6 +148,12 @@ class Unit(ABC):
             UnsupportedError: naming the parameter and the hook.
         """
 
+    @property
+    @abstractmethod
+    def holds_unsent(self) -> bool:
+        """Whether it has gradients of backward passes under ``no_sync()`` or ``set_requires_gradient_sync(False)``,
+        which the next synchronization will send along."""
+
     @abstractmethod
     def incomplete_backward(self) -> bool:
         """Whether an exception has ended a backward pass of this minibatch, caught by the script, that had computed or

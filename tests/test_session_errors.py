@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +23,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
-from training import build, loss_of, optimizer_of, shard, tokens
+from torch.nn.utils import clip_grad_norm_
+from training import build, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
 import odc.context
@@ -444,3 +448,53 @@ def unfrozen_later(rank: int, world_size: int) -> None:
 def test_a_parameter_unfrozen_after_patching_is_named() -> None:
     results = start_ranks(2, unfrozen_later).join(120)
     assert any("blocks.1.up.weight" in (r.error or "") and r.error_type == "UnsupportedError" for r in results), results
+
+
+# Gradients that are never synchronized
+
+
+def unsynchronized(rank: int, world_size: int, kind: str, names: list[str]) -> tuple[list[str], list[float]]:
+    """Two minibatches in which only the units of these names are synchronized; warnings and norms."""
+    model: Any = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=True)
+    odc.patch_fsdp(model)
+    if kind == "fsdp2":
+        model.set_requires_gradient_sync(False)
+        for name, module in model.named_modules():
+            if name in names:
+                module.set_requires_gradient_sync(True, recurse=False)
+    norms = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            for microbatch in range(2):
+                with model.no_sync() if kind == "fsdp1" else nullcontext():
+                    loss_of(model, tokens(step, rank, microbatch)).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 1.0) if kind == "fsdp2" else model.clip_grad_norm_(1.0))
+            model.zero_grad()
+    said = [one for one in caught if "has synchronized" in str(one.message)]
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in said if one.filename == __file__]
+    return [f"{one.message} {line}" for one, line in zip(said, lines, strict=True)], [float(norm) for norm in norms]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "of"),
+    [
+        ("fsdp2", [], "unit '<root>' and 3 others"),
+        ("fsdp2", ["", "blocks.0", "blocks.2"], "unit 'blocks.1':"),
+        ("fsdp1", [], "unit '<root>' and 3 others"),
+    ],
+)
+def test_gradients_that_no_microbatch_synchronizes_are_told_once(kind: str, names: list[str], of: str) -> None:
+    first, second = run_ranks(2, unsynchronized, kind, names)
+    (warning,), norms = first
+    assert f"no microbatch of minibatch 1 has synchronized the gradients of {of}" in warning
+    assert "norms.append(clip_grad_norm_" in warning  # the script's line
+    if kind == "fsdp2":
+        assert all(bool(norm) is bool(names) for norm in norms)
+    assert second[0] == []
+
+
+def test_gradients_that_are_synchronized_are_not_told_of() -> None:
+    for said, norms in run_ranks(2, unsynchronized, "fsdp2", ["", "blocks.0", "blocks.1", "blocks.2"]):
+        assert said == []
+        assert all(norms)
