@@ -36,7 +36,7 @@ from typing import ClassVar, NoReturn
 
 import torch
 
-from odc.errors import MisuseError, ProtocolError
+from odc.errors import ProtocolError
 from odc.fsdp_patch.unit import Unit, Watched
 from odc.runtime import Runtime
 
@@ -139,7 +139,7 @@ class Guard:
             "or call session.publish() on every rank after changing them (odc.session_of(model) finds the session)."
         )
         if self._comparison.answers_at_once:
-            raise MisuseError(text)
+            raise self._runtime.refusal(text)
         with self._runtime.reporting:  # the answer came late: they have been used
             raise ProtocolError(text)
 

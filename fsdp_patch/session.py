@@ -258,7 +258,7 @@ class Session:
         """
         self._require_open()
         if self._runtime.state is State.OPEN:
-            raise MisuseError(
+            raise self._runtime.refusal(
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )

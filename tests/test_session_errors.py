@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -448,6 +449,55 @@ def unfrozen_later(rank: int, world_size: int) -> None:
 def test_a_parameter_unfrozen_after_patching_is_named() -> None:
     results = start_ranks(2, unfrozen_later).join(120)
     assert any("blocks.1.up.weight" in (r.error or "") and r.error_type == "UnsupportedError" for r in results), results
+
+
+# Refusals that a script has caught: the ranks that wait for it say so
+
+
+def caught(rank: int, world_size: int, transport: str, then: str) -> None:
+    """Rank 1 catches a refusal of its second minibatch, and then does something else than the others."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, transport=transport, timeout_s=2)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        loss_of(model, tokens(step, rank, 0)).backward()
+        if rank == 1 and step == 1:
+            if then == "goes on":
+                with pytest.raises(odc.MisuseError):
+                    session.publish()
+            else:
+                model.head.weight.grad = None
+                with pytest.raises(odc.MisuseError):
+                    optimizer.step()
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        if then != "sleeps":
+            session.close()
+        time.sleep(5 if then == "sleeps" else 2)
+    else:
+        session.finish()
+
+
+REFUSED_ON_1 = r"after rank 1 had refused what its script did \(minibatch 2, microbatch 1: MisuseError: setting \.grad"
+
+
+@pytest.mark.parametrize(
+    ("transport", "then", "error_type", "said"),
+    [
+        ("shm", "sleeps", "PeerSilentError", rf"rank 1 is alive but silent for .*, {REFUSED_ON_1}"),
+        ("tcp", "closes", "PeerClosedError", rf"rank 1 is still running, but it closed its session, {REFUSED_ON_1}"),
+        ("shm", "goes on", "PeerClosedError", r"minibatch 4.*rank 1 is gone: it closed its session\n"),
+    ],
+)
+def test_a_rank_that_has_caught_a_refusal_is_not_called_gone(
+    transport: str, then: str, error_type: str, said: str
+) -> None:
+    first, second = start_ranks(2, caught, transport, then).join(60)
+    assert first.error_type == error_type, first
+    assert re.search(said, first.error or ""), first.error
+    assert second.error is None
 
 
 # Gradients that are never synchronized
