@@ -155,8 +155,10 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         if ending is not None:
             raise ending
         return
+    is_left = False
     if failed:
         assert ending is not None
+        is_left = leave_last_words(launch, ending)  # first: ranks that are told end, and torchrun then ends this one
         patching.abort(ending)
     accounts = measurements.accounts()
     try:
@@ -166,25 +168,24 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
             stack.callback(measurements.close)
     except Exception as error:
         if not failed:
-            _end_with(error, options, launch)
+            _end_with(error, options, leave_last_words(launch, error))
         _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
     if failed:
         assert ending is not None
-        _end_with(ending, options, launch)
+        _end_with(ending, options, is_left)
     if not accounts:
         say("odc: nothing was patched: no FSDP model computed anything in this script")
         return
     _report(launch, accounts)
 
 
-def _end_with(error: BaseException, options: argparse.Namespace, launch: LaunchEnvironment) -> NoReturn:
-    """As Python would end, but for errors of ODC: one line, said by the launcher where it is ``odc run``."""
+def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) -> NoReturn:
+    """As Python would end, but for errors of ODC: one line, said by the launcher if it is ``odc run`` and finds it."""
     line = last_line(error)
     if line is None:
         raise error
     if options.traceback:
         traceback.print_exception(error)
-    is_left = leave_last_words(launch, error)
     raise SystemExit(1 if is_left and options.launcher_tells else line)
 
 

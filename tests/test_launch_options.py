@@ -273,6 +273,27 @@ def test_all_errors_that_are_documented_are_looked_at() -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
+def test_a_rank_leaves_its_line_before_the_others_hear_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end then, and torchrun ends those that are left."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    heard: list[bool] = []
+    monkeypatch.setattr(
+        AutomaticPatching, "abort", lambda patching, error: heard.append((tmp_path / "error.json").exists())
+    )
+    script = tmp_path / "s.py"
+    script.write_text("from odc.errors import MisuseError\n\nraise MisuseError('not this')")
+    with pytest.raises(SystemExit):
+        launch_main.main(["--launcher-tells", str(script)])
+    assert heard == [True]
+    ended = ProcessFailure(0, 1, -15, str(tmp_path / "error.json"))
+    (tmp_path / "other").mkdir()
+    told = left_by(AbortedError("told"), tmp_path / "other")
+    assert str(last_words({0: ended, 1: told})).startswith("odc: refused: not this")
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_what_closing_finds_ends_in_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def close(patching: AutomaticPatching) -> None:
         raise PeerDiedError("while closing")
