@@ -52,7 +52,9 @@ from odc.fsdp_patch.guard import Guard
 from odc.runtime import Runtime
 
 NUM_PARAMETERS = 12
-TURNS = ("without FSDP", "FSDP2", "intercepted", "guarded", "ODC")
+SWITCHED_OFF: dict[str, tuple[type, ...]] = {"intercepted": (Runtime, Guard), "guarded": (Runtime,), "ODC": ()}
+"""In each turn of a patched model: whose operations do nothing."""
+TURNS = ("without FSDP", "FSDP2", *SWITCHED_OFF)
 PARTS = {"FSDP2's own": (1, 0), "interception": (2, 1), "guard": (3, 2), "transfers": (4, 3), "all of ODC": (4, 1)}
 """Each the difference of two turns."""
 
@@ -140,7 +142,7 @@ def measure_rank(
     for repetition in range(settings.repetitions + 1):
         row = {TURNS[0]: turns.take(plain), TURNS[1]: turns.take(fsdp)}  # nothing is patched meanwhile
         with patch_fsdp(ours) as session:
-            for name, off in zip(TURNS[2:], ([Runtime, Guard], [Runtime], []), strict=True):
+            for name, off in SWITCHED_OFF.items():
                 with ExitStack() as stack:
                     for kind in off:
                         stack.enter_context(_switched_off(kind))

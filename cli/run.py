@@ -46,7 +46,7 @@ def launch(arguments: Sequence[str]) -> None:
     options = rank_options(arguments)
     try:
         torchrun(options)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:  # the rank has printed its own traceback, or left a line in its place
+    except ChildFailedError as error:  # the ranks have printed their tracebacks, or left lines in their place
         _end(last_words(error.failures) or str(error), 1)
     except SignalException as error:  # the ranks have been ended
         _end(f"odc run: ended by {error.sigval.name}", 128 + error.sigval)

@@ -29,7 +29,16 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
 from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
-from odc.fsdp_patch.unit import GRADIENT_DTYPES, Communication, Place, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.unit import (
+    GRADIENT_DTYPES,
+    Communication,
+    Place,
+    Undo,
+    Unit,
+    Watched,
+    describe_mesh,
+    waiting_gradients,
+)
 from odc.units import ParamSlice, UnitSpec
 
 logger = logging.getLogger("odc")
@@ -128,11 +137,9 @@ class Fsdp1Unit(Unit):
         # Tensors that share memory through .data do not share version counters, and any of them may be updated.
         flat = self.flat_param
         shard, parts = flat._local_shard, {index: part for index, _, part in self._in_shard()}
-        whole = Watched(f"{self.name} (flat)", (flat, shard), shard, slice(None))
         return [
-            Watched(name, (p, flat, shard), shard, parts.get(index, slice(0)))
-            for index, (name, p) in enumerate(zip(self._names, flat._params or (), strict=False))
-        ] or [whole]
+            Watched((p, flat, shard), shard, parts.get(index, slice(0))) for index, p in enumerate(flat._params or ())
+        ] or [Watched((flat, shard), shard, slice(None))]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
@@ -149,6 +156,13 @@ class Fsdp1Unit(Unit):
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield published, self.flat_param._local_shard.to(published.dtype)
+
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        shard = self.flat_param._local_shard
+        for name, info in zip(self._names, self.flat_param._shard_param_infos, strict=True):
+            if info.in_shard:
+                part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+                yield name, (published[part], shard[part].to(published.dtype))
 
     def check_hooks(self) -> None:
         """FSDP1 never calls hooks of original parameters that are set after its initialisation."""
@@ -231,7 +245,7 @@ class Fsdp1Unit(Unit):
 
     def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         flat, shard = self.flat_param, self.flat_param._local_shard
-        if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self._unsynchronized:
+        if flat.shape == shard.shape and not self.handle._skipped_use_sharded_views and not self.holds_unsent:
             super().expect(use, none=none, old=old)  # else it follows at the end of this backward
 
     def _take_over_gradients(self) -> None:
@@ -242,7 +256,7 @@ class Fsdp1Unit(Unit):
         """
         flat = self.flat_param
         self._unwrap()
-        if not self.handle._use_orig_params or self._unsynchronized:
+        if not self.handle._use_orig_params or self.holds_unsent:
             return
         grads = [settled(p.grad) for p in flat._params]
         if all(grad is None for grad in grads):
@@ -265,8 +279,7 @@ class Fsdp1Unit(Unit):
                 parameter.grad = parameter.grad.pending.final
 
     @property
-    def _unsynchronized(self) -> bool:
-        """Whether the flat gradient is an unsharded one, summed under ``no_sync()``."""
+    def holds_unsent(self) -> bool:  # then the flat gradient is an unsharded one
         grad = self.flat_param.grad
         return grad is not None and grad.shape != self.flat_param._local_shard.shape
 
@@ -494,7 +507,10 @@ def _check_module(module: Any, where: str) -> None:
     if module._comm_hook is not None and "_all_gather_flat_param" not in _vars_of_handle(module):
         raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden")
     if module._fsdp_extension is not None:
-        raise UnsupportedError(f"{where}: FSDP1 together with tensor parallelism is not supported")
+        raise UnsupportedError(
+            f"{where}: its device_mesh {describe_mesh(module._device_mesh)} is a part of a larger mesh, as with tensor "
+            "or expert parallelism, which is not supported together with FSDP1"
+        )
     if module._handle is not None and module._handle.flat_param.device.type == "meta":
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")
 

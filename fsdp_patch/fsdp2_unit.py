@@ -196,7 +196,7 @@ class Fsdp2Unit(Unit):
     # Its parameters
 
     def watched(self) -> list[Watched]:
-        return [Watched(p.name, (p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
+        return [Watched((p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p.sharded for p in self.trainable]
@@ -211,6 +211,9 @@ class Fsdp2Unit(Unit):
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((part, data.to(part.dtype)) for part, data in self._parts(published))
 
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        return zip((param.name for param in self.params), self.beside(published), strict=True)
+
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter's place in a flat shard, and its data, of equal length."""
         offset = 0
@@ -223,7 +226,7 @@ class Fsdp2Unit(Unit):
             offset = end
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
-        if any(touched) and any(param.has_gradient for param in self.trainable):
+        if any(touched) and self.holds_unsent:
             raise waiting_gradients(self.name)
         offset = 0
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
@@ -246,6 +249,10 @@ class Fsdp2Unit(Unit):
     def check_hooks(self) -> None:
         for param in self.params:
             param.check_hooks(f"unit {self.name!r}")
+
+    @property
+    def holds_unsent(self) -> bool:
+        return any(param.has_gradient for param in self.trainable)
 
     def incomplete_backward(self) -> bool:
         # A final callback of FSDP that was queued and has not run: the autograd engine drops it with an exception, and

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from odc.errors import MisuseError, ProtocolError, UnsupportedError
+from odc.errors import ProtocolError, UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
@@ -291,7 +291,7 @@ class GradientUse(Listener):
             self._refuse_clearing("setting .grad to None", num_gone, len(sent))
 
     def _refuse_clearing(self, what: str, num_cleared: int, num_sent: int) -> None:
-        raise MisuseError(
+        raise self._runtime.refusal(
             f"{what} between backward and step: gradients of {num_sent} parameters have gone to the other ranks, which "
             f"have added them up, and {num_cleared} of them are cleared. Clear gradients after the step, or before the "
             "first backward; or all of them, on every rank, to throw the minibatch away (microbatches left over at the "
@@ -363,7 +363,7 @@ class GradientUse(Listener):
         if not owned:
             return
         if self.in_block:
-            raise MisuseError(
+            raise self._runtime.refusal(
                 f"{what} inside the minibatch: gradients are final only after it. Move it behind the `with "
                 "session.minibatch():` block, or call session.finish() before it."
             )
@@ -376,10 +376,11 @@ class GradientUse(Listener):
             self._uses.add(use)
             return
         if what == CLIPPING_BY_NORM:
-            raise UnsupportedError(
+            raise self._runtime.refusal(
                 f"{what} before the minibatch has ended: this rank has no gradients yet, so the norm cannot be theirs. "
                 "Use clip_grad_norm_, which computes it, or call session.finish() before computing the norm "
-                "(odc.session_of(model) finds the session)."
+                "(odc.session_of(model) finds the session).",
+                UnsupportedError,
             )
         self._ending = (what, reader)
         try:

@@ -36,7 +36,7 @@ from typing import ClassVar, NoReturn
 
 import torch
 
-from odc.errors import MisuseError, ProtocolError
+from odc.errors import ProtocolError
 from odc.fsdp_patch.unit import Unit, Watched
 from odc.runtime import Runtime
 
@@ -104,10 +104,7 @@ class Guard:
 
     def compare(self, index: int) -> None:
         """Refuse a unit of which any element was changed. Raises as :meth:`check_gather`."""
-        unit = self._units[index]
-        written = next((trace.name for trace in self._traces[index] if trace.is_written()), None)
-        what = f"a parameter of unit {unit.name!r}" if written is None else f"parameter {written!r}"
-        found = self._comparison.compare(unit.beside(self._runtime.published_shard(index)), what)
+        found = self._comparison.compare(self._units[index].beside(self._runtime.published_shard(index)), index)
         if found is not None:
             self._fail(found)
         self.record(index)
@@ -132,13 +129,17 @@ class Guard:
         pairs = (pair for i in units for pair in self._units[i].beside(self._runtime.published_shard(i)))
         return not all(have_equal_bits(left, right) for left, right in pairs)
 
-    def _fail(self, what: str) -> NoReturn:
+    def _fail(self, index: int) -> NoReturn:
+        unit = self._units[index]  # by its elements: a write that torch has counted may have changed others of them
+        parts = unit.beside_by_name(self._runtime.published_shard(index))
+        name = next((name for name, pair in parts if not have_equal_bits(*pair)), None)
+        what = f"a parameter of unit {unit.name!r}" if name is None else f"parameter {name!r}"
         text = (
             f"{what} was changed after it was published to the other ranks. Change parameters before optimizer.step, "
             "or call session.publish() on every rank after changing them (odc.session_of(model) finds the session)."
         )
         if self._comparison.answers_at_once:
-            raise MisuseError(text)
+            raise self._runtime.refusal(text)
         with self._runtime.reporting:  # the answer came late: they have been used
             raise ProtocolError(text)
 
@@ -146,10 +147,9 @@ class Guard:
 class _Trace:
     """What a parameter was like when it was published, or last found to be as published."""
 
-    __slots__ = ("_address", "_counted", "_memory", "_sample", "_sampled", "_version", "name", "num_bytes")
+    __slots__ = ("_address", "_counted", "_memory", "_sample", "_sampled", "_version", "num_bytes")
 
     def __init__(self, watched: Watched, has_sample: bool) -> None:
-        self.name = watched.name
         self._counted = watched.counted
         self._memory = watched.memory
         self._address = self._memory.data_ptr()
@@ -209,15 +209,15 @@ class Comparison(ABC):
     """Else later; and then looking at a few elements often is not cheap."""
 
     @abstractmethod
-    def compare(self, pairs: Pairs, what: str) -> str | None:
+    def compare(self, pairs: Pairs, index: int) -> int | None:
         """Ask whether the tensors of each pair, of equal shape and dtype, are equal bit by bit.
 
         Returns:
-            the ``what`` of a comparison, this one or an earlier one, that has found a difference; else None.
+            the ``index`` of a comparison, this one or an earlier one, that has found a difference; else None.
         """
 
     @abstractmethod
-    def found(self) -> str | None:
+    def found(self) -> int | None:
         """As :meth:`compare`, asking nothing new."""
 
 
@@ -226,10 +226,10 @@ class HostComparison(Comparison):
 
     answers_at_once = True
 
-    def compare(self, pairs: Pairs, what: str) -> str | None:
-        return None if all(have_equal_bits(left, right) for left, right in pairs) else what
+    def compare(self, pairs: Pairs, index: int) -> int | None:
+        return None if all(have_equal_bits(left, right) for left, right in pairs) else index
 
-    def found(self) -> str | None:
+    def found(self) -> int | None:
         return None
 
 
@@ -249,24 +249,24 @@ class DeviceComparison(Comparison):
 
     def __init__(self, read_later: Callable[[torch.Tensor], Verdict] | None = None) -> None:
         self._read_later = read_later or _read_later
-        self._pending: deque[tuple[str, Verdict]] = deque()
-        self._found: str | None = None
+        self._pending: deque[tuple[int, Verdict]] = deque()
+        self._found: int | None = None
 
-    def compare(self, pairs: Pairs, what: str) -> str | None:
+    def compare(self, pairs: Pairs, index: int) -> int | None:
         flags = [torch.ne(_bits(left), _bits(right)).any() for left, right in pairs if left.numel()]
         if flags:
-            self._pending.append((what, self._read_later(torch.stack(flags).any())))
+            self._pending.append((index, self._read_later(torch.stack(flags).any())))
         return self.found()
 
-    def found(self) -> str | None:
+    def found(self) -> int | None:
         while self._pending and self._found is None:
-            what, verdict = self._pending[0]
+            index, verdict = self._pending[0]
             differs = verdict()
             if differs is None:
                 break
             self._pending.popleft()
             if differs:
-                self._found = what
+                self._found = index
         return self._found
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from odc.errors import MisuseError, OdcError
 from odc.exchange import ProcessGroupExchange, setup_timeout_s
+from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening
@@ -105,6 +106,7 @@ class Session:
         self._undo: list[Callable[[], None]] = []
         self._gradients = GradientUse(self, self._publisher, runtime, self._units)
         self._closed = False
+        self._has_warned = False
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each minibatch, before this rank waits for the others."""
@@ -190,23 +192,42 @@ class Session:
             self._gradients.ended(ends)
             for unit in self._units:
                 unit.discard_gathered()
-            has_gradients = kind is EndKind.USE and self._install_gradients()
+            without = self._install_gradients() if kind is EndKind.USE else self._units
             self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does before its step
             for unit in self._units:
                 unit.settle()
-            self._gradients.installed(has_gradients)
+            self._gradients.installed(len(without) < len(self._units))
+        if kind is EndKind.USE and not self._has_warned and self._runtime.topology.rank == 0:
+            self._warn_of_unsent([unit.name for unit in without if unit.holds_unsent])
 
-    def _install_gradients(self) -> bool:
-        """Whether any rank had gradients."""
-        has_gradients = False
+    def _warn_of_unsent(self, names: Sequence[str]) -> None:
+        """On one rank, for all of them, and once: what was meant once is meant in each minibatch."""
+        if not names:
+            return
+        self._has_warned = True
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        frame = Reader.now().frame
+        warnings.warn_explicit(
+            f"no microbatch of minibatch {self._runtime.minibatch} has synchronized the gradients of unit {names[0]!r}"
+            f"{others}: all backward passes ran under no_sync() or set_requires_gradient_sync(False). So they are in "
+            "no .grad, the norm is without them (0.0 if there are no others) and the step does not train with them, as "
+            "under plain FSDP. Run the last microbatch of every minibatch with synchronization",
+            RuntimeWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+        )
+
+    def _install_gradients(self) -> list[Unit]:
+        """Returns the units of which no rank has sent gradients."""
+        without = []
         for index, unit in enumerate(self._units):
             own, spec = self._runtime.gradient(index), self._runtime.units[index]
             result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
-            if result is not None:
-                has_gradients = True
-                # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
+            if result is None:
+                without.append(unit)
+            else:  # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
                 unit.install(torch.div(result.total, unit.divide_factor), result.touched)
-        return has_gradients
+        return without
 
     def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
         """End the minibatch in the shard group, and then among the replicas; how each rank of the mesh has ended it."""
@@ -237,7 +258,7 @@ class Session:
         """
         self._require_open()
         if self._runtime.state is State.OPEN:
-            raise MisuseError(
+            raise self._runtime.refusal(
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import ProtocolError
 from odc.fsdp_patch.pending import Pending, Use
@@ -61,7 +62,6 @@ class FinalSum(NamedTuple):
 class Watched(NamedTuple):
     """What tells that one parameter was changed."""
 
-    name: str
     counted: tuple[torch.Tensor, ...]
     """The version counter of one of these moves with every change that torch counts."""
 
@@ -145,12 +145,22 @@ class Unit(ABC):
         """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype."""
 
     @abstractmethod
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """As :meth:`beside`, parameter by parameter, with their names."""
+
+    @abstractmethod
     def check_hooks(self) -> None:
         """Refuse hooks that were set after patching and would read gradients that are not final.
 
         Raises:
             UnsupportedError: naming the parameter and the hook.
         """
+
+    @property
+    @abstractmethod
+    def holds_unsent(self) -> bool:
+        """Whether it has gradients of backward passes under ``no_sync()`` or ``set_requires_gradient_sync(False)``,
+        which the next synchronization will send along."""
 
     @abstractmethod
     def incomplete_backward(self) -> bool:
@@ -281,6 +291,13 @@ def waiting_gradients(name: str) -> ProtocolError:
         "run the last microbatch of every minibatch with synchronization, and let it use every unit that the others "
         "used"
     )
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Names and sizes of its dimensions, for messages: "(dp=4, tp=2)"."""
+    names = mesh.mesh_dim_names or ()
+    sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
+    return f"({', '.join(sizes)})"
 
 
 SAMPLE_SIZE = 64

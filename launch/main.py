@@ -7,18 +7,19 @@ import contextlib
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, UnsupportedError
+from odc.errors import ConfigError, OdcError
 from odc.faults import FaultInjector
 from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
-from odc.launch.script import leave_last_words, refusal, run_module, run_script
+from odc.launch.script import last_line, leave_last_words, run_module, run_script
 from odc.transports import registry
 
 
@@ -56,7 +57,10 @@ def odc_options() -> argparse.ArgumentParser:
         "--pool-size", type=int, metavar="N", help="with --online: samples of a rank to choose from (default: 256)"
     )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
-    group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says refusals last
+    group.add_argument(
+        "--traceback", action="store_true", help="where an error of ODC ends the script, say it with its traceback, too"
+    )
+    group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says errors last
     return parser
 
 
@@ -100,7 +104,7 @@ def option_arguments(options: argparse.Namespace) -> list[str]:
     arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
     arguments += ["--pool-size", str(options.pool_size)] * (options.pool_size is not None)
     arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
-    return arguments + ["--launcher-tells"] * options.launcher_tells
+    return arguments + ["--traceback"] * options.traceback + ["--launcher-tells"] * options.launcher_tells
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,8 +155,10 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         if ending is not None:
             raise ending
         return
+    is_left = False
     if failed:
         assert ending is not None
+        is_left = leave_last_words(launch, ending)  # first: ranks that are told end, and torchrun then ends this one
         patching.abort(ending)
     accounts = measurements.accounts()
     try:
@@ -162,24 +168,25 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
             stack.callback(measurements.close)
     except Exception as error:
         if not failed:
-            raise
+            _end_with(error, options, leave_last_words(launch, error))
         _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
     if failed:
         assert ending is not None
-        _end_with(ending, options, launch)
+        _end_with(ending, options, is_left)
     if not accounts:
         say("odc: nothing was patched: no FSDP model computed anything in this script")
         return
     _report(launch, accounts)
 
 
-def _end_with(error: BaseException, options: argparse.Namespace, launch: LaunchEnvironment) -> NoReturn:
-    """As Python would end, but for what ODC refuses: one line, said by the launcher where it is ``odc run``."""
-    line = refusal(error)
-    leave_last_words(launch, error, line)
+def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) -> NoReturn:
+    """As Python would end, but for errors of ODC: one line, said by the launcher if it is ``odc run`` and finds it."""
+    line = last_line(error)
     if line is None:
         raise error
-    raise SystemExit(1 if options.launcher_tells and launch.error_file else line)
+    if options.traceback:
+        traceback.print_exception(error)
+    raise SystemExit(1 if is_left and options.launcher_tells else line)
 
 
 def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> None:
@@ -220,13 +227,13 @@ def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -
     dry_run = DryRun(say)
     try:
         _run_script(options)
-    except UnsupportedError as error:
+    except OdcError as error:
         say(f"odc: would refuse this script: {error}")
-        leave_last_words(launch, error, refusal(error))
+        leave_last_words(launch, error)
         raise SystemExit(1) from None
     except SystemExit as error:
         if dry_run.is_complete and dry_run.refused is not None:
-            leave_last_words(launch, dry_run.refused, refusal(dry_run.refused))
+            leave_last_words(launch, dry_run.refused)
         if dry_run.is_complete or error.code not in (None, 0):
             raise
     finally:

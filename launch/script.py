@@ -1,10 +1,10 @@
-"""Running a script as ``python script.py`` would, and the one line with which it ends where ODC refused it.
+"""Running a script as ``python script.py`` would, and the one line with which it ends where an error of ODC ended it.
 
 What a script finds in ``sys`` and in its own module is the same.
 
-A rank that refuses leaves its sentence where torchrun looks for the error of a rank, instead of a traceback that
-torchrun's own output would bury; ``odc run`` finds it there and says it once, last. Under torchrun alone the rank says
-it itself.
+A rank leaves its line where torchrun looks for the error of a rank, instead of a traceback that torchrun's own output
+would bury; ``odc run`` finds what the ranks of its host have left and says one line, last: of the rank whose error
+explains those of the others. Under torchrun alone each rank says its own.
 """
 
 from __future__ import annotations
@@ -14,22 +14,42 @@ import io
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from odc.config import LaunchEnvironment
-from odc.errors import AbortedError, ConfigError, PeerClosedError, PeerDiedError, SetupError, UnsupportedError
+from odc.errors import (
+    AbortedError,
+    ConfigError,
+    OdcError,
+    PeerClosedError,
+    PeerDiedError,
+    PeerSilentError,
+    ProtocolError,
+    SetupError,
+    UnsupportedError,
+)
 
-_REFUSALS = (UnsupportedError, SetupError, ConfigError)
-_OTHERS_FAULT = (AbortedError, PeerClosedError, PeerDiedError)
+_REFUSALS = (ConfigError, SetupError, UnsupportedError, ProtocolError)
+_OTHERS_FAULT = (PeerClosedError, PeerDiedError, PeerSilentError)
 _MARK = "odc"
-"""Key of what this rank's end was, in torchrun's error file: "refused", or "told" where another rank failed first."""
+"""Key of ODC's part of torchrun's error file."""
+
+
+class Word(NamedTuple):
+    """What a rank leaves for the launcher. The least one explains the others."""
+
+    distance: int
+    """From the cause: 0 where this rank's own error is it, 1 where it has found another rank gone, 2 where it was told
+    of another rank's error."""
+    at: float
+    """On the clock of the host."""
+    line: str
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
@@ -88,42 +108,54 @@ class Failure(Protocol):
     message: Any
 
 
-def refusal(error: BaseException) -> str | None:
-    """The line for people if ``error`` is ODC refusing a script, with the script's line where it did; else None."""
-    if not isinstance(error, _REFUSALS):
+def last_line(error: BaseException) -> str | None:
+    """The line for people if ``error`` is one of ODC's, with the script's line where it came up; else None."""
+    if not isinstance(error, OdcError):
         return None
-    return f"odc: refused: {' '.join(str(error).split())}{_where(error)}"
+    what = "refused" if isinstance(error, _REFUSALS) else "failed"
+    return f"odc: {what}: {' '.join(str(error).split())}{_where(error)}"
 
 
-def leave_last_words(launch: LaunchEnvironment, error: BaseException, line: str | None = None) -> None:
-    """Leave ``line``, or what ``error`` says, for the launcher, if one looks for it.
+def leave_last_words(launch: LaunchEnvironment, error: BaseException) -> bool:
+    """Leave :func:`last_line` of ``error`` for the launcher; whether there is such a line, and a launcher to find it.
 
     Only of errors that are ODC's: what a script raises itself has its own traceback.
     """
-    kind = "refused" if line is not None else "told" if isinstance(error, _OTHERS_FAULT) else None
-    if kind is None or not launch.error_file:
-        return
-    text = line or f"{type(error).__name__}: {error}"
-    more = {"timestamp": str(int(time.time())), "py_callstack": text, _MARK: kind}  # shown in place of a traceback
+    line = last_line(error)
+    if line is None or not launch.error_file:
+        return False
+    distance = 2 if isinstance(error, AbortedError) else 1 if isinstance(error, _OTHERS_FAULT) else 0
+    word = Word(distance, time.time(), line)
+    more = {"timestamp": str(int(word.at)), "py_callstack": line, _MARK: word}  # shown in place of a traceback
     try:
-        Path(launch.error_file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+        Path(launch.error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
     except OSError as problem:  # a full disk does not hide why a script was refused
         print(f"odc: rank {launch.rank} cannot leave its error at {launch.error_file}: {problem}", flush=True)
+        return False
+    return True
 
 
 def last_words(failures: Mapping[int, Failure]) -> str | None:
-    """What the ranks left if ODC refused the script on one and no other failed for a reason of its own; else None."""
-    left = {rank: _left(failure) for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
-    lines = [line for _, (kind, line) in sorted(left.items()) if kind == "refused"]
-    return lines[0] if lines and all(kind for kind, _ in left.values()) else None
+    """What explains the end of the ranks, if each of them ended with an error of ODC, or by a signal; else None.
+
+    A rank that has failed for a reason of its own has said it in its own traceback.
+    """
+    left = {rank: _left(failure) for rank, failure in failures.items()}
+    if any(word is None and failures[rank].exitcode >= 0 for rank, word in left.items()):
+        return None
+    words = {rank: word for rank, word in left.items() if word is not None}
+    if not words:
+        return None
+    rank = min(words, key=lambda rank: (words[rank], rank))
+    is_everyones = len({word.line for word in words.values()}) == 1
+    return words[rank].line if is_everyones else f"{words[rank].line}, on rank {rank}"
 
 
-def _left(failure: Failure) -> tuple[str, str]:
-    """What kind of word a rank left, and the word; both empty if none."""
-    if not isinstance(failure.message, Mapping):
-        return "", ""
-    kind = failure.message.get("extraInfo", {}).get(_MARK, "")
-    return str(kind), str(failure.message.get("message", ""))
+def _left(failure: Failure) -> Word | None:
+    """The word that a rank left, if any."""
+    message = failure.message
+    word = message.get("extraInfo", {}).get(_MARK) if isinstance(message, Mapping) else None
+    return Word(*word) if word is not None else None
 
 
 def _where(error: BaseException) -> str:

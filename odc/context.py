@@ -65,6 +65,9 @@ class RankContext:
     def _at_failure(self) -> None:
         """This rank has failed, or been told of a failure; its peers have not been told yet."""
 
+    def _refused(self, error: OdcError) -> None:
+        """This rank has refused something, and nothing was changed; its script may catch that, and go on."""
+
     def _let_go(self) -> None:
         """Closed: let go of all memory of the transport."""
 
@@ -148,7 +151,9 @@ class _Reporting:
         self._context._require_open()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, MisuseError):
+        if isinstance(error, MisuseError):
+            self._context._refused(error)
+        elif error is not None:
             self._context.abort(error)
 
 

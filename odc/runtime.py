@@ -24,7 +24,7 @@ from odc.context import RankContext, agree, complete, connect, weak_abort
 from odc.copier import CopyThread
 from odc.daemon import AccumulationDaemon
 from odc.engine import TransferTable
-from odc.errors import ConfigError, OdcError
+from odc.errors import ConfigError, MisuseError, OdcError
 from odc.exchange import Exchange, gather_json, raise_together, together
 from odc.gloo import is_of_collective
 from odc.leaving import Closable
@@ -69,6 +69,7 @@ class Runtime(RankContext):
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
         self._meetings = 0  # with the replicas
+        self._has_refused = False  # since the last end of a minibatch
         self._outside = Outside()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
 
@@ -259,6 +260,21 @@ class Runtime(RankContext):
         """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
         with self.reporting:
             self._protocol.finish(how)
+        if self._has_refused:  # and has gone on
+            self._has_refused = False
+            self._waiter.job.set_refusal("")
+
+    def refusal(self, text: str, kind: type[OdcError] = MisuseError) -> OdcError:
+        """The error to raise for something that has changed nothing. Ranks that will wait for this one say so: a script
+        that catches it may do something else than the others, and be neither gone nor silent for no reason."""
+        error = kind(text)
+        self._refused(error)
+        return error
+
+    def _refused(self, error: OdcError) -> None:
+        if not self._closed and os.getpid() == self._pid:
+            self._has_refused = True
+            self._waiter.job.set_refusal(f"{self._waiter.where()}: {type(error).__name__}: {error}")
 
     def fence(self, how: End, *, may_leave: bool = False) -> bool:
         """See :meth:`odc.protocol.MinibatchProtocol.fence`."""

@@ -137,7 +137,8 @@ class Waiter:
                 first = ranks[0]
                 if reminder.is_due(patience.waited_s):
                     whom = transport.topology.global_rank(first)
-                    logger.warning("%s", self._describe(whom, what, patience.waited_s))
+                    text, after = self._describe(whom, what, patience.waited_s), self.job.after_refusal(whom)
+                    logger.warning("%s%s", text, after)
                 self.job.set_waiting_on(transport.topology.global_rank(first))
                 if block is not None:
                     block(pause)
@@ -284,10 +285,13 @@ class Waiter:
 
     def _fail_gone(self, rank: int, what: Callable[[], str], waited_s: float) -> NoReturn:
         self.check()  # its own account of what happened is better than ours
-        text, detail = self._describe(rank, what, waited_s), self.job.describe_process(rank)
+        text, after = self._describe(rank, what, waited_s), self.job.after_refusal(rank)
+        detail = self.job.describe_process(rank)
         if self.job.state(rank) is PeerState.DEAD:
-            raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}")
-        raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}")
+            raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}{after}")
+        if after and not self.job.has_ended(rank):
+            raise PeerClosedError(f"{text}. Cause: rank {rank} is still running, but {detail}{after}")
+        raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}{after}")
 
     def _fail_silent(self, patience: Patience, ranks: Sequence[int], what: Callable[[], str]) -> None:
         """Raise if one of ``ranks``, by their numbers in the job, has been silent for too long."""
@@ -295,11 +299,12 @@ class Waiter:
         if found is None:
             return
         rank, blamed, fault = found
+        after = self.job.after_refusal(blamed)
+        advice = "" if after else f". If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
         via = "" if blamed == rank else f" (rank {rank} itself waits for {self.job.describe(blamed)})"
         raise PeerSilentError(
             f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} {fault} "
-            f"({self.job.describe_process(blamed)}). If it is only slow, raise timeout_s "
-            f"or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+            f"({self.job.describe_process(blamed)}){after}{advice}"
         )
 
     def _describe(self, rank: int, what: Callable[[], str], waited_s: float) -> str:
@@ -447,6 +452,17 @@ class Job:
         """What is known of its process: "killed by signal 9", "stopped by a signal"."""
         transport, number = self._found[rank]
         return transport.describe_peer(number)
+
+    def after_refusal(self, rank: int) -> str:
+        """To be put behind what is said of ``rank``, whose script may have caught a refusal."""
+        transport, number = self._found[rank]
+        refusal = transport.refusal(number)
+        return f", after rank {rank} had refused what its script did ({refusal})" if refusal else ""
+
+    def set_refusal(self, text: str) -> None:
+        """See :meth:`odc.transports.base.Transport.set_refusal`."""
+        for transport in self._transports:
+            transport.set_refusal(text)
 
     def signs(self, rank: int) -> Signs:
         transport, number = self._found[rank]

@@ -183,8 +183,9 @@ class JobWatchdog:
         if late:
             silence_s, rank = max(late)
             fault = patience.describe_silence(rank, silence_s)
-            advice = f"If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
-            self._on_failure(PeerSilentError(f"{self._describe(rank, fault)}. {advice}"))
+            advice = f". If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+            after = self._job.after_refusal(rank)
+            self._on_failure(PeerSilentError(f"{self._describe(rank, fault)}{after or advice}"))
 
     def _describe(self, rank: int, fault: str) -> str:
         """What happened to ``rank``, and where this one is meanwhile."""

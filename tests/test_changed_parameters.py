@@ -10,6 +10,7 @@ import torch
 from process_ranks import assert_one_says, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from training import build, loss_of, shard, tokens, wrap
 
@@ -130,6 +131,65 @@ def test_parameters_changed_through_data_after_their_first_use_are_refused(
         "ProtocolError" if change is teacher_on_a_device else "MisuseError",
         "was changed after it was published",
     )
+
+
+NAMED = "blocks.0.down.weight"  # neither the first of the model nor of its unit
+
+
+def named(model: Any) -> nn.Parameter:
+    return next(p for name, p in model.named_parameters() if clean_tensor_name(name) == NAMED)
+
+
+def one_by_hand(model: Any) -> None:
+    with torch.no_grad():
+        named(model).add_(1.0)
+
+
+def one_through_data(model: Any) -> None:
+    named(model).data.add_(1.0)
+
+
+def one_summoned(model: Any) -> None:
+    """FSDP1 writes all parameters back, as they were but for this one."""
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        named(model).add_(1.0)
+
+
+def name_of_changed(
+    rank: int, world_size: int, kind: str, change: Callable[[Any], None], on_device: bool, use_orig_params: bool
+) -> str:
+    net = build(num_blocks=2, width=65)
+    model: Any = shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=use_orig_params)
+    session = odc.patch_fsdp(model, timeout_s=20)
+    if on_device:
+        session._guard._comparison = DeviceComparison(read_at_once)
+    evaluated(model)
+    change(model)
+    try:
+        session._begin()
+    except odc.ProtocolError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "on_device", "use_orig_params"),
+    [
+        ("fsdp2", one_by_hand, False, True),
+        ("fsdp2", one_through_data, True, True),
+        ("fsdp1", one_by_hand, True, True),
+        ("fsdp1", one_through_data, False, True),
+        ("fsdp1", one_summoned, False, True),
+        ("fsdp1", one_summoned, False, False),
+    ],
+)
+def test_the_parameter_that_was_changed_is_named(
+    kind: str, change: Callable[[Any], None], on_device: bool, use_orig_params: bool
+) -> None:
+    ranks = start_ranks(2, name_of_changed, kind, change, on_device, use_orig_params).join(120)
+    said = [rank.value or rank.error or "" for rank in ranks]
+    assert any(text.startswith(f"parameter {NAMED!r} was changed") for text in said), said
+    assert all(repr(NAMED) in text for text in said if "was changed" in text), said
 
 
 def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:

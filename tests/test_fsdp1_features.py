@@ -340,6 +340,11 @@ def a_part(model: Net) -> nn.Module:
     return wrapped.module.blocks[0]
 
 
+def part_of_a_mesh(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_mod_ep", "ep"))
+    return wrap(model, device_mesh=mesh["dp_mod_ep"])
+
+
 REFUSED: list[tuple[Callable[[Net], nn.Module], str]] = [
     (offload, "CPUOffload(offload_params=True)"),
     (comm_hook, "register_comm_hook"),
@@ -347,6 +352,7 @@ REFUSED: list[tuple[Callable[[Net], nn.Module], str]] = [
     (half_reduce, "gradients are reduced in torch.float16"),
     (low_precision_gradients, "keep_low_precision_grads=True"),
     (a_part, "patch the whole model"),
+    (part_of_a_mesh, "device_mesh (dp_mod_ep=2) is a part of a larger mesh"),
 ]
 
 

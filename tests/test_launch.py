@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -261,12 +262,19 @@ def test_two_launches_at_once_and_arguments_that_look_like_options(tmp_path: Pat
         assert err.count("3 minibatches on 2 ranks") == 1
 
 
-def test_a_refusal_is_the_last_thing_that_a_launch_says(tmp_path: Path) -> None:
-    failed = run([*ODC_RUN, TRAIN, "2", "hook"], tmp_path)
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("hook", r"Sequential \(FSDP2\): unit '<root>': set_all_reduce_hook is not supported .*"),
+        ("misuse", r"setting \.grad to None between backward and step: .*"),
+    ],
+)
+def test_a_refusal_is_the_last_thing_that_a_launch_says(mode: str, said: str, tmp_path: Path) -> None:
+    failed = run([*ODC_RUN, TRAIN, "2", mode], tmp_path)
     assert failed.returncode == 1
     lines = failed.stderr.strip().splitlines()
-    assert lines[-1].startswith("odc: refused: Sequential (FSDP2): unit '<root>': set_all_reduce_hook is not supported")
-    assert failed.stderr.count("odc: refused") == 1
+    assert re.fullmatch(rf"odc: refused: {said} \({re.escape(TRAIN)}, line \d+\)(, on rank 1)?", lines[-1]), lines[-1]
+    assert failed.stderr.count(lines[-1][:60]) == 1
     assert "Traceback" not in failed.stderr
     assert len(lines) < 10  # torchrun's own
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,24 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
+from odc import errors
 from odc.cli.app import app
 from odc.cli.run import launch, rank_options
 from odc.config import LaunchEnvironment
-from odc.errors import AbortedError, ConfigError, SetupError, UnsupportedError
+from odc.errors import (
+    AbortedError,
+    ConfigError,
+    MisuseError,
+    OdcError,
+    PeerDiedError,
+    PeerSilentError,
+    SetupError,
+    UnsupportedError,
+)
 from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.launch import main as launch_main
 from odc.launch.main import odc_options, option_arguments
-from odc.launch.script import last_words, leave_last_words, refusal, run_script
+from odc.launch.script import last_words, leave_last_words, run_script
 
 
 @pytest.fixture
@@ -48,7 +59,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     "arguments",
     [
         [],
-        ["--dry-run", "--deterministic"],
+        ["--dry-run", "--deterministic", "--traceback"],
         ["--transport", "shm", "--accumulate", "daemon", "--timeout", "2.5"],
         ["--balance", "lb-mini", "--max-tokens", "0"],
     ],
@@ -179,7 +190,7 @@ def test_short_help(arguments: list[str]) -> None:
     assert "usage" in result.output.lower()
 
 
-# How a refusal ends
+# How an error of ODC ends
 
 
 @dataclass
@@ -194,43 +205,117 @@ def left_by(error: Exception, tmp_path: Path) -> Failed:
     """What torchrun finds of a rank that ended with ``error``."""
     file = tmp_path / "error.json"
     file.unlink(missing_ok=True)
-    leave_last_words(LaunchEnvironment(error_file=str(file)), error, refusal(error))
+    leave_last_words(LaunchEnvironment(error_file=str(file)), error)
     return Failed(message=json.loads(file.read_text())["message"]) if file.exists() else Failed()
 
 
-def test_a_refusal_is_said_once_whatever_became_of_the_other_ranks(tmp_path: Path) -> None:
+def test_one_line_is_said_whatever_became_of_the_other_ranks(tmp_path: Path) -> None:
     refused = left_by(UnsupportedError("two\nlines"), tmp_path)
     assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).message == refused.message  # torch reads it
     told, own = left_by(AbortedError("rank 0 refused"), tmp_path), left_by(KeyError("mine"), tmp_path)
     line = "odc: refused: two lines"
     assert last_words({0: refused, 1: refused}) == line
     assert last_words({0: Failed(-15), 1: refused}) == line  # ended by torchrun
-    assert last_words({0: told, 1: refused}) == line
-    assert last_words({0: left_by(SetupError("rank 1 is gone"), tmp_path), 1: Failed(-9)}) is None
+    assert last_words({0: told, 1: refused}) == f"{line}, on rank 1"
     assert last_words({0: refused, 1: own}) is None
     assert last_words({0: told, 1: own}) is None
-    assert last_words({0: told}) is None
+    assert last_words({0: told, 1: told}) == "odc: failed: rank 0 refused"  # which is of another host
+    assert last_words({0: Failed(-9), 1: Failed(-15)}) is None
     theirs = Failed(message={"message": "ConfigError: of another library", "extraInfo": {"timestamp": "1"}})
     assert last_words({0: theirs}) is None
 
 
+def test_the_rank_that_explains_is_heard(tmp_path: Path) -> None:
+    told = left_by(AbortedError("rank 0 aborted because rank 2: PeerDiedError"), tmp_path)
+    first, later = (left_by(MisuseError(text), tmp_path) for text in ("the cause", "what followed"))
+    silent, dead = (left_by(kind("rank 1"), tmp_path) for kind in (PeerSilentError, PeerDiedError))
+    assert last_words({0: told, 1: Failed(-9), 2: dead}) == "odc: failed: rank 1, on rank 2"
+    assert last_words({0: silent, 1: later, 2: first}) == "odc: refused: the cause, on rank 2"
+    assert last_words({0: told, 1: told, 2: left_by(SetupError("rank 3 was killed"), tmp_path), 3: Failed(-9)}) == (
+        "odc: refused: rank 3 was killed, on rank 2"
+    )
+
+
+def errors_of_odc(base: type[OdcError] = OdcError) -> list[type[OdcError]]:
+    """Every class of ``odc.errors``, and what other files have made of them."""
+    return [base, *(found for one in base.__subclasses__() for found in errors_of_odc(one))]
+
+
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("dry", [False, True])
-def test_a_rank_leaves_its_refusal_to_the_launcher_or_says_it_itself(
-    dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", errors_of_odc(), ids=lambda error: error.__name__)
+def test_every_error_of_odc_ends_a_rank_in_one_line(
+    error: type[OdcError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "s.py"
-    script.write_text("from odc.errors import UnsupportedError\n\nraise UnsupportedError('not this')")
-    line = f"odc: refused: not this ({script}, line 3)"
-    arguments = ["--dry-run"] * dry + [str(script)]
+    script.write_text(f"from {error.__module__} import {error.__name__}\n\nraise {error.__name__}('not\\nthis')")
     with pytest.raises(SystemExit) as ended:
-        launch_main.main(arguments)
-    assert ended.value.code == (1 if dry else line)
+        launch_main.main([str(script)])
+    line = str(ended.value.code)
+    assert re.fullmatch(rf"odc: (refused|failed): not this \({re.escape(str(script))}, line 3\)", line), line
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
-        launch_main.main(["--launcher-tells", *arguments])
+        launch_main.main(["--launcher-tells", str(script)])
     assert ended.value.code == 1
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
+    assert last_words({0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))}) == line
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        launch_main.main(["--launcher-tells", "--traceback", str(script)])
+    assert f'{script}", line 3' in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))  # it cannot be left there
+    with pytest.raises(SystemExit) as ended:
+        launch_main.main(["--launcher-tells", str(script)])
+    assert ended.value.code == line
+
+
+def test_all_errors_that_are_documented_are_looked_at() -> None:
+    named = {one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)}
+    assert {MisuseError, PeerDiedError} < named <= set(errors_of_odc())
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_rank_leaves_its_line_before_the_others_hear_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end then, and torchrun ends those that are left."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    heard: list[bool] = []
+    monkeypatch.setattr(
+        AutomaticPatching, "abort", lambda patching, error: heard.append((tmp_path / "error.json").exists())
+    )
+    script = tmp_path / "s.py"
+    script.write_text("from odc.errors import MisuseError\n\nraise MisuseError('not this')")
+    with pytest.raises(SystemExit):
+        launch_main.main(["--launcher-tells", str(script)])
+    assert heard == [True]
+    ended = ProcessFailure(0, 1, -15, str(tmp_path / "error.json"))
+    (tmp_path / "other").mkdir()
+    told = left_by(AbortedError("told"), tmp_path / "other")
+    assert str(last_words({0: ended, 1: told})).startswith("odc: refused: not this")
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_closing_finds_ends_in_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(patching: AutomaticPatching) -> None:
+        raise PeerDiedError("while closing")
+
+    monkeypatch.setattr(AutomaticPatching, "close", close)
+    script = tmp_path / "s.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        launch_main.main([str(script)])
+    assert ended.value.code == "odc: failed: while closing"
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_dry_run_leaves_its_refusal_to_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("from odc.errors import UnsupportedError\n\nraise UnsupportedError('not this')")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        launch_main.main(["--launcher-tells", "--dry-run", str(script)])
+    assert ended.value.code == 1
+    line = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert line == f"odc: refused: not this ({script}, line 3)"
 
 
 def test_help_has_odc_first_and_fits_a_terminal(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +23,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from training import build, loss_of, optimizer_of, shard, tokens
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_
+from training import build, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
 import odc.context
@@ -36,6 +42,28 @@ def two_meshes(model: nn.Module, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
     fully_shard(model.blocks[0], mesh=pairs["pair"])
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+
+
+def on_two_meshes(model: nn.Module, world_size: int, names: tuple[str, str]) -> None:
+    """One layer in ``world_size / 2`` parts on the second dimension of a mesh, and sharded by FSDP over the first."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
+    up = model.blocks[0].up
+    for name, parameter in list(up.named_parameters()):
+        setattr(up, name, nn.Parameter(distribute_tensor(parameter, mesh[names[1]], [Shard(0)])))
+    fully_shard(up, mesh=mesh[names[0]])
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+
+
+def experts(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("dp_mod_ep", "ep"))
+
+
+def tensor_parallel(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("dp", "tp"))
+
+
+def something_else(model: nn.Module, world_size: int) -> None:
+    on_two_meshes(model, world_size, ("rows", "columns"))
 
 
 def no_sharding(model: nn.Module, world_size: int) -> None:
@@ -84,6 +112,9 @@ def nothing(model: nn.Module, world_size: int) -> None:
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
     (two_meshes, "different meshes"),
+    (experts, "'blocks.0.up.weight' is also distributed by expert parallelism ('ep' of mesh (dp_mod_ep=2, ep=2))"),
+    (tensor_parallel, "'blocks.0.up.weight' is also distributed by tensor parallelism ('tp' of mesh (dp=2, tp=2))"),
+    (something_else, "is also distributed over another mesh ('columns' of mesh (rows=2, columns=2))"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (double, "gradients are reduced in torch.float64"),
@@ -403,3 +434,102 @@ def unfrozen_later(rank: int, world_size: int) -> None:
 def test_a_parameter_unfrozen_after_patching_is_named() -> None:
     results = start_ranks(2, unfrozen_later).join(120)
     assert any("blocks.1.up.weight" in (r.error or "") and r.error_type == "UnsupportedError" for r in results), results
+
+
+# Refusals that a script has caught: the ranks that wait for it say so
+
+
+def caught(rank: int, world_size: int, transport: str, then: str) -> None:
+    """Rank 1 catches a refusal of its second minibatch, and then does something else than the others."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, transport=transport, timeout_s=2)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        loss_of(model, tokens(step, rank, 0)).backward()
+        if rank == 1 and step == 1:
+            if then == "goes on":
+                with pytest.raises(odc.MisuseError):
+                    session.publish()
+            else:
+                model.head.weight.grad = None
+                with pytest.raises(odc.MisuseError):
+                    optimizer.step()
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        if then != "sleeps":
+            session.close()
+        time.sleep(5 if then == "sleeps" else 2)
+    else:
+        session.finish()
+
+
+REFUSED_ON_1 = r"after rank 1 had refused what its script did \(minibatch 2, microbatch 1: MisuseError: setting \.grad"
+
+
+@pytest.mark.parametrize(
+    ("transport", "then", "error_type", "said"),
+    [
+        ("shm", "sleeps", "PeerSilentError", rf"rank 1 is alive but silent for .*, {REFUSED_ON_1}"),
+        ("tcp", "closes", "PeerClosedError", rf"rank 1 is still running, but it closed its session, {REFUSED_ON_1}"),
+        ("shm", "goes on", "PeerClosedError", r"minibatch 4.*rank 1 is gone: it closed its session\n"),
+    ],
+)
+def test_a_rank_that_has_caught_a_refusal_is_not_called_gone(
+    transport: str, then: str, error_type: str, said: str
+) -> None:
+    first, second = start_ranks(2, caught, transport, then).join(60)
+    assert first.error_type == error_type, first
+    assert re.search(said, first.error or ""), first.error
+    assert second.error is None
+
+
+# Gradients that are never synchronized
+
+
+def unsynchronized(rank: int, world_size: int, kind: str, names: list[str]) -> tuple[list[str], list[float]]:
+    """Two minibatches in which only the units of these names are synchronized; warnings and norms."""
+    model: Any = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=True)
+    odc.patch_fsdp(model)
+    if kind == "fsdp2":
+        model.set_requires_gradient_sync(False)
+        for name, module in model.named_modules():
+            if name in names:
+                module.set_requires_gradient_sync(True, recurse=False)
+    norms = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            for microbatch in range(2):
+                with model.no_sync() if kind == "fsdp1" else nullcontext():
+                    loss_of(model, tokens(step, rank, microbatch)).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 1.0) if kind == "fsdp2" else model.clip_grad_norm_(1.0))
+            model.zero_grad()
+    said = [one for one in caught if "has synchronized" in str(one.message)]
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in said if one.filename == __file__]
+    return [f"{one.message} {line}" for one, line in zip(said, lines, strict=True)], [float(norm) for norm in norms]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "of"),
+    [
+        ("fsdp2", [], "unit '<root>' and 3 others"),
+        ("fsdp2", ["", "blocks.0", "blocks.2"], "unit 'blocks.1':"),
+        ("fsdp1", [], "unit '<root>' and 3 others"),
+    ],
+)
+def test_gradients_that_no_microbatch_synchronizes_are_told_once(kind: str, names: list[str], of: str) -> None:
+    first, second = run_ranks(2, unsynchronized, kind, names)
+    (warning,), norms = first
+    assert f"no microbatch of minibatch 1 has synchronized the gradients of {of}" in warning
+    assert "norms.append(clip_grad_norm_" in warning  # the script's line
+    if kind == "fsdp2":
+        assert all(bool(norm) is bool(names) for norm in norms)
+    assert second[0] == []
+
+
+def test_gradients_that_are_synchronized_are_not_told_of() -> None:
+    for said, norms in run_ranks(2, unsynchronized, "fsdp2", ["", "blocks.0", "blocks.1", "blocks.2"]):
+        assert said == []
+        assert all(norms)

@@ -11,6 +11,7 @@ import accelerate.data_loader
 import pytest
 import torch
 import transformers
+import trl
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
@@ -470,6 +471,35 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"in this .*: .*{named}"):
         balance(hf_trainer(tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("GRPOTrainer", "rollouts"),
+        ("RLOOTrainer", "rollouts"),
+        ("DPOTrainer", "pairs of answers"),
+        ("RewardTrainer", "pairs of answers"),
+        ("KTOTrainer", "answers that are compared within a batch"),
+    ],
+)
+@pytest.mark.parametrize("is_own", [False, True], ids=["trl", "own"])
+@pytest.mark.parametrize("online", [False, True])
+def test_trainers_of_rollouts_and_pairs_are_told_what_works(name: str, what: str, is_own: bool, online: bool) -> None:
+    """Before anything of the trainer is looked at: it is not theirs to change an option, or to tokenize anything."""
+    kind: type[Trainer] = getattr(trl, name, None) or type(name, (Trainer,), {})
+    if is_own:
+        kind = type("Mine", (kind,), {})
+    launched = install(None if online else "lb-mini", 64, online=online)
+    try:
+        with pytest.raises(UnsupportedError) as refused:
+            kind.__new__(kind).train()
+    finally:
+        launched.close()
+    text = str(refused.value)
+    assert f"in this {kind.__name__}: a {name} trains on {what}" in text
+    assert "`odc run` without --balance and --online" in text
+    assert "tokenize" not in text
 
 
 def test_an_overridden_loss_that_says_how_it_is_scaled_is_taken(tmp_path: Path) -> None:

@@ -457,6 +457,29 @@ def test_the_first_abort_notice_stays(name: str) -> None:
     assert own is None
 
 
+def test_what_a_rank_has_refused_is_shown_until_it_has_gone_on(name: str) -> None:
+    def body(transport: Transport, exchange: ThreadExchange) -> None:
+        other = 1 - exchange.rank
+        assert transport.refusal(other) == ""
+        exchange.all_gather(b"")
+        for text in ("é" + "x" * 1000, "x" * 20_000, "short", "", "to stay"):
+            if exchange.rank == 1:
+                transport.set_refusal(text)
+            else:
+                eventually(lambda told=text: transport.refusal(1)[:1000] == told[:1000])
+            exchange.all_gather(b"")
+        assert transport.peer_state(other) is PeerState.ALIVE
+        assert transport.abort_notice() is None
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            transport.close()
+        else:
+            eventually(lambda: transport.peer_state(1) is PeerState.CLOSED)
+            assert transport.refusal(1) == "to stay"
+
+    on_transport(name, 2, body)
+
+
 def test_a_closed_peer_is_told_from_a_living_one(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
         assert transport.peer_state(1) is PeerState.ALIVE

@@ -13,6 +13,22 @@ from torch.utils.data import IterableDataset
 
 from odc.errors import UnsupportedError
 
+_ROLLOUTS, _PAIRS = "rollouts that it makes itself", "pairs of answers"
+_TRAINS_ON = {
+    "GRPOTrainer": _ROLLOUTS,
+    "RLOOTrainer": _ROLLOUTS,
+    "PPOTrainer": _ROLLOUTS,
+    "OnlineDPOTrainer": _ROLLOUTS,
+    "DistillationTrainer": _ROLLOUTS,
+    "GKDTrainer": _ROLLOUTS,
+    "DPOTrainer": _PAIRS,
+    "RewardTrainer": _PAIRS,
+    "ORPOTrainer": _PAIRS,
+    "CPOTrainer": _PAIRS,
+    "KTOTrainer": "answers that are compared within a batch",
+}
+"""What is no sequence of tokens with labels, by the names of TRL's classes, which forks keep."""
+
 
 def check_trainer(trainer: Any) -> None:
     """Refuse what would make a step's loss depend on how its samples share microbatches, or ranks wait for one another.
@@ -119,6 +135,12 @@ def _rotary_contexts(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _problem(trainer: Any) -> str | None:
+    known = next((one.__name__ for one in type(trainer).__mro__ if one.__name__ in _TRAINS_ON), None)
+    if known is not None:
+        return (
+            f"a {known} trains on {_TRAINS_ON[known]}, not on samples that can be packed one by one. What works is "
+            "`odc run` without --balance and --online (or odc.patch_fsdp alone): it trains as under plain FSDP"
+        )
     args = trainer.args
     if not args.average_tokens_across_devices:
         return "average_tokens_across_devices=False: the loss depends on which rank has which samples; set it to True"

@@ -1,7 +1,7 @@
 """The control block: the part of shared memory in which a rank keeps its signals, locks and status.
 
 Every rank has one block of equal size, mapped by all ranks of its host. Layout: status words | words to sleep on |
-abort text | locks | their holders | signals.
+abort text | refusal | locks | their holders | signals.
 
 [Note: Order between processes] A signal is a 64-bit word with one writer, read where it lies; who reads the n-th value
 must also see all that was written before it. x86 keeps that order by itself. Elsewhere a pair of calls on a semaphore
@@ -26,8 +26,9 @@ from odc.transports.base import Signs
 _STATUS_BYTES = 64
 _SLEEP_BYTES = 64
 _TEXT_BYTES = 8192
+_REFUSAL_BYTES = 2048
 _SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux, glibc and musl
-_PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH, _LOOKS, _BEATS = range(6)
+_PROGRESS, _WAITING_ON, _CLOSED, _TEXT_LENGTH, _LOOKS, _BEATS, _REFUSAL_LENGTH = range(7)
 _NOTICE_LOCK = 0  # taken once, by who leaves the abort text; the caller's own locks follow
 _FIRST_LOCK = 1
 
@@ -131,7 +132,8 @@ class SleepWord:
 def control_bytes(num_signals: int, num_locks: int) -> int:
     """Size of a block with room for the caller's signals and locks and our own lock."""
     locks = num_locks + _FIRST_LOCK
-    return _STATUS_BYTES + 2 * _SLEEP_BYTES + _TEXT_BYTES + locks * (_SEMAPHORE_BYTES + 8) + 8 * num_signals
+    texts = _TEXT_BYTES + _REFUSAL_BYTES
+    return _STATUS_BYTES + 2 * _SLEEP_BYTES + texts + locks * (_SEMAPHORE_BYTES + 8) + 8 * num_signals
 
 
 class Closing(enum.Enum):
@@ -153,7 +155,8 @@ class ControlBlock:
         self._num_locks = num_locks + _FIRST_LOCK
         sleep_at = _STATUS_BYTES
         text_at = sleep_at + 2 * _SLEEP_BYTES
-        locks_at = text_at + _TEXT_BYTES
+        refusal_at = text_at + _TEXT_BYTES
+        locks_at = refusal_at + _REFUSAL_BYTES
         holders_at = locks_at + self._num_locks * _SEMAPHORE_BYTES
         signals_at = holders_at + 8 * self._num_locks
         self._status = raw[:_STATUS_BYTES].cast("q")
@@ -161,7 +164,8 @@ class ControlBlock:
         """For who waits for this rank: advanced with each of its signals, and when anything has failed."""
         self.calls = SleepWord(memory[sleep_at + _SLEEP_BYTES :])
         """For daemons: advanced by their clients. (All of a host sleep on that of its first rank.)"""
-        self._text = raw[text_at:locks_at]
+        self._text = raw[text_at:refusal_at]
+        self._refusal = raw[refusal_at:locks_at]
         self._locks_at = memory.data_ptr() + locks_at
         self._holders = raw[holders_at:signals_at].cast("q")
         self._signals = raw[signals_at : signals_at + 8 * num_signals].cast("q")
@@ -251,6 +255,17 @@ class ControlBlock:
     @closed.setter
     def closed(self, how: Closing) -> None:
         self._status[_CLOSED] = how.value
+
+    @property
+    def refusal(self) -> str:
+        """What this rank has refused, without any harm to the others, if it has not gone on since."""
+        return bytes(self._refusal[: self._status[_REFUSAL_LENGTH]]).decode(errors="replace")
+
+    @refusal.setter
+    def refusal(self, text: str) -> None:
+        data = text.encode(errors="replace")[:_REFUSAL_BYTES]
+        self._refusal[: len(data)] = data
+        self._status[_REFUSAL_LENGTH] = len(data)
 
     # The abort notice: the first cause is the one to tell, so there is one in a block's life.
 

@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     WELCOME = 9  # the answer to HELLO
     REFUSED = 10  # or this one; b: bytes of text, which follow
     BYE = 11  # no POST and no WRITE comes behind it; READ is still answered
+    REFUSAL = 12  # b: bytes of text, which follow: what the sender has refused of its own script; none: that is over
 
 
 class Frame(NamedTuple):

@@ -390,6 +390,15 @@ class HostsTransport(Transport):
             return "it closed its session"
         return self._neighbours[rank].describe() if rank in self._neighbours else "this process"
 
+    def set_refusal(self, text: str) -> None:
+        if self._blocks:
+            self._own.refusal = text
+            for neighbour in self._neighbours.values():
+                neighbour.tell_refusal(text)
+
+    def refusal(self, rank: int) -> str:
+        return self._neighbours[rank].refusal if rank in self._neighbours else ""
+
     def abort_peers(self, text: str) -> None:
         if not self._blocks:
             return

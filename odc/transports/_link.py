@@ -65,7 +65,12 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 _CONTROL_TIMEOUT_MS = 60_000  # should something cut off the keep-alive connection and let control frames through
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN)
 _NO_SIGN_OF_LIFE = "no sign of life from its host or the network"
-_LARGEST = {Kind.STATUS: MAX_RANKS, Kind.ABORT: MAX_TEXT_BYTES, Kind.CLOSED: MAX_TEXT_BYTES}
+_LARGEST = {
+    Kind.STATUS: MAX_RANKS,
+    Kind.ABORT: MAX_TEXT_BYTES,
+    Kind.CLOSED: MAX_TEXT_BYTES,
+    Kind.REFUSAL: MAX_TEXT_BYTES,
+}
 
 
 class LinkOwner(Protocol):
@@ -195,6 +200,7 @@ class Link(Neighbour):
         self._asking = threading.Lock()
         self._signs, self._waits_for = Signs(0, 0, 0), 0
         self._closing = Closing.OPEN
+        self._refusal = ""
         self._has_said_all = False
         self._unexplained: tuple[str, float] | None = None  # why the data have ended, and until when to wait for more
         self._is_explained = False  # an abort, a farewell or the end of the control frames has come
@@ -431,7 +437,7 @@ class Link(Neighbour):
             frame = Frame.unpack(header)
             if frame.b > _LARGEST.get(frame.kind, -1):
                 raise ValueError(f"it sent a control frame of kind {frame.kind.name} with {frame.b}, which cannot be")
-            text = bytearray(frame.b if frame.kind is Kind.ABORT else 0)
+            text = bytearray(frame.b if frame.kind in (Kind.ABORT, Kind.REFUSAL) else 0)
             yield from fill(memoryview(text), self.control.recv_into)
             self._take_control(frame, bytes(text))
             yield
@@ -441,6 +447,9 @@ class Link(Neighbour):
             # Each of these is a beat: it comes from a thread of its own.
             self._signs = Signs(frame.a, frame.c, self._signs.beats + 1)
             self._waits_for = frame.b
+            return
+        if frame.kind is Kind.REFUSAL:
+            self._refusal = text.decode(errors="replace")
             return
         if frame.kind is Kind.ABORT:
             self._owner.notice(text.decode(errors="replace"))
@@ -492,6 +501,10 @@ class Link(Neighbour):
         data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
         self._send_control(Frame(Kind.ABORT, b=len(data)), data)
 
+    def tell_refusal(self, text: str) -> None:
+        data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+        self._send_control(Frame(Kind.REFUSAL, b=len(data)), data)
+
     def tell_closed(self, how: Closing) -> None:
         self._send_control(Frame(Kind.CLOSED, a=how.value))
         bye = Outgoing(Frame(Kind.BYE))
@@ -513,6 +526,10 @@ class Link(Neighbour):
     @property
     def closing(self) -> Closing:
         return self._closing
+
+    @property
+    def refusal(self) -> str:
+        return self._refusal
 
     @property
     def is_dead(self) -> bool:

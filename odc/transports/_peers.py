@@ -57,9 +57,18 @@ class Neighbour(ABC):
         """What is known of its process, for people."""
 
     @property
+    @abstractmethod
+    def refusal(self) -> str:
+        """What it has refused, as far as is known here; see :meth:`odc.transports.base.Transport.refusal`."""
+
+    @property
     def death_fd(self) -> int | None:
         """A descriptor that becomes readable when it dies; None: its death wakes who waits for it."""
         return None
+
+    @abstractmethod
+    def tell_refusal(self, text: str) -> None:
+        """Let it know what this rank has refused. Never raises."""
 
     @abstractmethod
     def tell_closed(self, how: Closing) -> None:
@@ -111,8 +120,15 @@ class LocalNeighbour(Neighbour):
         return self._process.cause_of_death() if self.is_dead else self._process.describe_alive()
 
     @property
+    def refusal(self) -> str:
+        return self._block.refusal
+
+    @property
     def death_fd(self) -> int | None:
         return self._process.fileno()
+
+    def tell_refusal(self, text: str) -> None:
+        """It reads the text where it reads the next."""
 
     def tell_closed(self, how: Closing) -> None:
         """It reads how from this rank's control block, on which all are woken that wait for this rank."""

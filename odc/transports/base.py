@@ -385,6 +385,15 @@ class Transport(ABC):
         """What is known of ``rank``'s process, for people: "killed by signal 9", "stopped by a signal"."""
 
     @abstractmethod
+    def set_refusal(self, text: str) -> None:
+        """Show all other ranks what this one has refused, without harm to them; empty: it has gone on. For messages of
+        ranks that wait for it. Never raises, never waits."""
+
+    @abstractmethod
+    def refusal(self, rank: int) -> str:
+        """What ``rank`` shows by :meth:`set_refusal`."""
+
+    @abstractmethod
     def abort_peers(self, text: str) -> None:
         """Leave ``text`` with every peer that has no earlier abort notice, and wake it. Never raises, never waits
         longer than a moment for one peer."""

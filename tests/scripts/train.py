@@ -111,6 +111,8 @@ def train(kind: str, mode: str) -> None:
             total = optimizers[0].step(lambda now=step: closure(now))
         else:
             total = microbatches(step)
+            if mode == "misuse" and rank == 1:
+                parameters[0].grad = None
             update()
         for scheduler in schedulers:
             scheduler.step()
