@@ -527,8 +527,8 @@ def check_fsdp1_units(units: Sequence[Fsdp1Unit]) -> None:
     """As :func:`check_fsdp1_model`, for what is known once FSDP is initialised."""
     if not units:
         raise ValueError(
-            "the model's FullyShardedDataParallel modules have no parameters that are sharded, so there is nothing to "
-            "gather on demand: use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
+            "the model's FullyShardedDataParallel modules have no parameters that are sharded (NO_SHARD shards none), "
+            "so there is nothing to gather on demand: use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
         )
     for unit in units:
         _check_unit(unit)

@@ -374,16 +374,6 @@ def test_what_is_not_supported_is_named_when_patching() -> None:
             assert words in text
 
 
-def nothing_sharded(rank: int, world_size: int) -> None:
-    odc.patch_fsdp(wrap(build(), sharding_strategy=ShardingStrategy.NO_SHARD))
-
-
-def test_a_model_that_is_not_sharded_at_all_is_refused() -> None:
-    for result in start_ranks(2, nothing_sharded).join(120):
-        assert result.error_type == "ValueError"
-        assert "use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD" in (result.error or "")
-
-
 def misused(rank: int, world_size: int, how: str) -> None:
     model = build()
     model.blocks[1].up.weight.requires_grad_(False)

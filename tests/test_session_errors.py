@@ -76,10 +76,6 @@ def half_reduce(model: nn.Module, world_size: int) -> None:
     shard(model, world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16))
 
 
-def double(model: nn.Module, world_size: int) -> None:
-    shard(model.double(), world_size)
-
-
 def all_reduce_hook(model: nn.Module, world_size: int) -> None:
     shard(model, world_size)
     model.set_all_reduce_hook(lambda grad: None)
@@ -117,7 +113,6 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (something_else, "is also distributed over another mesh ('columns' of mesh (rows=2, columns=2))"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
-    (double, "gradients are reduced in torch.float64"),
     (all_reduce_hook, "set_all_reduce_hook"),
     (custom_comm, "set_custom_all_gather (Mine)"),
     (optimizer_in_backward, "register_post_accumulate_grad_hook"),
