@@ -110,6 +110,8 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self.trainable = [p for p in self.params if p.sharded.requires_grad]
+        self._is_offloaded = any(p.is_offloaded for p in self.params)  # FSDP would wait for the device before adding
+        self._frozen = [p for p in self.params if not p.sharded.requires_grad]
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
@@ -340,7 +342,7 @@ class Fsdp2Unit(Unit):
         """Note who has a gradient, before each post-backward of this unit; leave no trace of it in ``.grad``.
 
         FSDP would add to what is there. It finds nothing, and what it puts there goes again. What has been sent is
-        pending from then on.
+        pending from then on; to that FSDP adds nothing (``PendingGradient.__iadd__``), at a fraction of the cost.
         """
         original = self.group.post_backward
 
@@ -349,21 +351,25 @@ class Fsdp2Unit(Unit):
             self._check_late_gradients()
             self._present = self._coming_gradients()
             self._is_sent = False
-            parameters = [p.sharded for p in self.trainable]
-            before = [p.grad for p in parameters]
-            for parameter, grad in zip(parameters, before, strict=True):
+            is_expected = not self._is_offloaded and len(self.pending) == len(self.trainable)
+            is_expected = is_expected and all(p.base is None and p.stands for p in self.pending.values())
+            aside = [] if is_expected else [(p.sharded, p.sharded.grad) for p in self.trainable]
+            for parameter, grad in aside:
                 if grad is not None:
                     parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
+            self.reduction.is_running = True
             try:
                 original(*args)
             finally:
+                self.reduction.is_running = False
                 self.group.all_reduce_grads = all_reduce_grads
                 self.group._partial_reduce_output = None  # zeros, kept by FSDP for an all-reduce that never comes
-                for parameter, grad in zip(parameters, before, strict=True):
+                for parameter, grad in aside:
                     parameter.grad = grad
             if self._is_sent:
-                self.expect(communication.data_of, old=True)
+                if not is_expected:
+                    self.expect(communication.data_of, old=True)
                 for index, here in enumerate(self._present):
                     if here:
                         self.pending[index].is_sent = True
@@ -382,7 +388,7 @@ class Fsdp2Unit(Unit):
         return [p.has_gradient or (include_unused and p.was_unsharded) for p in self.trainable]
 
     def _check_late_gradients(self) -> None:
-        late = [p.name for p in self.params if p.has_gradient and p not in self.trainable]
+        late = [p.name for p in self._frozen if p.has_gradient]
         if late:
             raise UnsupportedError(
                 f"parameters {late} received a gradient but were frozen when the model was patched: set "
@@ -420,6 +426,10 @@ class FsdpParam:
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self._inner.offload_to_cpu)
+
     def compute_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
         """What FSDP casts the parameter to for the all-gather."""
         return param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
@@ -432,9 +442,8 @@ class FsdpParam:
     @property
     def has_gradient(self) -> bool:
         """Whether backward has left an unsharded gradient that the next reduction will take."""
-        if not self.was_unsharded:
-            return False
-        return self._inner.unsharded_accumulated_grad is not None or self._inner._unsharded_param.grad is not None
+        full = getattr(self._inner, "_unsharded_param", None)
+        return full is not None and (full.grad is not None or self._inner.unsharded_accumulated_grad is not None)
 
     @property
     def was_unsharded(self) -> bool:

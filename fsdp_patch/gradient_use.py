@@ -302,7 +302,9 @@ class GradientUse(Listener):
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
 
         def begin(module: nn.Module, args: object) -> None:
-            self.end_if_cleared()
+            # A look at one of each unit: who clears all has cleared it, and clears a part is found at the end.
+            if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
+                self.end_if_cleared()
             self._in_forward = True
             self._in_training_forward = torch.is_grad_enabled()
 

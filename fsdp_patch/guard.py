@@ -57,6 +57,7 @@ class Guard:
         self._comparison = comparison_for(units[0].device if units else torch.device("cpu"))
         self._is_any_trained = any(unit.trainable_parameters() for unit in units)
         self._traces: list[list[_Trace]] = [[] for _ in units]
+        self._whole = [_Whole([]) for _ in units]
         self._turns: list[list[_Trace]] = [[] for _ in units]  # of those with a part of the shard, the largest first
         self._next = [0] * len(units)
         self._is_compared = [False] * len(units)  # all elements, since publication
@@ -67,15 +68,17 @@ class Guard:
         if len(before) == len(now) and all(trace.is_of(one) for trace, one in zip(before, now, strict=True)):
             for trace in before:
                 trace.renew()
+            self._whole[index].renew()
         else:
             has_sample = self._comparison.answers_at_once
             traces = self._traces[index] = [_Trace(watched, has_sample) for watched in now]
+            self._whole[index] = _Whole(traces)
             self._turns[index] = sorted((t for t in traces if t.num_bytes), key=lambda t: t.num_bytes, reverse=True)
         self._is_compared[index] = False
 
     def forget(self) -> None:
         """The session is closed: no parameter is kept."""
-        self._traces, self._turns = [], []
+        self._traces, self._turns, self._whole = [], [], []
 
     def check_gather(self, index: int, is_training: bool) -> None:
         """Refuse to compute with a unit that was changed.
@@ -97,7 +100,7 @@ class Guard:
 
     def check_push(self, index: int) -> None:
         """Refuse to send gradients of a unit that was changed. Raises as :meth:`check_gather`."""
-        if not all(trace.is_unchanged() for trace in self._traces[index]):
+        if not self._whole[index].is_unchanged():
             self.compare(index)
         else:
             self.check_answers()
@@ -147,33 +150,33 @@ class Guard:
 class _Trace:
     """What a parameter was like when it was published, or last found to be as published."""
 
-    __slots__ = ("_address", "_counted", "_memory", "_sample", "_sampled", "_version", "num_bytes")
+    __slots__ = ("_address", "_sampled", "_version", "counted", "memory", "num_bytes", "sample")
 
     def __init__(self, watched: Watched, has_sample: bool) -> None:
-        self._counted = watched.counted
-        self._memory = watched.memory
-        self._address = self._memory.data_ptr()
+        self.counted = watched.counted
+        self.memory = watched.memory
+        self._address = self.memory.data_ptr()
         part = watched.memory[watched.part]
         self.num_bytes = part.nbytes
-        self._sample = sample_of(part) if has_sample else []
+        self.sample = sample_of(part) if has_sample else []
         self.renew()
 
     def renew(self) -> None:
         """It is as it should be now."""
         self._version = self._count()
-        self._sampled = b"".join(self._sample)
+        self._sampled = b"".join(self.sample)
 
     def is_of(self, watched: Watched) -> bool:
         """Whether the parameter still consists of the same tensors, in the same memory."""
         return (
-            self._memory is watched.memory
+            self.memory is watched.memory
             and self._address == watched.memory.data_ptr()
-            and all(one is other for one, other in zip(self._counted, watched.counted, strict=True))
+            and all(one is other for one, other in zip(self.counted, watched.counted, strict=True))
         )
 
     def _count(self) -> int:
         version = 0
-        for tensor in self._counted:
+        for tensor in self.counted:
             version += tensor._version
         return version
 
@@ -187,7 +190,34 @@ class _Trace:
 
     def is_sample_equal(self) -> bool:
         """Whether it lies where it was, and some elements there are what they were."""
-        return self._memory.data_ptr() == self._address and b"".join(self._sample) == self._sampled
+        return self.memory.data_ptr() == self._address and b"".join(self.sample) == self._sampled
+
+
+class _Whole:
+    """The traces of all parameters of a unit at once, for a third of the time."""
+
+    def __init__(self, traces: Sequence[_Trace]) -> None:
+        self._counted = list({id(tensor): tensor for trace in traces for tensor in trace.counted}.values())
+        self._memory = [trace.memory for trace in traces]
+        self._addresses = [memory.data_ptr() for memory in self._memory]
+        self._sample = [view for trace in traces for view in trace.sample]
+        self.renew()
+
+    def renew(self) -> None:
+        """It is as it should be now."""
+        self._version = self._count()
+        self._sampled = b"".join(self._sample)
+
+    def _count(self) -> int:
+        return sum([tensor._version for tensor in self._counted])
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing tells of a change."""
+        return (
+            self._count() == self._version  # versions only grow
+            and [memory.data_ptr() for memory in self._memory] == self._addresses  # before the samples are read there
+            and b"".join(self._sample) == self._sampled
+        )
 
 
 def sample_of(tensor: torch.Tensor) -> list[memoryview]:

@@ -68,6 +68,11 @@ class PendingGradient(torch.Tensor):
 
         return func(*tree_map_only(cls, data, args), **tree_map_only(cls, data, kwargs or {}))
 
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        if self.pending.reduction.is_running:  # FSDP2 adds what the reduction has left, which is nothing yet
+            return self
+        return super().__iadd__(other)
+
     # What asks for memory and not for an operation
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +103,15 @@ class PendingGradient(torch.Tensor):
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}; its first use ends the minibatch)"
 
 
+class Reduction:
+    """What FSDP does with the gradients of one unit behind a backward."""
+
+    __slots__ = ("is_running",)
+
+    def __init__(self) -> None:
+        self.is_running = False
+
+
 class Pending:
     """The coming gradient of one parameter, in its ``.grad``. It keeps neither that nor the parameter.
 
@@ -105,16 +119,18 @@ class Pending:
         parameter: as an optimizer holds it.
         like: shape, dtype and device of this rank's part of the gradient.
         use: called when somebody needs the data.
+        reduction: tells when FSDP, and not the script, is at work.
         as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
     """
 
-    __slots__ = ("_aside", "_handle", "_like", "_parameter", "_use", "base", "final", "is_sent", "stood")
+    __slots__ = ("_aside", "_handle", "_like", "_parameter", "_use", "base", "final", "is_sent", "reduction", "stood")
 
     def __init__(
         self,
         parameter: nn.Parameter,
         like: torch.Tensor,
         use: Use,
+        reduction: Reduction,
         as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         earlier = parameter.grad
@@ -126,6 +142,7 @@ class Pending:
         self.stood = True
         """The script had neither cleared nor replaced it when the minibatch ended."""
         self._use = use
+        self.reduction = reduction
         self._like = (like.size(), like.dtype, like.device)
         self._parameter = weakref.ref(parameter)
         self._aside: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import ProtocolError
-from odc.fsdp_patch.pending import Pending, Use
+from odc.fsdp_patch.pending import Pending, Reduction, Use
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import UnitSpec
 
@@ -82,6 +82,8 @@ class Unit(ABC):
     def __init__(self) -> None:
         self.pending: dict[int, Pending] = {}
         """The coming gradients, by the number of the place, see :meth:`places`."""
+        self.reduction = Reduction()
+        """FSDP's own work on this unit's gradients, in which these are no news."""
 
     # What it is
 
@@ -244,7 +246,7 @@ class Unit(ABC):
                 continue
             if none if place.parameter.grad is None else old:
                 make = functools.partial(self.as_gradient, index)
-                self.pending[index] = Pending(place.parameter, place.like, use, make)
+                self.pending[index] = Pending(place.parameter, place.like, use, self.reduction, make)
 
     def expects_all(self) -> bool:
         """Whether a gradient is pending in each place, as far as the script has left it there."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from odc.fsdp_patch.pending import Pending, PendingGradient, settled
+from odc.fsdp_patch.pending import Pending, PendingGradient, Reduction, settled
 
 FINAL = torch.arange(12.0).reshape(4, 3)
 
@@ -26,9 +26,9 @@ class Ender:
 
     def __init__(self, parameter: nn.Parameter, as_gradient: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.parameter, self.as_gradient = parameter, as_gradient
-        self.num_ends = 0
+        self.num_ends, self.reduction = 0, Reduction()
         like = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self.pending = Pending(parameter, like, self.end, as_gradient)
+        self.pending = Pending(parameter, like, self.end, self.reduction, as_gradient)
 
     def end(self, pending: Pending) -> torch.Tensor:
         self.num_ends += 1

@@ -1,0 +1,54 @@
+"""Layer 3: ranks as processes. The benchmark of FSDP2's host time, small; and what its committed results promise."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import odc.bench
+from odc.bench.fsdp_host_time import PARTS, TURNS, Settings, measure_rank, parts_table, summarize
+from odc.bench.ranks import run_ranks
+from odc.fsdp_patch.guard import Guard
+from odc.runtime import Runtime
+
+RESULTS = Path(odc.bench.__file__).parent / "results"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_turn_takes_time_and_parts_are_their_differences(keep: bool) -> None:
+    progress: list[float] = []
+    ranks = run_ranks(2, measure_rank, Settings(2, 1, 2, keep), on_progress=progress.append)
+    assert [set(row) for rows in ranks for row in rows] == [set(TURNS)] * 4
+    assert all(us > 0 for rows in ranks for row in rows for us in row.values())
+    assert sum(progress) == 3
+    table = Console(file=(out := io.StringIO()), width=120)
+    table.print(parts_table(json.loads(json.dumps(summarize(ranks)))))
+    assert all(name in out.getvalue() for name in PARTS)
+
+
+def test_parts_in_per_cent_of_what_fsdp_spends() -> None:
+    rows = [dict(zip(TURNS, (10.0, 110.0, 112.0, 115.0, 120.0), strict=True))] * 3
+    parts = summarize([rows, rows])["parts"]
+    assert {name: (part["us"]["median"], part["percent"]["median"]) for name, part in parts.items()} == {
+        "FSDP2's own": (100.0, 100.0),
+        "interception": (2.0, 2.0),
+        "guard": (3.0, 3.0),
+        "transfers": (5.0, 5.0),
+        "all of ODC": (10.0, 10.0),
+    }
+
+
+def test_nothing_stays_switched_off() -> None:
+    assert Runtime.gather.__name__ == "gather"
+    assert Guard.check_push.__name__ == "check_push"
+
+
+@pytest.mark.parametrize("name", ["fsdp_host_time.json", "fsdp_host_time_before.json"])
+def test_committed_results_are_of_this_benchmark(name: str) -> None:
+    document = json.loads((RESULTS / name).read_text())
+    assert set(document["parts"]) == set(PARTS)
+    assert set(document["turns_us"]) == set(TURNS)
