@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import MAX_PARTS, IntArray, as_integer
+from odc.balance.checks import MAX_COUNT, MAX_PARTS, IntArray, as_integer
 from odc.errors import shown
 
 _SHOWN = 5
@@ -144,8 +145,7 @@ class Rearrangement:
 
 
 def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple[IntArray, ...]:
-    found = tuple(_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks))
-    together = np.concatenate(found)
+    together = _all_items(ranks, name)
     counts = np.bincount(together[together < num_items], minlength=num_items)
     unknown = together[together >= num_items]
     missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
@@ -154,9 +154,18 @@ def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple
             f"{name} is no permutation: expected each of the items 0..{num_items - 1} once; missing: {_few(missing)}, "
             f"repeated: {_few(repeated)}, unknown: {_few(unknown)}"
         )
-    for items in found:
-        items.flags.writeable = False
-    return found
+    together.flags.writeable = False  # and so its parts
+    ends = itertools.accumulate(map(len, ranks), initial=0)
+    return tuple(together[a:b] for a, b in itertools.pairwise(ends))
+
+
+def _all_items(ranks: Sequence[Sequence[int]], name: str) -> IntArray:
+    """Rank by rank, (num_items,)."""
+    if all(type(items) is list for items in ranks):
+        together = list(itertools.chain.from_iterable(ranks))
+        if set(map(type, together)) == {int} and min(together) >= 0 and max(together) < MAX_COUNT:
+            return np.array(together, dtype=np.int64)
+    return np.concatenate([_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks)])
 
 
 def _as_items(items: Sequence[int], name: str) -> IntArray:

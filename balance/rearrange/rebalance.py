@@ -6,20 +6,22 @@ ranks have drawn their samples at random, so their loads differ by some ten perc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, as_costs, as_count
+from odc.balance.checks import FloatArray, IntArray, as_costs, as_count
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
+from odc.balance.rearrange.levelling import Loads
 from odc.balance.rearrange.nodes import place_on_nodes
 from odc.balance.rearrange.rearrangement import Rearrangement
 
-_EVEN_ENOUGH = 5e-4
+_EVEN_ENOUGH = 3e-4
 """So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
 
 _WORTH_MOVING = 2e-3
@@ -35,10 +37,12 @@ def rebalance(
 ) -> Parts:
     """Give each rank about the same total cost, and let most items stay where they are.
 
-    Moves and swaps between ranks that have much and ranks that have little, first within each node, then between nodes,
-    until no rank has more than 0.05 % beyond a lower bound of the most that one must have, or nothing helps. Where few
-    large items are stuck in bad places, they are shared out from nothing, and batches placed where most of them comes
-    from.
+    The rank that has most gives to the one that has least: the single item, or the swap of two, that moves least and
+    leaves them even. First nodes are evened out with each other, then the ranks of each, until no rank has more than
+    0.03 % beyond a lower bound of the most that one must have. So little more moves than what ranks have too much, and
+    between nodes little more than what nodes have. Where that gets stuck, moves and swaps between all pairs go on; and
+    where few large items are in bad places, they are shared out from nothing, and batches placed where most of them
+    comes from.
 
     Args:
         costs: of each item, (num_items,), 0 or at least 1e-140.
@@ -59,32 +63,37 @@ def rebalance(
         raise ValueError(f"loads has {beside.size} entries: expected one for each of {num_ranks} ranks")
     if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
         raise ValueError(f"{num_ranks} ranks on nodes of ranks_per_node={ranks_per_node}: expected full nodes")
-    Rearrangement.between(home, home)  # each item is there once
+    has = Rearrangement.between(home, home).source  # each item is there once
     num_items = sum(map(len, home))
     if values.size != num_items:
         raise ValueError(f"{values.size} costs for {num_items} items: expected one per item")
     if not num_items:
         return [[] for _ in home]
     bound = _bound(values, beside)
-    moved = _evened_out(values, home, beside, ranks_per_node or num_ranks, bound * (1 + _EVEN_ENOUGH))
+    moved = _evened_out(values, has, beside, ranks_per_node or num_ranks, bound)
     makespan = _makespan(values, moved, beside)
     if makespan > bound * (1 + _WORTH_MOVING):
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
         if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
             return anew if beside.any() else _placed(values, home, anew, ranks_per_node or num_ranks)
-    return [sorted(part) for part in moved]
+    return moved
 
 
 def _evened_out(
-    values: FloatArray, home: Sequence[Sequence[int]], beside: FloatArray, ranks_per_node: int, target: float
+    values: FloatArray, has: Sequence[IntArray], beside: FloatArray, ranks_per_node: int, bound: float
 ) -> Parts:
-    """By moves and swaps: within nodes, then between them."""
-    parts: Parts = [list(map(int, items)) for items in home]
-    if 1 < ranks_per_node < len(parts):
-        for first in range(0, len(parts), ranks_per_node):
-            node = slice(first, first + ranks_per_node)
-            parts[node] = refine(values, parts[node], equal_size=False, loads=beside[node], target=target)
-    return refine(values, parts, equal_size=False, loads=beside, target=target)
+    """By moves and swaps: between nodes, then within them, then wherever it helps."""
+    loads = Loads(values, has, beside, bound, bound * _EVEN_ENOUGH)
+    ranks = range(len(has))
+    if 1 < ranks_per_node < len(ranks):
+        loads.even_out_nodes(ranks_per_node)
+        for first in ranks[::ranks_per_node]:
+            loads.even_out(ranks[first : first + ranks_per_node])
+    loads.even_out(ranks)
+    target = bound * (1 + _EVEN_ENOUGH)
+    if max(loads.loads) <= target:
+        return loads.parts()
+    return [sorted(part) for part in refine(values, loads.parts(), equal_size=False, loads=beside, target=target)]
 
 
 def _makespan(values: FloatArray, parts: Parts, beside: FloatArray) -> float:
@@ -99,7 +108,7 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     """No sharing out ends earlier."""
     if not beside.any():
         return lower_bound(values, beside.size, equal_size=False, speeds=None)
-    return max(float(beside.max()), float((values.sum() + beside.sum()) / beside.size), float(values.max()))
+    return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
 
 
 def _placed(values: FloatArray, home: Sequence[Sequence[int]], batches: Parts, ranks_per_node: int) -> Parts:
