@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +52,16 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
     Raises:
         ValueError: an argument is not as described.
     """
-    volumes = _as_volumes(volume)
-    num_ranks = len(volumes)
+    array = _checked(volume)
+    ranks, batches = np.nonzero(array)
+    return place_items(ranks, batches, array[ranks, batches], len(array), ranks_per_node)
+
+
+def place_items(
+    ranks: IntArray, batches: IntArray, amounts: npt.NDArray[Any], num_ranks: int, ranks_per_node: int
+) -> list[int]:
+    """:func:`place_on_nodes`, given in parts what ranks have of batches: rank ``ranks[i]`` has ``amounts[i]``, a finite
+    number of at least 0, of batch ``batches[i]``. Several may be of one pair."""
     ranks_per_node = as_count(ranks_per_node, "ranks_per_node", maximum=None)
     if num_ranks % ranks_per_node:
         raise ValueError(
@@ -61,20 +70,21 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
         )
     num_nodes = num_ranks // ranks_per_node
     nodes = np.arange(num_ranks) // ranks_per_node
+    volumes = _Volumes(ranks, batches, amounts, num_ranks, ranks_per_node)
     if num_nodes > 1:
-        if (found := _exact(volumes, ranks_per_node)) is None:
-            found = _search(volumes, _fullest_first(volumes, ranks_per_node), ranks_per_node)
-        nodes = min(found, nodes, key=lambda each: _quality(volumes, each, ranks_per_node))
+        if (found := _exact(volumes.table, ranks_per_node)) is None:
+            found = _search(volumes, _fullest_first(volumes))
+        nodes = min(found, nodes, key=volumes.quality)
     placed = np.zeros(num_ranks, dtype=np.int64)
-    for node in range(num_nodes):
-        batches = np.flatnonzero(nodes == node)
-        ranks = slice(node * ranks_per_node, (node + 1) * ranks_per_node)
-        placed[batches] = node * ranks_per_node + _within_node(volumes[ranks, batches])
-    return [int(rank) for rank in placed]
+    of_node = np.argsort(nodes, kind="stable").reshape(num_nodes, ranks_per_node)
+    for node, mine in enumerate(of_node):
+        first = node * ranks_per_node
+        placed[mine] = first + _within_node(volumes.table[first : first + ranks_per_node, mine])
+    found_ranks: list[int] = placed.tolist()
+    return found_ranks
 
 
-def _as_volumes(volume: npt.ArrayLike) -> IntArray:
-    """``volume``, checked, as integers of at most 2**53 in all, in another unit if need be."""
+def _checked(volume: npt.ArrayLike) -> npt.NDArray[Any]:
     array = np.asarray(volume)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
         raise ValueError(f"volume has shape {array.shape}: expected (num_ranks, num_ranks), with at least one rank")
@@ -83,26 +93,58 @@ def _as_volumes(volume: npt.ArrayLike) -> IntArray:
     if (bad := np.argwhere(~(np.isfinite(array) & (array >= 0)))).size:
         i, j = bad[0].tolist()
         raise ValueError(f"volume[{i}, {j}] is {array[i, j]}: expected a finite number of at least 0")
+    return array
+
+
+class _Volumes:
+    """What each rank has of each batch, as integers of at most 2**53 in all, in another unit if need be: those that are
+    not 0, of few pairs where there are many ranks, by rank and batch; and ``table``, (num_ranks, num_ranks)."""
+
+    def __init__(
+        self, ranks: IntArray, batches: IntArray, amounts: npt.NDArray[Any], num_ranks: int, ranks_per_node: int
+    ) -> None:
+        self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
+        pairs = ranks * num_ranks + batches
+        if (pairs[1:] <= pairs[:-1]).any():  # given in parts
+            pairs, which = np.unique(pairs, return_inverse=True)
+            amounts = np.bincount(which, amounts)
+        volumes = _as_integers(amounts, num_ranks**2)
+        self.pairs, self.volumes = pairs[volumes > 0], volumes[volumes > 0]
+        self.ranks, self.batches = np.divmod(self.pairs, num_ranks)
+        self.table = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        self.table.ravel()[self.pairs] = self.volumes
+
+    def sent(self, nodes: IntArray) -> IntArray:
+        """What each rank sends to other nodes if batch j is on ``nodes[j]``."""
+        elsewhere = self.ranks // self.ranks_per_node != nodes[self.batches]
+        return _sums(self.ranks[elsewhere], self.volumes[elsewhere], self.num_ranks)
+
+    def quality(self, nodes: IntArray) -> tuple[int, int]:
+        """Smaller is better."""
+        sent = self.sent(nodes)
+        return int(sent.max()), int(sent.sum())
+
+    def least_sent(self) -> int:
+        """No placement lets the rank that sends most send less: it keeps at most its largest volumes."""
+        order = np.lexsort((-self.volumes, self.ranks))
+        starts = np.searchsorted(self.ranks, np.arange(self.num_ranks))
+        leaves = np.arange(order.size) - starts[self.ranks] >= self.ranks_per_node
+        return int(_sums(self.ranks[leaves], self.volumes[order][leaves], self.num_ranks).max())
+
+
+def _sums(of: IntArray, volumes: IntArray, number: int) -> IntArray:
+    """The volumes of each, (number,); as floats on the way, which are exact."""
+    return np.bincount(of, volumes, minlength=number).astype(np.int64)
+
+
+def _as_integers(amounts: npt.NDArray[Any], num_pairs: int) -> IntArray:
     with np.errstate(over="ignore"):
-        total = array.sum(dtype=np.float64)
-    if total <= MAX_COUNT and (array.dtype.kind != "f" or (array == np.rint(array)).all()):
-        return array.astype(np.int64)
+        total = amounts.sum(dtype=np.float64)
+    if total <= MAX_COUNT and (amounts.dtype.kind != "f" or (amounts == np.rint(amounts)).all()):
+        return amounts.astype(np.int64)
     # By a power of two, below the largest one that cannot overflow: a sum of floats would depend on its order.
-    shares = array.astype(np.float64) / float(array.max())
-    return np.rint(np.ldexp(shares, 52 - math.ceil(math.log2(array.size)))).astype(np.int64)
-
-
-def _sent(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray:
-    """What each rank sends to other nodes if batch j is on ``nodes[j]``."""
-    elsewhere = (np.arange(len(volumes)) // ranks_per_node)[:, None] != nodes
-    sent: IntArray = np.where(elsewhere, volumes, 0).sum(axis=1)
-    return sent
-
-
-def _quality(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> tuple[int, int]:
-    """Smaller is better."""
-    sent = _sent(volumes, nodes, ranks_per_node)
-    return int(sent.max()), int(sent.sum())
+    shares = amounts.astype(np.float64) / float(amounts.max())
+    return np.rint(np.ldexp(shares, 52 - math.ceil(math.log2(num_pairs)))).astype(np.int64)
 
 
 def _exact(volumes: IntArray, ranks_per_node: int) -> IntArray | None:
@@ -164,36 +206,38 @@ def _best_divisions(values: IntArray, bits: IntArray, combine: np.ufunc) -> list
     return best
 
 
-def _fullest_first(volumes: IntArray, ranks_per_node: int) -> IntArray:
+def _fullest_first(volumes: _Volumes) -> IntArray:
     """The node of each batch: of all pairs of a node and a batch, that of the largest volume first."""
-    num_ranks = len(volumes)
+    num_ranks, ranks_per_node = volumes.num_ranks, volumes.ranks_per_node
     num_nodes = num_ranks // ranks_per_node
-    by_node = volumes.reshape(num_nodes, ranks_per_node, num_ranks).sum(axis=1)
-    nodes, room, left = [-1] * num_ranks, [ranks_per_node] * num_nodes, num_ranks
-    for pair in np.argsort(-by_node, axis=None, kind="stable").tolist():
-        node, batch = divmod(pair, num_ranks)
+    pairs, which = np.unique(volumes.ranks // ranks_per_node * num_ranks + volumes.batches, return_inverse=True)
+    by_volume = pairs[np.argsort(-_sums(which, volumes.volumes, pairs.size), kind="stable")]
+    nodes, room = [-1] * num_ranks, [ranks_per_node] * num_nodes
+    for node, batch in zip(*(each.tolist() for each in np.divmod(by_volume, num_ranks)), strict=True):
         if room[node] and nodes[batch] < 0:
             nodes[batch] = node
             room[node] -= 1
-            left -= 1
-            if not left:
-                break
+    # The others go where there is room.
+    left = iter([batch for batch in range(num_ranks) if nodes[batch] < 0])
+    for node in range(num_nodes):
+        for batch in itertools.islice(left, room[node]):
+            nodes[batch] = node
     return np.array(nodes)
 
 
-def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray:
+def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
     """Tabu search: each step swaps a batch of the rank that sends most for one of another node of which it has more.
 
     The swap is that after which the ranks of both nodes send least above the aim, squared and summed; it may make
     things worse, so that the search goes on from where no swap helps.
     """
-    num_ranks = len(volumes)
-    by_node = volumes.reshape(-1, ranks_per_node, num_ranks)
-    sent = _sent(volumes, nodes, ranks_per_node).reshape(-1, ranks_per_node)
-    # No rank can keep more than its largest volumes.
-    keeps = np.partition(volumes, num_ranks - ranks_per_node, axis=1)[:, num_ranks - ranks_per_node :].sum(axis=1)
-    bound = int((volumes.sum(axis=1) - keeps).max())
-    shift = max(0, int(volumes.sum(axis=1).max()).bit_length() - 24)  # so that sums of squares are integers
+    num_ranks, ranks_per_node = volumes.num_ranks, volumes.ranks_per_node
+    by_node = volumes.table.reshape(-1, ranks_per_node, num_ranks)
+    sent = volumes.sent(nodes).reshape(-1, ranks_per_node)
+    bound = volumes.least_sent()
+    has = np.split(volumes.batches, np.searchsorted(volumes.ranks, np.arange(1, num_ranks)))
+    largest = int(_sums(volumes.ranks, volumes.volumes, num_ranks).max())
+    shift = max(0, largest.bit_length() - 24)  # so that sums of squares are integers
 
     def excess(amounts: IntArray, axis: int) -> IntArray:
         above: IntArray = np.maximum((amounts >> shift) - (aim >> shift), 0)
@@ -206,7 +250,7 @@ def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray
         rank = int(np.argmax(sent))
         home = rank // ranks_per_node
         aim = best - int(best * _AIM)
-        given, taken = _useful_swaps(volumes[rank], nodes == home)
+        given, taken = _useful_swaps(volumes.table[rank], np.flatnonzero(nodes == home), has[rank], nodes, home)
         free = (free_from[given] <= step) & (free_from[taken] <= step)
         given, taken = given[free], taken[free]
         if not given.size:
@@ -231,15 +275,19 @@ def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray
     return best_nodes
 
 
-def _useful_swaps(amounts: IntArray, here: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """Pairs of a batch ``here`` and one elsewhere of which a rank that has these ``amounts`` of them has more."""
-    mine, theirs = np.flatnonzero(here), np.flatnonzero(~here)
-    theirs = theirs[amounts[theirs] > amounts[mine].min()]
+def _useful_swaps(
+    amounts: IntArray, mine: IntArray, has: IntArray, nodes: IntArray, home: int
+) -> tuple[IntArray, IntArray]:
+    """Pairs of a batch ``mine``, on the node ``home``, and one elsewhere of which a rank that has these ``amounts`` of
+    them has more; it has something of those that it ``has``."""
+    own = amounts[mine]
+    theirs = has[(nodes[has] != home) & (amounts[has] > own.min())]
     most = _MAX_COMPARISONS // mine.size
     if mine.size * theirs.size > most:
-        mine = mine[np.argsort(amounts[mine], kind="stable")[: math.isqrt(most) + 1]]
+        mine = mine[np.argsort(own, kind="stable")[: math.isqrt(most) + 1]]
         theirs = theirs[np.argsort(-amounts[theirs], kind="stable")[: most // mine.size + 1]]
-    more = np.nonzero(amounts[theirs] > amounts[mine][:, None])
+        own = amounts[mine]
+    more = np.nonzero(amounts[theirs] > own[:, None])
     return mine[more[0]], theirs[more[1]]
 
 
@@ -250,7 +298,8 @@ def _within_node(volumes: IntArray) -> IntArray:
     """
     size = len(volumes)
     if size > _MAX_EXACT_NODE:
-        return _fullest_first(volumes, 1)
+        ranks, batches = np.nonzero(volumes)
+        return _fullest_first(_Volumes(ranks, batches, volumes[ranks, batches], size, 1))
     costs = int(volumes.max()) - volumes.T
     # Row and column 0 are none; ranks and batches are numbered from 1.
     of_batch, of_rank = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
