@@ -277,24 +277,30 @@ class Plan:
         if isinstance(self.microbatches, PackedOnDemand):
             self._check_samples(list(itertools.chain.from_iterable(self.microbatches.ranks)))
             return self.microbatches.checked(check)
-        index = operator.index
-        microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
-        self._check_samples([sample for mine in microbatches for part in mine for sample in part])
+        chain = itertools.chain.from_iterable
+        if set(map(type, chain(chain(self.microbatches)))) <= {int}:
+            microbatches = [list(map(list, mine)) for mine in self.microbatches]
+        else:
+            index = operator.index
+            microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
+        self._check_samples(list(chain(chain(microbatches))))
         tokens = microbatch_tokens(microbatches, self.lengths, self.layout)
         for rank in np.flatnonzero((tokens > self.max_tokens).any(axis=1)).tolist():
             check(rank, microbatches[rank])
         return microbatches
 
     def _check_samples(self, samples: list[int]) -> None:
+        number = self.num_samples
+        if len(samples) == number and set(samples) == set(range(number)):
+            return
         samples = sorted(samples)
-        if samples != list(range(self.num_samples)):
-            unknown = sorted({s for s in samples if not 0 <= s < self.num_samples})
-            missing = sorted(set(range(self.num_samples)) - set(samples))
-            repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})
-            raise ValueError(
-                f"{self.policy}: every sample 0..{self.num_samples - 1} must be in the plan once; "
-                f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
-            )
+        unknown = sorted({s for s in samples if not 0 <= s < number})
+        missing = sorted(set(range(number)) - set(samples))
+        repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})
+        raise ValueError(
+            f"{self.policy}: every sample 0..{number - 1} must be in the plan once; "
+            f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
+        )
 
 
 def _check_limit(policy: str, lengths: IntArray, layout: Layout, max_tokens: int, rank: int, parts: Parts) -> None:

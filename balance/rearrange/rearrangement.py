@@ -15,6 +15,9 @@ from odc.errors import shown
 
 _SHOWN = 5
 
+Items = Sequence[int] | IntArray
+"""Numbers of items."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rearrangement:
@@ -31,7 +34,7 @@ class Rearrangement:
     """``target[rank]``: the items that the rank shall have, in the order in which it wants them."""
 
     @classmethod
-    def between(cls, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]) -> Rearrangement:
+    def between(cls, source: Sequence[Items], target: Sequence[Items]) -> Rearrangement:
         """From one distribution of items 0 .. n - 1 over the ranks to another.
 
         Args:
@@ -84,7 +87,7 @@ class Rearrangement:
         if self.num_ranks != other.num_ranks:
             raise ValueError(f"{other.num_ranks} ranks cannot follow {self.num_ranks}: expected as many")
         for rank, (mine, theirs) in enumerate(zip(self.target, other.source, strict=True)):
-            if not np.array_equal(mine, theirs):
+            if mine is not theirs and not np.array_equal(mine, theirs):
                 raise ValueError(
                     f"the second rearrangement begins with items {_few(theirs)} on rank {rank}, where the first one "
                     f"ends with {_few(mine)}: expected the same items in the same order"
@@ -144,7 +147,7 @@ class Rearrangement:
         return "none"
 
 
-def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple[IntArray, ...]:
+def _checked(ranks: Sequence[Items], num_items: int, name: str) -> tuple[IntArray, ...]:
     together = _all_items(ranks, name)
     counts = np.bincount(together[together < num_items], minlength=num_items)
     unknown = together[together >= num_items]
@@ -159,16 +162,20 @@ def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple
     return tuple(together[a:b] for a, b in itertools.pairwise(ends))
 
 
-def _all_items(ranks: Sequence[Sequence[int]], name: str) -> IntArray:
+def _all_items(ranks: Sequence[Items], name: str) -> IntArray:
     """Rank by rank, (num_items,)."""
+    if all(isinstance(items, np.ndarray) and items.dtype == np.int64 and items.ndim == 1 for items in ranks):
+        together: IntArray = np.concatenate(ranks)
+        if not together.size or together.min() >= 0:
+            return together
     if all(type(items) is list for items in ranks):
-        together = list(itertools.chain.from_iterable(ranks))
-        if set(map(type, together)) == {int} and min(together) >= 0 and max(together) < MAX_COUNT:
-            return np.array(together, dtype=np.int64)
+        listed = list(itertools.chain.from_iterable(ranks))
+        if set(map(type, listed)) == {int} and min(listed) >= 0 and max(listed) < MAX_COUNT:
+            return np.array(listed, dtype=np.int64)
     return np.concatenate([_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks)])
 
 
-def _as_items(items: Sequence[int], name: str) -> IntArray:
+def _as_items(items: Items, name: str) -> IntArray:
     array = np.array(items, dtype=object if not len(items) else None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         bad = next((item for item in items if as_integer(item, 0) is None), items)
@@ -178,11 +185,11 @@ def _as_items(items: Sequence[int], name: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def owners(ranks: Sequence[IntArray]) -> IntArray:
+def owners(ranks: Sequence[Items]) -> IntArray:
     """The rank of each item, (num_items,)."""
-    found = np.zeros(sum(len(items) for items in ranks), dtype=np.int64)
-    for rank, items in enumerate(ranks):
-        found[items] = rank
+    sizes = [len(items) for items in ranks]
+    found = np.zeros(sum(sizes), dtype=np.int64)
+    found[_all_items(ranks, "ranks")] = np.repeat(np.arange(len(ranks)), sizes)
     return found
 
 

@@ -18,11 +18,14 @@ from odc.balance.partition.differencing import Parts
 from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
 from odc.balance.rearrange.levelling import Loads
-from odc.balance.rearrange.nodes import place_on_nodes
-from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.nodes import place_items
+from odc.balance.rearrange.rearrangement import Items, Rearrangement, owners
 
-_EVEN_ENOUGH = 3e-4
+_EVEN_ENOUGH = 5e-4
 """So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
+
+_AIM = 3e-4
+"""What exchanges of single items aim at."""
 
 _WORTH_MOVING = 2e-3
 """Batches shared out from nothing are taken where they end by more than this (relative) earlier."""
@@ -30,7 +33,7 @@ _WORTH_MOVING = 2e-3
 
 def rebalance(
     costs: npt.ArrayLike,
-    home: Sequence[Sequence[int]],
+    home: Sequence[Items],
     *,
     loads: npt.ArrayLike | None = None,
     ranks_per_node: int | None = None,
@@ -40,9 +43,9 @@ def rebalance(
     The rank that has most gives to the one that has least: the single item, or the swap of two, that moves least and
     leaves them even. First nodes are evened out with each other, then the ranks of each, until no rank has more than
     0.03 % beyond a lower bound of the most that one must have. So little more moves than what ranks have too much, and
-    between nodes little more than what nodes have. Where that gets stuck, moves and swaps between all pairs go on; and
-    where few large items are in bad places, they are shared out from nothing, and batches placed where most of them
-    comes from.
+    between nodes little more than what nodes have. Where that gets stuck at more than 0.05 %, moves and swaps between
+    all pairs go on; and where few large items are in bad places, they are shared out from nothing, and batches placed
+    where most of them comes from.
 
     Args:
         costs: of each item, (num_items,), 0 or at least 1e-140.
@@ -83,7 +86,7 @@ def _evened_out(
     values: FloatArray, has: Sequence[IntArray], beside: FloatArray, ranks_per_node: int, bound: float
 ) -> Parts:
     """By moves and swaps: between nodes, then within them, then wherever it helps."""
-    loads = Loads(values, has, beside, bound, bound * _EVEN_ENOUGH)
+    loads = Loads(values, has, beside, bound, bound * _AIM)
     ranks = range(len(has))
     if 1 < ranks_per_node < len(ranks):
         loads.even_out_nodes(ranks_per_node)
@@ -97,10 +100,7 @@ def _evened_out(
 
 
 def _makespan(values: FloatArray, parts: Parts, beside: FloatArray) -> float:
-    owners = np.zeros(values.size, dtype=np.int64)
-    for rank, part in enumerate(parts):
-        owners[part] = rank
-    totals: FloatArray = np.bincount(owners, weights=values, minlength=beside.size) + beside
+    totals: FloatArray = np.bincount(owners(parts), values, minlength=beside.size) + beside
     return float(totals.max())
 
 
@@ -111,9 +111,9 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
 
 
-def _placed(values: FloatArray, home: Sequence[Sequence[int]], batches: Parts, ranks_per_node: int) -> Parts:
+def _placed(values: FloatArray, home: Sequence[Items], batches: Parts, ranks_per_node: int) -> Parts:
     found: Parts = [[] for _ in batches]
-    volume = Rearrangement.between(home, batches).volume(values)
-    for batch, rank in zip(batches, place_on_nodes(volume, ranks_per_node), strict=True):
+    placed = place_items(owners(home), owners(batches), values, len(batches), ranks_per_node)
+    for batch, rank in zip(batches, placed, strict=True):
         found[rank] = sorted(batch)
     return found
