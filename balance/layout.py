@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_one_of
 
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 Layout = Literal["packed", "padded", "padded-attention"]
 """In "packed" microbatches, tokens and costs are the sums of those of the samples. In "padded" ones they are the number
 of samples times those of the longest one (of several longest, the last). In "padded-attention" ones only attention is
@@ -36,7 +38,7 @@ def by_rank(microbatches: Microbatches) -> list[IntArray]:
     return split(_samples(microbatches, sum(sizes)), np.cumsum([0, *sizes]))
 
 
-def split(items: IntArray, ends: IntArray) -> list[IntArray]:
+def split(items: npt.NDArray[ScalarT], ends: IntArray) -> list[npt.NDArray[ScalarT]]:
     """Part i from ``ends[i]`` to ``ends[i + 1]``. (``np.split`` takes ten times as long.)"""
     return [items[a:b] for a, b in itertools.pairwise(ends.tolist())]
 

@@ -291,7 +291,9 @@ class Plan:
 
     def _check_samples(self, samples: list[int]) -> None:
         number = self.num_samples
-        if len(samples) == number and set(samples) == set(range(number)):
+        if not samples and not number:
+            return
+        if len(samples) == number and 0 <= min(samples) <= max(samples) < number and np.bincount(samples).all():
             return
         samples = sorted(samples)
         unknown = sorted({s for s in samples if not 0 <= s < number})

@@ -97,7 +97,7 @@ def test_few_large_items_in_bad_places_are_shared_out_anew() -> None:
         (([-1.0, 1.0], [[0], [1]]), {}, r"costs\[0\] is -1.0"),
         (([1.0, 1.0], [[0], [1]]), {"loads": [1.0]}, "loads has 1 entries: expected one for each of 2 ranks"),
         (([1.0, 1.0], [[0], [1]]), {"ranks_per_node": 3}, "expected full nodes"),
-        (([], []), {}, "source has 0 ranks"),
+        (([], []), {}, "home has 0 ranks: expected 1 to"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: tuple, options: dict, words: str) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray
+from odc.balance.layout import split
 from odc.balance.partition.differencing import Parts
 
 # An exchange must bring the giving rank down by this part of the goal: less could be rounding, and go on forever.
@@ -43,8 +44,10 @@ class Loads:
         self._owners[items] = owners
         by_cost = np.argsort(costs[items], kind="stable")
         order = by_cost[np.argsort(owners[by_cost], kind="stable")]  # within each rank from the cheapest on
-        ordered = list(zip(costs[items[order]].tolist(), items[order].tolist(), strict=True))
-        self._items = [ordered[a:b] for a, b in itertools.pairwise([0, *np.cumsum(sizes).tolist()])]
+        # Lists of numbers: many small tuples would keep the garbage collector busy.
+        ends = np.cumsum([0, *sizes.tolist()])
+        self._costs: list[list[float]] = [mine.tolist() for mine in split(costs[items[order]], ends)]
+        self._items: list[list[int]] = [mine.tolist() for mine in split(items[order], ends)]
         self.loads: list[float] = (np.bincount(owners, costs[items], minlength=sizes.size) + beside).tolist()
 
     def parts(self) -> Parts:
@@ -94,6 +97,8 @@ class Loads:
     def even_out(self, ranks: Sequence[int]) -> None:
         """Exchange between these until none has more than the goal and the tolerance, or nothing helps."""
         loads, most = self.loads, self.goal + self.tolerance
+        if max(loads[rank] for rank in ranks) <= most:
+            return
         heaviest, lightest = [(-loads[rank], rank) for rank in ranks], [(loads[rank], rank) for rank in ranks]
         heapq.heapify(heaviest)
         heapq.heapify(lightest)
@@ -126,46 +131,52 @@ class Loads:
         Returns:
             What the giver has less; 0 if nothing suits.
         """
-        mine, theirs = self._items[giver], self._items[taker]
-        least = max(least, _MIN_GAIN * self.goal)
-        limit = self.loads[giver] - self.loads[taker] - _MIN_GAIN * self.goal
-        best, closest = (-1, -1), float("inf")
-        # Items of the giver from the cheapest on that will do, and for each the most costly one of the taker's that
+        mine, theirs = self._costs[giver], self._costs[taker]
+        smallest = _MIN_GAIN * self.goal
+        least, limit = max(least, smallest), self.loads[giver] - self.loads[taker] - smallest
+        best, closest, given = (-1, -1), float("inf"), 0.0
+        # Items of the giver from the cheapest on that will do, and for each the costliest one of the taker's that
         # leaves enough: 0 is none, i is the one before i.
-        first = bisect_left(mine, (least,))
-        if first and _MIN_GAIN * self.goal <= mine[first - 1][0] < limit:
-            best, closest = (first - 1, 0), least - mine[first - 1][0]
+        first = bisect_left(mine, least)
+        if first and smallest <= mine[first - 1] < limit:
+            best, closest = (first - 1, 0), least - mine[first - 1]
         other, num_theirs = 0, len(theirs)
         for index in range(first, len(mine)):
-            cost = mine[index][0]
-            while other < num_theirs and cost - theirs[other][0] >= least:
+            cost = mine[index]
+            while other < num_theirs and cost - theirs[other] >= least:
                 other += 1
-            given = cost - theirs[other - 1][0] if other else cost
-            if given <= most:
-                if given < limit:
+            given = cost - theirs[other - 1] if other else cost
+            if given < limit:
+                if given <= most:
                     best = index, other
                     break
-            elif given - most < closest and given < limit:
-                best, closest = (index, other), given - most
+                if given - most < closest:
+                    best, closest = (index, other), given - most
             if other < num_theirs:
-                given = cost - theirs[other][0]
-                if least - given < closest and _MIN_GAIN * self.goal <= given < limit:
+                given = cost - theirs[other]
+                if least - given < closest and smallest <= given < limit:
                     best, closest = (index, other + 1), least - given
         index, other = best
         if index < 0:
             return 0.0
-        goes = mine.pop(index)
-        given = goes[0]
+        item = self._items[giver].pop(index)
+        given = mine.pop(index)
         if other:
-            comes = theirs.pop(other - 1)
-            given -= comes[0]
-            insort(mine, comes)
-            self._owners[comes[1]] = giver
-        insort(theirs, goes)
-        self._owners[goes[1]] = taker
+            back, cost = self._items[taker].pop(other - 1), theirs.pop(other - 1)
+            self._put(giver, back, cost)
+            self._put(taker, item, given)
+            given -= cost
+        else:
+            self._put(taker, item, given)
         self.loads[giver] -= given
         self.loads[taker] += given
-        return float(given)
+        return given
+
+    def _put(self, rank: int, item: int, cost: float) -> None:
+        at = bisect_right(self._costs[rank], cost)
+        self._costs[rank].insert(at, cost)
+        self._items[rank].insert(at, item)
+        self._owners[item] = rank
 
 
 def _ranks(numbers: IntArray) -> npt.NDArray[np.integer]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import MAX_COUNT, IntArray, as_count
+from odc.balance.layout import split
 
 # The exact search goes through so many pairs of a set of batches and a set for the next node, at once: all divisions
 # of up to 12 ranks, 16 ranks on two nodes.
@@ -72,14 +73,14 @@ def place_items(
     nodes = np.arange(num_ranks) // ranks_per_node
     volumes = _Volumes(ranks, batches, amounts, num_ranks, ranks_per_node)
     if num_nodes > 1:
-        if (found := _exact(volumes.table, ranks_per_node)) is None:
+        if (found := _exact(volumes.table.T, ranks_per_node)) is None:
             found = _search(volumes, _fullest_first(volumes))
         nodes = min(found, nodes, key=volumes.quality)
     placed = np.zeros(num_ranks, dtype=np.int64)
     of_node = np.argsort(nodes, kind="stable").reshape(num_nodes, ranks_per_node)
     for node, mine in enumerate(of_node):
         first = node * ranks_per_node
-        placed[mine] = first + _within_node(volumes.table[first : first + ranks_per_node, mine])
+        placed[mine] = first + _within_node(volumes.table[mine, first : first + ranks_per_node].T)
     found_ranks: list[int] = placed.tolist()
     return found_ranks
 
@@ -98,7 +99,7 @@ def _checked(volume: npt.ArrayLike) -> npt.NDArray[Any]:
 
 class _Volumes:
     """What each rank has of each batch, as integers of at most 2**53 in all, in another unit if need be: those that are
-    not 0, of few pairs where there are many ranks, by rank and batch; and ``table``, (num_ranks, num_ranks)."""
+    not 0, of few pairs where there are many ranks, by rank and batch; and ``table``, (batch, rank)."""
 
     def __init__(
         self, ranks: IntArray, batches: IntArray, amounts: npt.NDArray[Any], num_ranks: int, ranks_per_node: int
@@ -109,10 +110,10 @@ class _Volumes:
             pairs, which = np.unique(pairs, return_inverse=True)
             amounts = np.bincount(which, amounts)
         volumes = _as_integers(amounts, num_ranks**2)
-        self.pairs, self.volumes = pairs[volumes > 0], volumes[volumes > 0]
-        self.ranks, self.batches = np.divmod(self.pairs, num_ranks)
+        self.ranks, self.batches = np.divmod(pairs[volumes > 0], num_ranks)
+        self.volumes = volumes[volumes > 0]
         self.table = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        self.table.ravel()[self.pairs] = self.volumes
+        self.table[self.batches, self.ranks] = self.volumes
 
     def sent(self, nodes: IntArray) -> IntArray:
         """What each rank sends to other nodes if batch j is on ``nodes[j]``."""
@@ -156,8 +157,10 @@ def _exact(volumes: IntArray, ranks_per_node: int) -> IntArray | None:
     num_ranks = len(volumes)
     num_nodes = num_ranks // ranks_per_node
     num_sets = math.comb(num_ranks, ranks_per_node)
+    if num_sets > _MAX_SETS:
+        return None
     most = max((math.comb(num_ranks, ranks_per_node * n) for n in range(1, num_nodes - 1)), default=0)
-    if num_sets > _MAX_SETS or most * num_sets > _MAX_PAIRS:
+    if most * num_sets > _MAX_PAIRS:
         return None
     sets = np.array(list(itertools.combinations(range(num_ranks), ranks_per_node)))
     kept = np.zeros((num_ranks, len(sets)), dtype=np.int64)
@@ -232,16 +235,19 @@ def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
     things worse, so that the search goes on from where no swap helps.
     """
     num_ranks, ranks_per_node = volumes.num_ranks, volumes.ranks_per_node
-    by_node = volumes.table.reshape(-1, ranks_per_node, num_ranks)
+    num_nodes = num_ranks // ranks_per_node
+    of_batch = volumes.table.reshape(-1, ranks_per_node)  # row b * num_nodes + n: of batch b, on the ranks of node n
     sent = volumes.sent(nodes).reshape(-1, ranks_per_node)
     bound = volumes.least_sent()
-    has = np.split(volumes.batches, np.searchsorted(volumes.ranks, np.arange(1, num_ranks)))
+    starts = np.searchsorted(volumes.ranks, np.arange(num_ranks + 1))
+    has, amounts = split(volumes.batches, starts), split(volumes.volumes, starts)
+    members = np.argsort(nodes, kind="stable").reshape(-1, ranks_per_node)
     largest = int(_sums(volumes.ranks, volumes.volumes, num_ranks).max())
     shift = max(0, largest.bit_length() - 24)  # so that sums of squares are integers
 
-    def excess(amounts: IntArray, axis: int) -> IntArray:
+    def excess(amounts: IntArray) -> IntArray:
         above: IntArray = np.maximum((amounts >> shift) - (aim >> shift), 0)
-        squares: IntArray = (above * above).sum(axis=axis)
+        squares: IntArray = np.einsum("...r,...r", above, above)
         return squares
 
     nodes, best, best_nodes = nodes.copy(), int(sent.max()), nodes
@@ -250,7 +256,9 @@ def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
         rank = int(np.argmax(sent))
         home = rank // ranks_per_node
         aim = best - int(best * _AIM)
-        given, taken = _useful_swaps(volumes.table[rank], np.flatnonzero(nodes == home), has[rank], nodes, home)
+        mine = np.sort(members[home])
+        elsewhere = nodes[has[rank]] != home
+        given, taken = _useful_swaps(mine, volumes.table[mine, rank], has[rank][elsewhere], amounts[rank][elsewhere])
         free = (free_from[given] <= step) & (free_from[taken] <= step)
         given, taken = given[free], taken[free]
         if not given.size:
@@ -260,12 +268,17 @@ def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
             free_from[:] = 0
             continue
         others = nodes[taken]
-        at_home = sent[home][:, None] + by_node[home][:, given] - by_node[home][:, taken]
-        elsewhere = sent[others] + by_node[others, :, taken] - by_node[others, :, given]
-        change = excess(at_home, 0) + excess(elsewhere, 1) - excess(sent, 1)[others]
-        chosen = int(np.argmin(change))
+        gives, takes = given * num_nodes, taken * num_nodes
+        rows = np.concatenate([gives + home, takes + others, takes + home, gives + others])
+        moved = of_batch.take(rows, axis=0).reshape(2, -1, ranks_per_node)
+        now = np.concatenate([np.broadcast_to(sent[home], (given.size, ranks_per_node)), sent[others]])
+        after = now + moved[0] - moved[1]
+        at_home, there, before = excess(np.concatenate([after, now[given.size :]])).reshape(3, -1)
+        chosen = int(np.argmin(at_home + there - before))
         other = int(others[chosen])
-        sent[home], sent[other] = at_home[:, chosen], elsewhere[chosen]
+        sent[home], sent[other] = after[chosen], after[given.size + chosen]
+        members[home, members[home] == given[chosen]] = taken[chosen]
+        members[other, members[other] == taken[chosen]] = given[chosen]
         nodes[given[chosen]], nodes[taken[chosen]] = other, home
         free_from[given[chosen]] = free_from[taken[chosen]] = step + 1 + _TENURE + step % 5
         if (largest := int(sent.max())) < best:
@@ -276,19 +289,19 @@ def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
 
 
 def _useful_swaps(
-    amounts: IntArray, mine: IntArray, has: IntArray, nodes: IntArray, home: int
+    mine: IntArray, amounts: IntArray, theirs: IntArray, their_amounts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Pairs of a batch ``mine``, on the node ``home``, and one elsewhere of which a rank that has these ``amounts`` of
-    them has more; it has something of those that it ``has``."""
-    own = amounts[mine]
-    theirs = has[(nodes[has] != home) & (amounts[has] > own.min())]
+    """Pairs of a batch ``mine`` and one of ``theirs`` of which a rank has more; the amounts are what it has of them."""
+    more = their_amounts > amounts.min()
+    theirs, their_amounts = theirs[more], their_amounts[more]
     most = _MAX_COMPARISONS // mine.size
     if mine.size * theirs.size > most:
-        mine = mine[np.argsort(own, kind="stable")[: math.isqrt(most) + 1]]
-        theirs = theirs[np.argsort(-amounts[theirs], kind="stable")[: most // mine.size + 1]]
-        own = amounts[mine]
-    more = np.nonzero(amounts[theirs] > own[:, None])
-    return mine[more[0]], theirs[more[1]]
+        fewest = np.argsort(amounts, kind="stable")[: math.isqrt(most) + 1]
+        mine, amounts = mine[fewest], amounts[fewest]
+        largest = np.argsort(-their_amounts, kind="stable")[: most // mine.size + 1]
+        theirs, their_amounts = theirs[largest], their_amounts[largest]
+    first, second = np.nonzero(their_amounts > amounts[:, None])
+    return mine[first], theirs[second]
 
 
 def _within_node(volumes: IntArray) -> IntArray:
@@ -300,32 +313,34 @@ def _within_node(volumes: IntArray) -> IntArray:
     if size > _MAX_EXACT_NODE:
         ranks, batches = np.nonzero(volumes)
         return _fullest_first(_Volumes(ranks, batches, volumes[ranks, batches], size, 1))
-    costs = int(volumes.max()) - volumes.T
-    # Row and column 0 are none; ranks and batches are numbered from 1.
-    of_batch, of_rank = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
-    batch_of = np.zeros(size + 1, dtype=np.int64)
+    costs = (int(volumes.max()) - volumes.T).tolist()
+    # Row and column 0 are none; ranks and batches are numbered from 1. Lists, as most nodes have few ranks.
+    of_batch, of_rank, batch_of = ([0] * (size + 1) for _ in range(3))
     for batch in range(1, size + 1):
         batch_of[0], rank = batch, 0
-        least = np.full(size + 1, _NEVER)
-        came_from = np.zeros(size + 1, dtype=np.int64)
-        done = np.zeros(size + 1, dtype=bool)
-        while batch_of[rank]:
-            done[rank] = True
-            row = batch_of[rank]
-            slack = costs[row - 1] - of_batch[row] - of_rank[1:]
-            better = ~done[1:] & (slack < least[1:])
-            least[1:][better] = slack[better]
-            came_from[1:][better] = rank
-            following = int(np.argmin(np.where(done, _NEVER, least)))
-            step = least[following]
-            of_batch[batch_of[done]] += step
-            of_rank[done] -= step
-            least[~done] -= step
+        least, came_from, left = [_NEVER] * (size + 1), [0] * (size + 1), list(range(1, size + 1))
+        done = [0]
+        while row := batch_of[rank]:
+            line, paid = costs[row - 1], of_batch[row]
+            step, following = _NEVER, 0
+            for each in left:
+                slack = line[each - 1] - paid - of_rank[each]
+                if slack < least[each]:
+                    least[each], came_from[each] = slack, rank
+                if least[each] < step:
+                    step, following = least[each], each
+            for each in done:
+                of_batch[batch_of[each]] += step
+                of_rank[each] -= step
+            for each in left:
+                least[each] -= step
+            left.remove(following)
+            done.append(following)
             rank = following
         while rank:
             before = came_from[rank]
             batch_of[rank] = batch_of[before]
             rank = before
     ranks = np.zeros(size, dtype=np.int64)
-    ranks[batch_of[1:] - 1] = np.arange(size)
+    ranks[np.array(batch_of[1:]) - 1] = np.arange(size)
     return ranks

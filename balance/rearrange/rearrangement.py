@@ -44,12 +44,10 @@ class Rearrangement:
             ValueError: they are of different numbers of ranks, or one of them is no permutation of the items: the first
                 items that are missing, repeated or unknown are named.
         """
-        if not len(source) or len(source) > MAX_PARTS:
-            raise ValueError(f"source has {len(source)} ranks: expected 1 to {MAX_PARTS}")
+        begin = as_ranks(source, "source")
         if len(source) != len(target):
             raise ValueError(f"source has {len(source)} ranks, target {len(target)}: expected as many")
-        num_items = sum(map(len, source))
-        return cls(_checked(source, num_items, "source"), _checked(target, num_items, "target"))
+        return cls(begin, _checked(target, sum(map(len, source)), "target"))
 
     @property
     def num_ranks(self) -> int:
@@ -145,6 +143,17 @@ class Rearrangement:
                     end = "source" if name == "from" else "target"
                     return f"{end}[{rank}] is {_few(a)} against {_few(b)}"
         return "none"
+
+
+def as_ranks(ranks: Sequence[Items], name: str) -> tuple[IntArray, ...]:
+    """The items of each rank, checked.
+
+    Raises:
+        ValueError: there is no rank, or an item is missing, repeated or unknown.
+    """
+    if not len(ranks) or len(ranks) > MAX_PARTS:
+        raise ValueError(f"{name} has {len(ranks)} ranks: expected 1 to {MAX_PARTS}")
+    return _checked(ranks, sum(map(len, ranks)), name)
 
 
 def _checked(ranks: Sequence[Items], num_items: int, name: str) -> tuple[IntArray, ...]:

@@ -19,7 +19,7 @@ from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
 from odc.balance.rearrange.levelling import Loads
 from odc.balance.rearrange.nodes import place_items
-from odc.balance.rearrange.rearrangement import Items, Rearrangement, owners
+from odc.balance.rearrange.rearrangement import Items, as_ranks, owners
 
 _EVEN_ENOUGH = 5e-4
 """So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
@@ -66,26 +66,30 @@ def rebalance(
         raise ValueError(f"loads has {beside.size} entries: expected one for each of {num_ranks} ranks")
     if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
         raise ValueError(f"{num_ranks} ranks on nodes of ranks_per_node={ranks_per_node}: expected full nodes")
-    has = Rearrangement.between(home, home).source  # each item is there once
+    has = as_ranks(home, "home")
     num_items = sum(map(len, home))
     if values.size != num_items:
         raise ValueError(f"{values.size} costs for {num_items} items: expected one per item")
     if not num_items:
         return [[] for _ in home]
     bound = _bound(values, beside)
+    target = bound * (1 + _EVEN_ENOUGH)
     moved = _evened_out(values, has, beside, ranks_per_node or num_ranks, bound)
-    makespan = _makespan(values, moved, beside)
+    if max(moved.loads) <= target:
+        return moved.parts()
+    stuck = refine(values, moved.parts(), equal_size=False, loads=beside, target=target)
+    makespan = _makespan(values, stuck, beside)
     if makespan > bound * (1 + _WORTH_MOVING):
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
         if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
-            return anew if beside.any() else _placed(values, home, anew, ranks_per_node or num_ranks)
-    return moved
+            return anew if beside.any() else _placed(values, has, anew, ranks_per_node or num_ranks)
+    return [sorted(part) for part in stuck]
 
 
 def _evened_out(
     values: FloatArray, has: Sequence[IntArray], beside: FloatArray, ranks_per_node: int, bound: float
-) -> Parts:
-    """By moves and swaps: between nodes, then within them, then wherever it helps."""
+) -> Loads:
+    """By exchanges between nodes, then within them, then wherever it helps."""
     loads = Loads(values, has, beside, bound, bound * _AIM)
     ranks = range(len(has))
     if 1 < ranks_per_node < len(ranks):
@@ -93,10 +97,7 @@ def _evened_out(
         for first in ranks[::ranks_per_node]:
             loads.even_out(ranks[first : first + ranks_per_node])
     loads.even_out(ranks)
-    target = bound * (1 + _EVEN_ENOUGH)
-    if max(loads.loads) <= target:
-        return loads.parts()
-    return [sorted(part) for part in refine(values, loads.parts(), equal_size=False, loads=beside, target=target)]
+    return loads
 
 
 def _makespan(values: FloatArray, parts: Parts, beside: FloatArray) -> float:
@@ -111,9 +112,9 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
 
 
-def _placed(values: FloatArray, home: Sequence[Items], batches: Parts, ranks_per_node: int) -> Parts:
+def _placed(values: FloatArray, has: Sequence[IntArray], batches: Parts, ranks_per_node: int) -> Parts:
     found: Parts = [[] for _ in batches]
-    placed = place_items(owners(home), owners(batches), values, len(batches), ranks_per_node)
+    placed = place_items(owners(has), owners(batches), values, len(batches), ranks_per_node)
     for batch, rank in zip(batches, placed, strict=True):
         found[rank] = sorted(batch)
     return found
