@@ -293,7 +293,11 @@ class Plan:
         number = self.num_samples
         if not samples and not number:
             return
-        if len(samples) == number and 0 <= min(samples) <= max(samples) < number and np.bincount(samples).all():
+        if (
+            len(samples) == number
+            and 0 <= min(samples) <= max(samples) < number
+            and np.bincount(samples, minlength=number).all()
+        ):
             return
         samples = sorted(samples)
         unknown = sorted({s for s in samples if not 0 <= s < number})

@@ -133,28 +133,34 @@ class Loads:
         """
         mine, theirs = self._costs[giver], self._costs[taker]
         smallest = _MIN_GAIN * self.goal
-        least, limit = max(least, smallest), self.loads[giver] - self.loads[taker] - smallest
-        best, closest, given = (-1, -1), float("inf"), 0.0
-        # Items of the giver from the cheapest on that will do, and for each the costliest one of the taker's that
-        # leaves enough: 0 is none, i is the one before i.
+        limit = self.loads[giver] - self.loads[taker] - smallest
+        least = max(least, smallest)
+        most = min(max(most, least), limit)
+        if most < smallest:
+            return 0.0
+        best, closest = (-1, -1), float("inf")
+        # Items of the giver from the cheapest on that will do, and for each the cheapest one of the taker's that makes
+        # up for what is too much: both rise. 0 is none, i is the one before i.
         first = bisect_left(mine, least)
-        if first and smallest <= mine[first - 1] < limit:
+        if first and smallest <= mine[first - 1] <= limit:
             best, closest = (first - 1, 0), least - mine[first - 1]
         other, num_theirs = 0, len(theirs)
         for index in range(first, len(mine)):
             cost = mine[index]
-            while other < num_theirs and cost - theirs[other] >= least:
+            if cost <= most:
+                best = index, 0
+                break
+            while other < num_theirs and cost - theirs[other] > most:
                 other += 1
             given = cost - theirs[other - 1] if other else cost
-            if given < limit:
-                if given <= most:
-                    best = index, other
-                    break
-                if given - most < closest:
-                    best, closest = (index, other), given - most
+            if given - most < closest and given <= limit:
+                best, closest = (index, other), given - most
             if other < num_theirs:
                 given = cost - theirs[other]
-                if least - given < closest and smallest <= given < limit:
+                if given >= least:
+                    best = index, other + 1
+                    break
+                if least - given < closest and given >= smallest:
                     best, closest = (index, other + 1), least - given
         index, other = best
         if index < 0:
