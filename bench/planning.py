@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -198,8 +199,9 @@ def main(
     result["environment"] = describe_environment()
     if before is not None:
         result["before"] = json.loads(before.read_text())
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables(result):
-        Console().print(table)
+        console.print(table)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=1) + "\n")

@@ -128,8 +128,9 @@ def test_an_exchange_is_the_one_that_moves_least_of_those_that_suit(m: int, n: i
         came = sum(costs[item] for item in range(m, m + n) if item not in parts[1])
         assert left + came == pytest.approx(min(suiting))
     else:
+        most = min(most, start[0] - start[1])  # more would only turn them round
         off = min(max(least - (a - b), a - b - most) for a, b in allowed)
-        assert max(least - given, given - most) == pytest.approx(off, abs=1e-9)
+        assert max(least - given, given - most) == pytest.approx(off, abs=1e-5)
 
 
 def test_few_large_items_in_bad_places_are_shared_out_anew() -> None:

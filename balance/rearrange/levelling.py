@@ -134,10 +134,10 @@ class Loads:
         mine, theirs = self._costs[giver], self._costs[taker]
         smallest = _MIN_GAIN * self.goal
         limit = self.loads[giver] - self.loads[taker] - smallest
-        least = max(least, smallest)
-        most = min(max(most, least), limit)
-        if most < smallest:
+        if limit < smallest:
             return 0.0
+        least = min(max(least, smallest), limit)
+        most = min(max(most, least), limit)
         best, closest = (-1, -1), float("inf")
         # Items of the giver from the cheapest on that will do, and for each the cheapest one of the taker's that makes
         # up for what is too much: both rise. 0 is none, i is the one before i.
