@@ -4,7 +4,8 @@
     python -m odc.bench.planning --before runs/planning_before.json --json runs/planning.json
 
 - Loader: CPU time per minibatch of a :class:`~odc.balance.MinibatchLoader` of one rank, in all threads and in the one
-  that trains, whose samples cost nothing to read. An epoch is gone through, its shuffle included.
+  that trains, whose samples cost nothing to read. An epoch is gone through, its shuffle included; its first two
+  minibatches are planned by the thread that trains, the others beside it.
 - ``rebalance``: samples of MLLM-10B where they were read, nodes of 8 ranks. ``moved`` is the cost that changes ranks,
   ``between_nodes`` the tokens that change nodes, both of all; ``excess`` is the makespan above the mean.
 - Plans: all phases of MLLM-10B (:func:`odc.bench.multimodal_simulated.orchestrator`), each balanced by itself.
