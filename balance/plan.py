@@ -4,17 +4,70 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, overload
 
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
 from odc.balance.layout import Layout, as_layout, microbatch_costs, microbatch_tokens
+from odc.balance.partition.differencing import Parts
 from odc.errors import shown
 
 Comm = Literal["odc", "collective"]
+
+
+class PackedOnDemand(Sequence[Parts]):
+    """:attr:`Plan.microbatches` where each rank packs for itself: a rank's samples are packed when they are asked for.
+
+    So a rank that trains by a plan packs its own, and only what looks at all ranks packs for all.
+
+    Args:
+        ranks: the samples of each rank.
+        pack: makes microbatches of the samples of one rank, always the same.
+        check: called with a rank and its microbatches, once they are packed.
+    """
+
+    def __init__(
+        self, ranks: Parts, pack: Callable[[list[int]], Parts], check: Callable[[int, Parts], None] | None = None
+    ) -> None:
+        self.ranks = ranks
+        self._pack = pack
+        self._check = check
+        self._packed: list[Parts | None] = [None] * len(ranks)
+
+    def checked(self, check: Callable[[int, Parts], None]) -> PackedOnDemand:
+        """The same, of which each rank is checked."""
+        return PackedOnDemand(self.ranks, self._pack, check)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @overload
+    def __getitem__(self, rank: int) -> Parts: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[Parts]: ...
+
+    def __getitem__(self, rank: int | slice) -> Parts | list[Parts]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(len(self))[rank]]
+        if (found := self._packed[rank]) is None:
+            # Threads that come here at once pack the same.
+            found = self._pack(self.ranks[rank])
+            if sorted(itertools.chain.from_iterable(found)) != sorted(self.ranks[rank]):
+                raise ValueError(f"rank {rank} has samples {self.ranks[rank]}, packed into {found}: expected the same")
+            if self._check is not None:
+                self._check(range(len(self))[rank], found)
+            self._packed[rank] = found
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +84,9 @@ class Plan:
             lengths or costs are not what they should be, or ``attention_costs`` and ``layout`` do not fit together.
     """
 
-    microbatches: list[list[list[int]]]
-    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution."""
+    microbatches: Sequence[Parts]
+    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. Where ranks pack for
+    themselves, a rank's are packed, and their tokens checked, when they are first looked at."""
 
     lengths: IntArray
     """Tokens of each sample, (num_samples,) int64."""
@@ -61,37 +115,34 @@ class Plan:
     "padded-attention", where attention costs what that of the longest sample does, times the number of samples."""
 
     def __post_init__(self) -> None:
-        microbatches = [
-            [[operator.index(sample) for sample in microbatch] for microbatch in mine] for mine in self.microbatches
-        ]
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
         lengths.flags.writeable = costs.flags.writeable = False
-        checked: dict[str, object] = {"microbatches": microbatches, "lengths": lengths, "costs": costs}
+        checked: dict[str, object] = {"lengths": lengths, "costs": costs}
         checked["max_tokens"] = as_count(self.max_tokens, "max_tokens")
         checked["layout"] = as_layout(self.layout)
         checked["microbatch_cost"] = as_cost(self.microbatch_cost, "microbatch_cost")
         if self.speeds is not None:
-            checked["speeds"] = tuple(as_speeds(self.speeds, len(microbatches)).tolist())
+            checked["speeds"] = tuple(as_speeds(self.speeds, len(self.microbatches)).tolist())
         if self.attention_costs is not None:
             attention = as_costs(self.attention_costs, "attention_costs").copy()
             attention.flags.writeable = False
             checked["attention_costs"] = attention
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        self._check_samples()
         self._check_attention()
-        self._check_limit()
+        object.__setattr__(self, "microbatches", self._checked_microbatches())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
         return (
-            (self.microbatches, self.max_tokens, self.policy) == (other.microbatches, other.max_tokens, other.policy)
+            (self.max_tokens, self.policy) == (other.max_tokens, other.policy)
             and (self.microbatch_cost, self.speeds, self.layout) == (other.microbatch_cost, other.speeds, other.layout)
             and np.array_equal(self.lengths, other.lengths)
             and np.array_equal(self.costs, other.costs)
             # Of equal layouts, so both or none of them are None.
             and (self.attention_costs is None or np.array_equal(self.attention_costs, other.attention_costs))  # type: ignore[arg-type]
+            and list(self.microbatches) == list(other.microbatches)
         )
 
     @property
@@ -216,29 +267,56 @@ class Plan:
                 f"{self.costs[more[0]]}: expected attention to be a part of the sample's whole cost"
             )
 
-    def _check_samples(self) -> None:
-        if not self.microbatches:
+    def _checked_microbatches(self) -> Sequence[Parts]:
+        """The plan's own copy, where it is packed already."""
+        if not len(self.microbatches):
             raise ValueError("the plan has no rank: expected at least one")
         if self.costs.size != self.num_samples:
             raise ValueError(f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample")
-        samples = sorted(sample for mine in self.microbatches for part in mine for sample in part)
-        if samples != list(range(self.num_samples)):
-            unknown = sorted({s for s in samples if not 0 <= s < self.num_samples})
-            missing = sorted(set(range(self.num_samples)) - set(samples))
-            repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})
-            raise ValueError(
-                f"{self.policy}: every sample 0..{self.num_samples - 1} must be in the plan once; "
-                f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
-            )
+        check = partial(_check_limit, self.policy, self.lengths, self.layout, int(self.max_tokens))
+        if isinstance(self.microbatches, PackedOnDemand):
+            self._check_samples(list(itertools.chain.from_iterable(self.microbatches.ranks)))
+            return self.microbatches.checked(check)
+        chain = itertools.chain.from_iterable
+        if set(map(type, chain(chain(self.microbatches)))) <= {int}:
+            microbatches = [list(map(list, mine)) for mine in self.microbatches]
+        else:
+            index = operator.index
+            microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
+        self._check_samples(list(chain(chain(microbatches))))
+        tokens = microbatch_tokens(microbatches, self.lengths, self.layout)
+        for rank in np.flatnonzero((tokens > self.max_tokens).any(axis=1)).tolist():
+            check(rank, microbatches[rank])
+        return microbatches
 
-    def _check_limit(self) -> None:
-        tokens = self.microbatch_tokens()
-        for rank, m in np.argwhere(tokens > self.max_tokens).tolist():
-            padded = " with its padding" if self.layout == "padded" else ""
-            raise ValueError(
-                f"{self.policy}: microbatch {m} of rank {rank} has {tokens[rank, m]} tokens{padded}: "
-                f"expected at most max_tokens={self.max_tokens}"
-            )
+    def _check_samples(self, samples: list[int]) -> None:
+        number = self.num_samples
+        if not samples and not number:
+            return
+        if (
+            len(samples) == number
+            and 0 <= min(samples) <= max(samples) < number
+            and np.bincount(samples, minlength=number).all()
+        ):
+            return
+        samples = sorted(samples)
+        unknown = sorted({s for s in samples if not 0 <= s < number})
+        missing = sorted(set(range(number)) - set(samples))
+        repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})
+        raise ValueError(
+            f"{self.policy}: every sample 0..{number - 1} must be in the plan once; "
+            f"missing: {missing}, repeated: {repeated}, unknown: {unknown}"
+        )
+
+
+def _check_limit(policy: str, lengths: IntArray, layout: Layout, max_tokens: int, rank: int, parts: Parts) -> None:
+    tokens = microbatch_tokens([parts], lengths, layout)[0]
+    for m in np.flatnonzero(tokens > max_tokens).tolist():
+        padded = " with its padding" if layout == "padded" else ""
+        raise ValueError(
+            f"{policy}: microbatch {m} of rank {rank} has {tokens[m]} tokens{padded}: "
+            f"expected at most max_tokens={max_tokens}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,6 +64,8 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
         (MULTIMODAL, "multimodal_cpu_4ranks", _multimodal_4ranks),
         (MULTIMODAL, "multimodal_emulated", _multimodal_emulated),
         (MULTIMODAL, "multimodal_simulated", _multimodal_simulated),
+        (MULTIMODAL, "planning", _planning_moved),
+        (README, "planning", _planning),
         (README, "partition_speed", _partition_speed),
         (README, "primitives_cpu_2ranks", _primitives),
         (README, "primitives_tcp_cpu_2ranks", _primitives_tcp),
@@ -320,6 +322,29 @@ def _multimodal_simulated(result: dict[str, Any]) -> Figures:
         if entry["ranks"] == 2560:
             text += f" {against_smaller[entry['model']]:.2f}x |"
         yield f"| {name} |", text
+
+
+def _planning_moved(result: dict[str, Any]) -> Figures:
+    moved, plan = result["rebalance"][-1], result["plan"][-1]
+    yield (
+        "",
+        f"On {moved['ranks']} ranks, samples of {result['model']}, {moved['moved']:.1%} of the cost changes ranks and "
+        f"{moved['between_nodes']:.1%} of the tokens nodes; all phases are planned in {_s(plan)} s",
+    )
+
+
+def _planning(result: dict[str, Any]) -> Figures:
+    for row, old in zip(result["loader"][-2:], result["before"]["loader"][-2:], strict=True):
+        yield (
+            f"| {row['ranks']} ranks, {row['samples_per_rank']} samples each |",
+            f" {1e3 * row['cpu_s']['median']:.0f} ms | {1e3 * old['cpu_s']['median']:.0f} ms |",
+        )
+    plan, old = result["plan"][-1], result["before"]["plan"][-1]
+    yield f"| {result['model']}, {plan['ranks']} ranks |", f" {_s(plan)} s | {_s(old)} s |"
+
+
+def _s(row: dict[str, Any]) -> str:
+    return f"{row['cpu_s']['median']:.2f}"
 
 
 def _partition_speed(result: dict[str, Any]) -> Figures:

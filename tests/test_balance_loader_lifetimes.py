@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import re
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from test_balance_loader_workers import (
 from torch.utils.data import get_worker_info
 
 from odc.balance import Minibatch, MinibatchLoader, pack_collate
+from odc.balance.policies import LBMini
+from odc.balance.policies.base import Job
 
 
 def num_workers_alive() -> int:
@@ -222,3 +225,25 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_loader(**options)
     assert num_workers_alive() == 0
+
+
+class FailingPolicy(LBMini):
+    """Cannot plan the third minibatch."""
+
+    def __init__(self) -> None:
+        self.num_plans = 0
+
+    def assign(self, job: Job) -> Sequence[list[list[int]]]:
+        self.num_plans += 1
+        if self.num_plans == 3:
+            raise ArithmeticError("no plan")
+        return super().assign(job)
+
+
+def test_an_error_of_planning_comes_where_its_minibatch_is_asked_for() -> None:
+    iterator = iter(make_index_loader(policy=FailingPolicy(), minibatch_size=1))
+    next(iterator)
+    next(iterator)
+    with pytest.raises(ArithmeticError, match="no plan"):
+        next(iterator)
+    assert "odc-ahead" not in {thread.name for thread in threading.enumerate()}

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,19 +223,21 @@ class CountingPolicy(LBMini):
     def __init__(self) -> None:
         self.num_plans = 0
 
-    def assign(self, job: Job) -> list[list[list[int]]]:
+    def assign(self, job: Job) -> Sequence[list[list[int]]]:
         self.num_plans += 1
         return super().assign(job)
 
 
-@pytest.mark.parametrize(("options", "num_ahead"), [({}, 0), ({**WORKERS, "prefetch_factor": 1}, 2)])
-def test_minibatches_are_planned_when_needed(options: dict[str, Any], num_ahead: int) -> None:
-    policy = CountingPolicy()
-    iterator = iter(make_index_loader(policy=policy, minibatch_size=1, **options))
-    next(iterator)
-    assert policy.num_plans == 1 + num_ahead  # a microbatch for each worker, beyond the one that came
-    next(iterator)
-    assert policy.num_plans == 2 + num_ahead
+@pytest.mark.parametrize(("options", "num_plans"), [({}, [1, 3, 4]), ({**WORKERS, "prefetch_factor": 1}, [4, 5, 6])])
+def test_minibatches_are_planned_when_needed(options: dict[str, Any], num_plans: list[int]) -> None:
+    """Each of two workers has a microbatch in advance, and from then on one minibatch more is planned in a thread."""
+    for num_taken, expected in enumerate(num_plans, 1):
+        policy = CountingPolicy()
+        iterator = iter(make_index_loader(policy=policy, minibatch_size=1, **options))
+        for _ in range(num_taken):
+            next(iterator)
+        iterator.close()  # type: ignore[attr-defined]  # not before the thread has ended
+        assert policy.num_plans == expected
 
 
 # Resuming.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from odc.balance import QuadraticCost, place_on_nodes, post_balance, sample_lengths
 from odc.balance.rearrange import nodes as nodes_module
+from odc.balance.rearrange.nodes import place_items
 
 
 def sent_to_other_nodes(volume: np.ndarray, placed: list[int], ranks_per_node: int) -> np.ndarray:
@@ -139,6 +140,14 @@ def test_batches_go_home() -> None:
     volume[owners, np.arange(32)] = np.arange(1, 33)
     for ranks_per_node in (1, 4, 16, 32):
         assert place_on_nodes(volume, ranks_per_node) == owners.tolist()
+
+
+def test_given_in_parts() -> None:
+    rng = np.random.default_rng(5)
+    ranks, batches, amounts = rng.integers(0, 24, 300), rng.integers(0, 24, 300), rng.random(300)
+    volume = np.zeros((24, 24))
+    np.add.at(volume, (ranks, batches), amounts)
+    assert place_items(ranks, batches, amounts, 24, 4) == place_on_nodes(volume, 4)
 
 
 def test_nothing_to_send() -> None:

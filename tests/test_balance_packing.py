@@ -45,7 +45,13 @@ def test_pack(values: list[int], limit: int) -> None:
     check_packing(lengths, parts, limit)
     assert all(parts)
     bins = first_fit_decreasing(lengths, limit)
-    check_packing(lengths, bins, limit)
+    simple: list[list[int]] = []
+    for sample in sorted(range(lengths.size), key=lambda sample: -lengths[sample]):
+        fitting = (part for part in simple if lengths[part].sum() + lengths[sample] <= limit)
+        if (part := next(fitting, None)) is None:
+            simple.append(part := [])
+        part.append(sample)
+    assert bins == simple
     assert min_microbatches(lengths, limit) <= len(parts) <= len(bins)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import odc.balance.partition.refine as refine_module
 from odc.balance import karmarkar_karp
 from odc.balance.partition import split_beside
 from odc.balance.partition.bounds import lower_bound
@@ -335,3 +336,15 @@ def test_beside_loads_close_to_exhaustive_search(n: int, k: int) -> None:
         excess.append(found / best - 1)
     assert min(excess) > -1e-12
     assert np.mean(excess) < 0.02
+
+
+@pytest.mark.parametrize("width", [12, 60])
+def test_pairs_compared_in_blocks_are_improved_alike(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Dense comparisons, and those with the nearest counterparts."""
+    rng = np.random.default_rng(width)
+    costs = rng.lognormal(0, 1, 40 * width)
+    start = [list(range(part * width, (part + 1) * width)) for part in range(40)]
+    found = [refine_module.refine(costs, start, equal_size=equal_size) for equal_size in (False, True)]
+    for block in (1, 3000, 2**30):
+        monkeypatch.setattr(refine_module, "_BLOCK", block)
+        assert [refine_module.refine(costs, start, equal_size=equal_size) for equal_size in (False, True)] == found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
 from odc.balance import LinearCost, Machine, Plan, QuadraticCost, TransformerCost, bubble_rate, preset
 from odc.balance.costs import attention_costs
+from odc.balance.plan import PackedOnDemand, PlannedMinibatch
 from odc.balance.simulate.machine import Stopwatch
 
 
@@ -184,6 +187,49 @@ def test_bad_arrays() -> None:
         Plan([[[0]]], np.array([1]), np.ones(1), 0, "by-hand")
     with pytest.raises(TypeError):
         Plan([[[0.5]]], np.array([1]), np.ones(1), 4, "by-hand")  # type: ignore[list-item]
+
+
+def pairs(samples: list[int]) -> list[list[int]]:
+    return [samples[i : i + 2] for i in range(0, len(samples), 2)]
+
+
+def test_a_rank_is_packed_when_it_is_looked_at() -> None:
+    asked: list[list[int]] = []
+
+    def pack(samples: list[int]) -> list[list[int]]:
+        asked.append(samples)
+        return pairs(samples)
+
+    ranks = [[0, 3, 4], [1], [], [2, 5]]
+    plan = make(PackedOnDemand(ranks, pack), [1.0] * 6)  # type: ignore[arg-type]
+    assert (plan.world_size, plan.num_samples, asked) == (4, 6, [])
+    for _ in range(2):
+        assert plan.microbatches[0] == [[0, 3], [4]]
+        assert PlannedMinibatch(np.arange(10, 16), plan).of_rank(1) == [[11]]
+        assert asked == [[0, 3, 4], [1]]
+    assert plan.microbatches[-1] == [[2, 5]]
+    assert plan.num_microbatches == (2, 1, 0, 1)
+    assert asked == [[0, 3, 4], [1], [2, 5], []]
+    packed = make([pairs(mine) for mine in ranks], [1.0] * 6)
+    assert plan == packed == plan
+    assert plan.microbatches == packed.microbatches
+    assert plan.microbatches[1:3] == [[[1]], []]
+    assert plan.explain() == packed.explain()
+    again = pickle.loads(pickle.dumps(make(PackedOnDemand(ranks, pairs), [1.0] * 6)))  # type: ignore[arg-type]
+    assert again == packed
+
+
+def test_what_is_packed_on_demand_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"missing: \[1\], repeated: \[0\]"):
+        make(PackedOnDemand([[0], [0]], pairs), [1.0, 1.0])  # type: ignore[arg-type]
+    plan = make(PackedOnDemand([[0], [1, 2]], pairs), [1.0] * 3, max_tokens=4)  # type: ignore[arg-type]
+    assert plan.microbatches[0] == [[0]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="microbatch 0 of rank 1 has 5 tokens: expected at most max_tokens=4"):
+            plan.microbatches[1]
+    lost = make(PackedOnDemand([[0], [1, 2]], lambda samples: [samples[:1]]), [1.0] * 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rank 1 has samples \[1, 2\], packed into \[\[1\]\]: expected the same"):
+        lost.explain()
 
 
 def test_unknown_comm() -> None:

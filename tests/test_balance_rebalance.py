@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import Rearrangement, karmarkar_karp, rebalance
+from odc.balance.rearrange.levelling import Loads
 
 
 def span(costs: np.ndarray, parts: list[list[int]], loads: np.ndarray | float = 0.0) -> float:
@@ -82,6 +83,56 @@ def test_little_moves_between_nodes() -> None:
     assert span(costs, rebalance(costs, home, ranks_per_node=8)) < 1.002 * costs.sum() / num_ranks
 
 
+@pytest.mark.parametrize(("num_ranks", "samples"), [(16, 80), (64, 30)])
+def test_hardly_more_moves_than_ranks_and_nodes_have_too_much(num_ranks: int, samples: int) -> None:
+    """What is above the mean has to move in any way."""
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        costs = rng.lognormal(0, 0.7, num_ranks * samples)
+        home = [list(range(rank * samples, (rank + 1) * samples)) for rank in range(num_ranks)]
+        volume = Rearrangement.between(home, rebalance(costs, home, ranks_per_node=8)).volume(costs)
+        node = np.arange(num_ranks) // 8
+        for of in (np.arange(num_ranks), node):
+            loads = np.bincount(of, volume.sum(axis=1))
+            too_much = np.maximum(loads - loads.mean(), 0).sum()
+            moved = volume[of[:, None] != of].sum()
+            assert too_much * 0.99 - 1e-3 * loads.sum() <= moved <= 2.2 * too_much + 1e-2 * loads.sum()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 10**6))
+def test_an_exchange_is_the_one_that_moves_least_of_those_that_suit(m: int, n: int, seed: int) -> None:
+    """Against all moves of one item and all swaps of two; where none suits, what comes closest."""
+    rng = np.random.default_rng(seed)
+    costs = rng.lognormal(0, 1, m + n)
+    home = [np.arange(m), np.arange(m, m + n)]
+    beside = np.array([max(0.0, costs[m:].sum() - costs[:m].sum()) + 1.0, 0.0])
+    loads = Loads(costs, home, beside, 1.0, 1e-3)
+    start = list(loads.loads)
+    least, most = np.sort(rng.uniform(0.01, 1.5, 2)).tolist()
+    options = [(given, 0.0) for given in costs[:m]] + list(itertools.product(costs[:m], costs[m:]))
+    allowed = [(a, b) for a, b in options if 1e-6 <= a - b < start[0] - start[1] - 1e-6]
+    given = loads._exchange(0, 1, least, most)
+    assert loads.loads[0] == pytest.approx(start[0] - given)
+    assert loads.loads[1] == pytest.approx(start[1] + given)
+    parts = loads.parts()
+    assert sorted(item for part in parts for item in part) == list(range(m + n))
+    assert loads.loads == pytest.approx([costs[parts[0]].sum() + beside[0], costs[parts[1]].sum()])
+    if not allowed:
+        assert given == 0.0
+        return
+    suiting = [a + b for a, b in allowed if least <= a - b <= most]
+    if suiting:
+        assert least - 1e-12 <= given <= most + 1e-12
+        left = sum(costs[item] for item in range(m) if item not in parts[0])
+        came = sum(costs[item] for item in range(m, m + n) if item not in parts[1])
+        assert left + came == pytest.approx(min(suiting))
+    else:
+        most = min(most, start[0] - start[1])  # more would only turn them round
+        off = min(max(least - (a - b), a - b - most) for a, b in allowed)
+        assert max(least - given, given - most) == pytest.approx(off, abs=1e-5)
+
+
 def test_few_large_items_in_bad_places_are_shared_out_anew() -> None:
     costs = np.array([7.0, 6.0, 5.0, 5.0, 4.0, 4.0])  # 16, 15: no move and no swap of one item leads there from here
     home = [[0, 1, 3], [2, 4, 5]]
@@ -97,7 +148,7 @@ def test_few_large_items_in_bad_places_are_shared_out_anew() -> None:
         (([-1.0, 1.0], [[0], [1]]), {}, r"costs\[0\] is -1.0"),
         (([1.0, 1.0], [[0], [1]]), {"loads": [1.0]}, "loads has 1 entries: expected one for each of 2 ranks"),
         (([1.0, 1.0], [[0], [1]]), {"ranks_per_node": 3}, "expected full nodes"),
-        (([], []), {}, "source has 0 ranks"),
+        (([], []), {}, "home has 0 ranks: expected 1 to"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: tuple, options: dict, words: str) -> None:

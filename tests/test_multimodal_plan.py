@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toy_modalities import make_sample, orchestrator, split
 
 from odc.balance import ItemLengths, LinearCost, Orchestrator, Phase, QuadraticCost, SampleLengths
-from odc.balance.multimodal import MinibatchLengths, RankLengths, step_times
+from odc.balance.multimodal import Items, MinibatchLengths, RankLengths, step_times
 
 
 def minibatch(num_ranks: int, num_samples: int, seed: int) -> list[list[SampleLengths]]:
@@ -185,6 +185,17 @@ def test_lengths_travel_as_numbers() -> None:
         assert [whole.rank_of(sample) for rank in range(3) for sample in whole.samples_of(rank)] == [
             rank for rank in range(3) for _ in whole.samples_of(rank)
         ]
+
+
+def test_items_of_ranks_sample_by_sample() -> None:
+    rng = np.random.default_rng(3)
+    for num_samples in (0, 1, 40):
+        sample = np.sort(rng.integers(0, max(num_samples, 1), 60 if num_samples else 0))
+        items = Items(sample, sample, sample, sample)
+        ranks = np.split(rng.permutation(num_samples), np.sort(rng.integers(0, num_samples + 1, 4)))
+        expected = [[int(item) for s in mine for item in np.flatnonzero(sample == s)] for mine in ranks]
+        assert [mine.tolist() for mine in items.of_ranks(ranks)] == expected
+        assert [items.of_samples(mine.tolist()) for mine in ranks] == expected
 
 
 def test_the_first_difference_of_two_schedules_is_named() -> None:

@@ -121,10 +121,10 @@ def test_balance_does_not_change_a_scripts_losses(
 
 def assert_balanced(ours: list[float], text: str, expected: list[float]) -> None:
     assert ours == pytest.approx(expected, rel=1e-5)
-    planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .* in (\d+) minibatches", text)
+    planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .*, (\d+) to (\d+) in a minibatch", text)
     assert planned is not None
     assert int(planned[1]) == STEPS
-    assert int(planned[2]) > 0
+    assert 0 < int(planned[2]) < int(planned[3])
 
 
 @pytest.mark.extended

@@ -34,7 +34,7 @@ class GivenBatches:
 class Part:
     """What takes the place of a rank's batch: one part of an optimizer step, not planned yet.
 
-    It is planned where it is read. So skipped parts (to resume) cost nothing, and workers plan ahead.
+    It is planned where it is read, in workers if there are any. So skipped parts (to resume) cost nothing.
     """
 
     samples: IntArray
@@ -43,6 +43,9 @@ class Part:
     index: int
     num_parts: int
     """As many as a rank would have got batches in this step."""
+
+    following: IntArray | None = None
+    """The samples of the next step, to plan ahead; None: there is none."""
 
 
 class BalancedBatches:
@@ -96,11 +99,13 @@ class BalancedBatches:
 
     def __iter__(self) -> Iterator[Part]:
         samples, starts = self.rounds()
-        for first in range(0, len(starts) - 1, self.accumulation_steps):
-            stop = min(first + self.accumulation_steps, len(starts) - 1)
-            step = samples[starts[first] : starts[stop]]
-            for index in range(stop - first):
-                yield Part(step, index, stop - first)
+        ends = [*range(0, len(starts) - 1, self.accumulation_steps), len(starts) - 1]
+        steps = [samples[starts[first] : starts[stop]] for first, stop in itertools.pairwise(ends)]
+        for number, step in enumerate(steps):
+            num_parts = ends[number + 1] - ends[number]
+            following = steps[number + 1] if number + 1 < len(steps) else None
+            for index in range(num_parts):
+                yield Part(step, index, num_parts, following)
 
     def rounds(self) -> tuple[IntArray, IntArray]:
         """The samples of an epoch by rounds, in each of which every rank gets a batch.

@@ -42,8 +42,8 @@ class Bundle:
     num_first_labels: int = 0
     """First tokens of samples that had a label before they were packed."""
 
-    planned: tuple[int, ...] = ()
-    """Microbatches that the step's plan has for each rank; in the first bundle of a step only."""
+    planned: int = 0
+    """Microbatches that the step's plan has for this rank; in the first bundle of a step only."""
 
     end: StepEnd | None = None
     """The optimizer step ends with this bundle."""

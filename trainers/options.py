@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,24 +114,16 @@ class Tally:
     """What was planned and trained, for people."""
 
     minibatches: int = 0
-    unequal: int = 0
-    """Minibatches in which ranks got different numbers of microbatches."""
-
-    microbatches: list[int] = field(default_factory=list)
-    """Of each rank, as planned."""
-
     num_run: int = 0
     """Microbatches of this rank."""
 
+    fewest: int = 0
+    """Microbatches that were planned for this rank in a minibatch; and ``most``. (How many other ranks have is known to
+    these: a rank packs its own.)"""
+
+    most: int = 0
     num_streamed: int = 0
     """Samples of all ranks in minibatches of a stream."""
-
-    def add(self, counts: Sequence[int]) -> None:
-        """One minibatch with so many microbatches per rank."""
-        self.minibatches += 1
-        self.unequal += len(set(counts)) > 1
-        before = self.microbatches or [0] * len(counts)
-        self.microbatches = [a + b for a, b in zip(before, counts, strict=True)]
 
     def add_item(self, item: object) -> None:
         """Of a loader: the first bundle of a step tells what was planned, the last one what was streamed."""
@@ -139,7 +131,9 @@ class Tally:
             return
         self.num_run += len(item.microbatches)
         if item.planned:
-            self.add(item.planned)
+            self.fewest = min(self.fewest or item.planned, item.planned)
+            self.most = max(self.most, item.planned)
+            self.minibatches += 1
         if item.end is not None and item.end.num_samples:
             self.minibatches += 1
             self.num_streamed += item.end.num_samples
@@ -152,10 +146,9 @@ class Tally:
                 f"{self.minibatches} minibatches of {self.num_streamed / self.minibatches:.1f} samples on average; "
                 f"microbatches of this rank: {self.num_run}"
             )
-        per_rank = " ".join(map(str, self.microbatches))
         return (
-            f"{self.minibatches} minibatches planned; microbatches of each rank: {per_rank}; different numbers in "
-            f"{self.unequal} minibatches"
+            f"{self.minibatches} minibatches planned; microbatches of this rank: {self.num_run}, {self.fewest} to "
+            f"{self.most} in a minibatch"
         )
 
 
@@ -171,12 +164,10 @@ class Planner:
         """Of one minibatch; its indices are positions in ``samples``, which may hold a sample twice."""
         return self.policy.plan_job(self.job.of(samples))
 
-    def microbatches(self, samples: Sequence[int] | IntArray) -> list[list[list[int]]]:
-        """``[rank][microbatch]``: lists of samples. At least one microbatch per rank, an empty one if need be."""
+    def microbatches(self, samples: Sequence[int] | IntArray, rank: int) -> list[list[int]]:
+        """Those of one rank, as lists of samples: at least one, an empty one if need be."""
         indices = np.asarray(samples, dtype=np.int64)
-        return [
-            [indices[microbatch].tolist() for microbatch in mine] or [[]] for mine in self.plan(indices).microbatches
-        ]
+        return [indices[microbatch].tolist() for microbatch in self.plan(indices).microbatches[rank]] or [[]]
 
 
 def default_cost(config: object) -> CostModel:

@@ -10,13 +10,15 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from odc.balance.checks import IntArray
+from odc.balance.data.ahead import Later
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
 from odc.balance.data.reader import name_samples
 from odc.errors import ConfigError, UnsupportedError
@@ -122,7 +124,9 @@ class PackedDataset(Dataset[Bundle]):
         self._may_split = may_split
         self._context = context
         self._warned = False
-        self._planned: tuple[IntArray, list[list[list[int]]]] | None = None
+        self._planned: tuple[IntArray, list[list[int]]] | None = None
+        self._ahead: tuple[IntArray, Later[list[list[int]]]] | None = None
+        """Of the step after this one."""
 
     def __getitems__(self, part: Part) -> Bundle:
         """Plan, read, collate and pack. Torch's loaders ask for a whole batch by this name.
@@ -131,23 +135,35 @@ class PackedDataset(Dataset[Bundle]):
             UnsupportedError: a sample cannot be packed; names it.
             ConfigError: a sample has more tokens than ``max_tokens``, or a microbatch and cannot be split.
         """
-        ranks = self._plan(part.samples)
-        mine = cut(ranks[self._rank], part.num_parts)[part.index]
+        planned = self._plan(part)
+        mine = cut(planned, part.num_parts)[part.index]
         alone = [[(sample, self._collated(sample)) for sample in microbatch] for microbatch in mine]
         num_first_labels = sum(int((one["labels"][:, :1] != IGNORED).sum()) for row in alone for _, one in row)
         rows = [row for microbatch in alone for row in self._rows(microbatch)]
-        planned = tuple(map(len, ranks)) if part.index == 0 else ()
+        num_planned = len(planned) if part.index == 0 else 0
         end = StepEnd() if part.index == part.num_parts - 1 else None
-        return Bundle([pack(row, self.example) for row in rows], num_first_labels, planned, end)
+        return Bundle([pack(row, self.example) for row in rows], num_first_labels, num_planned, end)
 
     def __len__(self) -> int:
         """Samples, as of the dataset itself: libraries print it."""
         return len(self.dataset)
 
-    def _plan(self, samples: IntArray) -> list[list[list[int]]]:
-        """The parts of a step are read one after the other, so its plan is kept for the next."""
-        if self._planned is None or not np.array_equal(self._planned[0], samples):
-            self._planned = samples, self._planner.microbatches(samples)
+    def __getstate__(self) -> dict[str, Any]:
+        """What workers that are not forked get."""
+        return {**self.__dict__, "_ahead": None}
+
+    def _plan(self, part: Part) -> list[list[int]]:
+        """The microbatches of this rank. The parts of a step are read one after the other, so its plan is kept for the
+        next, and meanwhile a thread plans the following step; not in workers, which are ahead as they are."""
+        if self._planned is None or not np.array_equal(self._planned[0], part.samples):
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and np.array_equal(ahead[0], part.samples):
+                self._planned = part.samples, ahead[1].result()
+            else:
+                self._planned = part.samples, self._planner.microbatches(part.samples, self._rank)
+            if part.following is not None and get_worker_info() is None:
+                plan = partial(self._planner.microbatches, part.following, self._rank)
+                self._ahead = part.following, Later(plan)
         return self._planned[1]
 
     def _collated(self, sample: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
+from odc.balance.data.ahead import ahead
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
@@ -39,7 +41,8 @@ class Minibatch(Generic[BatchT]):
     """Number of samples of the global minibatch."""
 
     plan: Plan | None = None
-    """The plan of all ranks; None in a stream, where no rank knows the lengths of the others' samples."""
+    """The plan of all ranks, each packed when it is looked at; None in a stream, where no rank knows the lengths of the
+    others' samples."""
 
 
 def loss_scale(world_size: int, num_loss_tokens: int) -> float:
@@ -61,7 +64,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     For each minibatch: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``,
     backward; then step. Every rank makes the loader with the same arguments but its own ``rank``; nothing is
-    communicated. There is one iteration at a time: another, another epoch or a state loaded ends it.
+    communicated. There is one iteration at a time: another, another epoch or a state loaded ends it. The next minibatch
+    is planned in a thread while one is trained on: who gets which samples, and how this rank packs its own.
 
     With ``num_workers``, microbatches are read and collated by worker processes while this one trains, and
     minibatches are planned as far ahead as that needs. What is yielded, and :meth:`state_dict`, are the same
@@ -192,15 +196,16 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         start, self._start = self._start, 0
         self._num_yielded = start
         iteration = self._iterations.begin()
-        # The plans are read twice: by the reader, ahead, for what to make, and here for what that belongs to.
-        plans, ahead = itertools.tee(self._planned(start))
-        batches = self._reader.read(_microbatches(ahead, self.rank), self._worker_seed(start))
-        for number, planned in enumerate(plans, start):
-            self._check_counts(planned.plan, number)
-            minibatch = self._take(planned, batches)
-            self._num_yielded = number + 1
-            yield minibatch
-            self._iterations.check(iteration, number + 1)
+        with closing(ahead(self._planned(start))) as planned_ahead:
+            # The plans are read twice: by the reader, early, for what to make, and here for what that belongs to.
+            plans, early = itertools.tee(planned_ahead)
+            batches = self._reader.read(_microbatches(early, self.rank), self._worker_seed(start))
+            for number, planned in enumerate(plans, start):
+                self._check_counts(planned.plan, number)
+                minibatch = self._take(planned, batches)
+                self._num_yielded = number + 1
+                yield minibatch
+                self._iterations.check(iteration, number + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank.
@@ -240,12 +245,15 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._reader.close()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
-        planned = self.sampler.starting_at(start)
-        return map(_filled_up, planned) if self.comm == "collective" else planned
+        for planned in self.sampler.starting_at(start):
+            found = _filled_up(planned) if self.comm == "collective" else planned
+            found.plan.microbatches[self.rank]  # packed here, beside the training
+            yield found
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
-        if self.comm == "auto" and len(set(plan.num_microbatches)) > 1 and ranks_go_in_step():
+        # The numbers of all ranks last: for those, all are packed.
+        if self.comm == "auto" and ranks_go_in_step() and len(set(plan.num_microbatches)) > 1:
             raise RuntimeError(
                 f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in minibatch "
                 f"{number}, and ODC is not at work in this process: the collectives of FSDP or DDP would wait forever. "

@@ -19,7 +19,7 @@ from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.balance.rearrange.exchange import Received, devices_of
 from odc.balance.rearrange.rearrangement import Rearrangement, owners
 
-Parts = list[list[list[int]]]
+Parts = Sequence[list[list[int]]]
 """``parts[rank][p]``: the items that a rank has ready at the same time."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_integer
 from odc.balance.costs import CostModel
-from odc.balance.layout import Layout, as_layout
+from odc.balance.layout import Layout, as_layout, by_rank, split
 from odc.errors import shorten, shown
 
 
@@ -93,9 +93,17 @@ class Items:
 
     def of_samples(self, samples: Sequence[int]) -> list[int]:
         """The items of these samples, sample by sample."""
-        chosen = np.asarray(samples, dtype=np.int64)
-        first, last = np.searchsorted(self.sample, chosen), np.searchsorted(self.sample, chosen, side="right")
-        return [item for a, b in zip(first.tolist(), last.tolist(), strict=True) for item in range(a, b)]
+        found: list[int] = self.of_ranks([np.asarray(samples, dtype=np.int64)])[0].tolist()
+        return found
+
+    def of_ranks(self, ranks: Sequence[IntArray]) -> list[IntArray]:
+        """The items of the samples of each rank, sample by sample."""
+        samples = np.concatenate(ranks)
+        starts = np.searchsorted(self.sample, np.arange(samples.max(initial=-1) + 2))
+        first, counts = starts[samples], np.diff(starts)[samples]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        items = np.repeat(first - ends[:-1], counts) + np.arange(ends[-1])
+        return split(items, ends[np.cumsum([0, *map(len, ranks)])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +135,10 @@ class MinibatchLengths:
     def samples_of(self, rank: int) -> list[int]:
         """The samples that ``rank`` has, in its order."""
         return [sample for microbatch in self.microbatches[rank] for sample in microbatch]
+
+    def by_rank(self) -> list[IntArray]:
+        """:meth:`samples_of` each rank."""
+        return by_rank(self.microbatches)
 
     def rank_of(self, sample: int) -> int:
         """Which rank has a sample."""

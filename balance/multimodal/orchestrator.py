@@ -24,9 +24,9 @@ from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import costliest_first, renumber
 from odc.balance.policies.mini import LBMini
 from odc.balance.policies.packing import pack, pack_together
-from odc.balance.rearrange.nodes import place_on_nodes
+from odc.balance.rearrange.nodes import place_items
 from odc.balance.rearrange.post_balance import post_balance
-from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.rearrangement import Rearrangement, owners
 from odc.balance.rearrange.rebalance import rebalance
 from odc.errors import shown
 
@@ -173,14 +173,14 @@ class Orchestrator:
         if self.policy != "joint" or not self.balance_encoders:
             return self._schedule(lengths, None)
         # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
-        has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
+        has = lengths.by_rank()
         first = self._schedule(lengths, self._plan_encoders(lengths, has, has))
         second = self._schedule(lengths, None)
         return min(first, second, key=lambda schedule: step_times(schedule, "odc").makespan)
 
     def _schedule(self, lengths: MinibatchLengths, encoders: dict[str, Plan] | None) -> MinibatchSchedule:
         """A schedule; its language model makes up for what ``encoders`` that are planned already cost."""
-        has = [lengths.samples_of(rank) for rank in range(self.num_ranks)]
+        has = lengths.by_rank()
         if encoders is not None:
             language = self._plan_language(lengths, has, self._loads(encoders))
         else:
@@ -192,24 +192,20 @@ class Orchestrator:
         inputs, outputs = {}, {}
         for name, plan in encoders.items():
             items = lengths.items[name]
-            has_items = [items.of_samples(samples) for samples in has]
-            wants_items = [items.of_samples(samples) for samples in wants]
-            inputs[name] = Rearrangement.between(has_items, in_order(plan))
-            outputs[name] = inputs[name].inverse().then(Rearrangement.between(has_items, wants_items))
+            inputs[name] = Rearrangement.between(items.of_ranks(has), in_order(plan))
+            outputs[name] = Rearrangement.between(inputs[name].target, items.of_ranks(wants))
         samples = Rearrangement.between(has, wants)
         frozen = {name: phase.frozen for name, phase in self.encoders.items()}
         return MinibatchSchedule(lengths, language, encoders, samples, inputs, outputs, frozen)
 
-    def _plan_encoders(
-        self, lengths: MinibatchLengths, has: list[list[int]], wants: list[list[int]]
-    ) -> dict[str, Plan]:
+    def _plan_encoders(self, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]) -> dict[str, Plan]:
         """Of each encoder; samples are read by who ``has`` them, and their sequences are of who ``wants`` them."""
-        found = {}
-        for name, phase in self.encoders.items():
-            items = lengths.items[name]
-            has_items = [items.of_samples(samples) for samples in has]
-            found[name] = self._plan_encoder(phase, lengths, has_items, [items.of_samples(mine) for mine in wants])
-        return found
+        return {
+            name: self._plan_encoder(
+                phase, lengths, lengths.items[name].of_ranks(has), lengths.items[name].of_ranks(wants)
+            )
+            for name, phase in self.encoders.items()
+        }
 
     def _loads(self, encoders: Mapping[str, Plan]) -> FloatArray:
         """What encoders cost on each rank."""
@@ -218,18 +214,20 @@ class Orchestrator:
             loads += plan.microbatch_times().sum(axis=1) * (FORWARD_SHARE if self.encoders[name].frozen else 1.0)
         return loads
 
-    def _plan_language(self, lengths: MinibatchLengths, has: list[list[int]], loads: FloatArray) -> Plan:
+    def _plan_language(self, lengths: MinibatchLengths, has: list[IntArray], loads: FloatArray) -> Plan:
         """``loads``: what else ranks have to compute."""
         phase = self.language
         costs = evaluate(phase.cost, lengths.language)
-        microbatches, name = lengths.microbatches, "as loaded"
+        microbatches: Sequence[Parts] = lengths.microbatches
+        name = "as loaded"
         limit = phase.max_tokens
         if limit is None:  # and so no policy
             limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
         else:
             self._check_language(lengths, limit)
         if self.policy == "local":
-            microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
+            batches = [mine.tolist() for mine in has]
+            microbatches, name = self._packed(lengths.language, costs, batches, limit), "local"
         elif self.policy in ("joint", "whole") or type(self.policy) is LBMini:
             shared = self._whole_costs(lengths, costs) if self.policy == "whole" else costs
             batches = rebalance(shared, has, loads=loads, ranks_per_node=self.ranks_per_node)
@@ -249,8 +247,10 @@ class Orchestrator:
             np.add.at(found, items.sample, share * evaluate(phase.cost, items.encoder))
         return found
 
-    def _packed(self, lengths: IntArray, costs: FloatArray, batches: Parts, limit: int) -> list[Parts]:
+    def _packed(self, lengths: IntArray, costs: FloatArray, batches: Parts, limit: int) -> Sequence[Parts]:
         """Each rank's samples in microbatches; of collectives all ranks need as many."""
+        if lengths.size and np.bincount(owners(batches), lengths).max() <= limit:  # also without packing
+            return self._filled([[mine] if mine else [] for mine in batches])
         ranks = [np.array(mine, dtype=np.int64) for mine in batches]
         if self.comm == "collective":
             parts = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], limit)
@@ -258,20 +258,22 @@ class Orchestrator:
             parts = [pack(lengths[mine], costs[mine], limit) for mine in ranks]
         return [costliest_first(renumber(found, mine), costs) for found, mine in zip(parts, ranks, strict=True)]
 
-    def _at_home(self, plan: Plan, has: list[list[int]]) -> list[Parts]:
+    def _at_home(self, plan: Plan, has: list[IntArray]) -> list[Parts]:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
-        volume = Rearrangement.between(has, in_order(plan)).volume(plan.lengths)
-        return _permuted(plan.microbatches, place_on_nodes(volume, self.ranks_per_node or self.num_ranks))
+        ranks_per_node = self.ranks_per_node or self.num_ranks
+        placed = place_items(owners(has), owners(in_order(plan)), plan.lengths, self.num_ranks, ranks_per_node)
+        return _permuted(plan.microbatches, placed)
 
     def _plan_encoder(
-        self, phase: Phase, lengths: MinibatchLengths, has: list[list[int]], wants: list[list[int]]
+        self, phase: Phase, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]
     ) -> Plan:
         items = lengths.items[phase.name]
         self._check_fit(phase, lengths)
         costs = evaluate(phase.cost, items.encoder)
-        batches = wants
         if self.balance_encoders:
             batches = self._balanced(phase, items, costs, has, wants)
+        else:
+            batches = [mine.tolist() for mine in wants]
         microbatches = self._filled([_cut(phase, items.encoder, costs, batch) for batch in batches])
         peak = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
         limit = phase.max_tokens or peak
@@ -280,23 +282,29 @@ class Orchestrator:
         return Plan(microbatches, items.encoder, costs, limit, name, layout=phase.layout, attention_costs=attention)
 
     def _balanced(
-        self, phase: Phase, items: Items, costs: FloatArray, has: list[list[int]], wants: list[list[int]]
-    ) -> list[list[int]]:
+        self, phase: Phase, items: Items, costs: FloatArray, has: list[IntArray], wants: list[IntArray]
+    ) -> Parts:
         if phase.layout == "packed":
             # From where outputs are wanted: these and their gradients are more than what was read.
             return rebalance(costs, wants, ranks_per_node=self.ranks_per_node)
         batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
         # Inputs come from where samples were read; outputs go to where sequences are, and their gradients come back.
         has_bytes = bool(items.num_bytes.any())
-        into = Rearrangement.between(has, batches).volume(items.num_bytes if has_bytes else items.encoder)
-        out = Rearrangement.between(wants, batches).volume(items.output)
+        into, out = (items.num_bytes if has_bytes else items.encoder), items.output
         if has_bytes and phase.row_bytes is not None:
             weight = float(phase.row_bytes * (1 if phase.frozen else 2))
         else:
-            weight = into.sum() / out.sum() if out.any() else 0.0
-        return _permuted(batches, place_on_nodes(into + weight * out, self.ranks_per_node or self.num_ranks))
+            weight = float(into.sum()) / float(out.sum()) if out.any() else 0.0
+        placed = place_items(
+            np.concatenate([owners(has), owners(wants)]),
+            np.tile(owners(batches), 2),
+            np.concatenate([into, weight * out]),
+            self.num_ranks,
+            self.ranks_per_node or self.num_ranks,
+        )
+        return _permuted(batches, placed)
 
-    def _filled(self, microbatches: list[Parts]) -> list[Parts]:
+    def _filled(self, microbatches: Sequence[Parts]) -> Sequence[Parts]:
         """Under collectives all ranks have as many microbatches: those with fewer get empty ones."""
         if self.comm == "odc":
             return microbatches
@@ -330,10 +338,10 @@ def _identity(phase: Phase) -> dict[str, object]:
     return {**{field.name: getattr(phase, field.name) for field in fields(phase)}, "cost": costs}
 
 
-def _cut(phase: Phase, lengths: IntArray, costs: FloatArray, batch: Sequence[int]) -> Parts:
+def _cut(phase: Phase, lengths: IntArray, costs: FloatArray, batch: list[int]) -> Parts:
     """One rank's items of an encoder in microbatches that keep its limit."""
-    if phase.max_tokens is None or not len(batch):
-        return [list(batch)] if len(batch) else []
+    if phase.max_tokens is None or not batch:
+        return [batch] if batch else []
     items = np.array(batch, dtype=np.int64)
     if phase.layout == "packed":
         return costliest_first(renumber(pack(lengths[items], costs[items], phase.max_tokens), items), costs)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odc.balance.checks import IntArray, fingerprint
+from odc.balance.layout import by_rank
 from odc.balance.multimodal.lengths import MinibatchLengths
-from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Plan
 from odc.balance.rearrange.rearrangement import Rearrangement
 
@@ -82,9 +82,9 @@ class MinibatchSchedule:
         return "their microbatches are not the same"
 
 
-def in_order(plan: Plan) -> Parts:
+def in_order(plan: Plan) -> list[IntArray]:
     """What each rank has, in the order of its microbatches."""
-    return [[item for microbatch in mine for item in microbatch] for mine in plan.microbatches]
+    return by_rank(plan.microbatches)
 
 
 def _places(plan: Plan) -> tuple[IntArray, IntArray]:

@@ -127,14 +127,15 @@ class Policy(ABC):
             yield PlannedMinibatch(samples, self.plan_job(job.of(samples)))
 
     @abstractmethod
-    def assign(self, job: Job) -> list[Parts]:
-        """``microbatches[rank][m]`` as lists of sample indices."""
+    def assign(self, job: Job) -> Sequence[Parts]:
+        """``microbatches[rank][m]`` as lists of sample indices; where ranks pack for themselves, a
+        :class:`~odc.balance.plan.PackedOnDemand`."""
 
     def plan_job(self, job: Job) -> Plan:
         """Plan one minibatch whose arguments are checked and whose costs are worked out."""
         return self.to_plan(job, self.assign(job))
 
-    def to_plan(self, job: Job, microbatches: list[Parts]) -> Plan:
+    def to_plan(self, job: Job, microbatches: Sequence[Parts]) -> Plan:
         """The plan of this policy with these microbatches."""
         speeds = None if job.speeds is None else tuple(job.speeds.tolist())
         return Plan(microbatches, job.lengths, job.costs, job.max_tokens, self.name, job.microbatch_cost, speeds)

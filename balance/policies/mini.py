@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from odc.balance.checks import FloatArray
 from odc.balance.partition import split_by_cost
 from odc.balance.partition.differencing import Parts
+from odc.balance.plan import PackedOnDemand
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
 from odc.balance.policies.micro import equally_many
 from odc.balance.policies.packing import pack
@@ -27,24 +30,20 @@ class LBMini(Policy):
     name = "lb-mini"
     equal_counts = False
 
-    def assign(self, job: Job) -> list[Parts]:
-        plain = self._assign(job, job.costs)
+    def assign(self, job: Job) -> Sequence[Parts]:
         if job.microbatch_cost == 0:
-            return plain
-        spread = self._assign(job, job.costs + job.microbatch_cost / job.max_tokens * job.lengths)
-        return min(plain, spread, key=lambda microbatches: self.to_plan(job, microbatches).makespan("odc"))
+            return self._assign(job, job.costs)
+        # Which one ends earlier shows when all ranks have packed.
+        spread = job.costs + job.microbatch_cost / job.max_tokens * job.lengths
+        both = [list(self._assign(job, costs)) for costs in (job.costs, spread)]
+        return min(both, key=lambda microbatches: self.to_plan(job, microbatches).makespan("odc"))
 
     def ranks(self, job: Job) -> Parts:
         """Which rank gets which samples."""
         return split_by_cost(job.costs, job.world_size, equal_size=False, speeds=job.speeds)
 
-    def _assign(self, job: Job, costs: FloatArray) -> list[Parts]:
-        microbatches: list[Parts] = []
-        for mine in self.ranks(job.with_costs(costs)):
-            samples = np.array(mine, dtype=np.int64)
-            parts = pack(job.lengths[samples], job.costs[samples], job.max_tokens)
-            microbatches.append(costliest_first(renumber(parts, samples), job.costs))
-        return microbatches
+    def _assign(self, job: Job, costs: FloatArray) -> Sequence[Parts]:
+        return PackedOnDemand(self.ranks(job.with_costs(costs)), partial(_packed, job))
 
 
 class LBMiniEqual(LBMini):
@@ -57,3 +56,10 @@ class LBMiniEqual(LBMini):
 
     def ranks(self, job: Job) -> Parts:
         return equally_many(job)
+
+
+def _packed(job: Job, mine: list[int]) -> Parts:
+    """The samples of one rank in microbatches."""
+    samples = np.array(mine, dtype=np.int64)
+    parts = pack(job.lengths[samples], job.costs[samples], job.max_tokens)
+    return costliest_first(renumber(parts, samples), job.costs)

@@ -148,12 +148,22 @@ def first_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
     if 0 < lengths.sum() <= max_tokens:
         return [np.argsort(-lengths, kind="stable").tolist()]
     parts: Parts = []
-    room = np.full(lengths.size, max_tokens, dtype=np.int64)
+    # A binary tree in an array: the children of i are 2 i and 2 i + 1, the leaves are the bins, as many as samples,
+    # and each node knows the most room below it. So the first bin with room is found on one way down.
+    num_leaves = 1 << max(0, int(lengths.size) - 1).bit_length()
+    room = [max_tokens] * (2 * num_leaves)
+    values = lengths.tolist()
     for sample in np.argsort(-lengths, kind="stable").tolist():
-        # There are as many bins as samples, so one has room.
-        number = int(np.argmax(room[: len(parts) + 1] >= lengths[sample]))
-        if number == len(parts):
+        length, node = values[sample], 1
+        while node < num_leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - num_leaves == len(parts):
             parts.append([])
-        parts[number].append(sample)
-        room[number] -= lengths[sample]
+        parts[node - num_leaves].append(sample)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return parts

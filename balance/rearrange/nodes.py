@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import MAX_COUNT, IntArray, as_count
+from odc.balance.layout import split
 
 # The exact search goes through so many pairs of a set of batches and a set for the next node, at once: all divisions
 # of up to 12 ranks, 16 ranks on two nodes.
@@ -51,8 +53,16 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
     Raises:
         ValueError: an argument is not as described.
     """
-    volumes = _as_volumes(volume)
-    num_ranks = len(volumes)
+    array = _checked(volume)
+    ranks, batches = np.nonzero(array)
+    return place_items(ranks, batches, array[ranks, batches], len(array), ranks_per_node)
+
+
+def place_items(
+    ranks: IntArray, batches: IntArray, amounts: npt.NDArray[Any], num_ranks: int, ranks_per_node: int
+) -> list[int]:
+    """:func:`place_on_nodes`, given in parts what ranks have of batches: rank ``ranks[i]`` has ``amounts[i]``, a finite
+    number of at least 0, of batch ``batches[i]``. Several may be of one pair."""
     ranks_per_node = as_count(ranks_per_node, "ranks_per_node", maximum=None)
     if num_ranks % ranks_per_node:
         raise ValueError(
@@ -61,20 +71,21 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
         )
     num_nodes = num_ranks // ranks_per_node
     nodes = np.arange(num_ranks) // ranks_per_node
+    volumes = _Volumes(ranks, batches, amounts, num_ranks, ranks_per_node)
     if num_nodes > 1:
-        if (found := _exact(volumes, ranks_per_node)) is None:
-            found = _search(volumes, _fullest_first(volumes, ranks_per_node), ranks_per_node)
-        nodes = min(found, nodes, key=lambda each: _quality(volumes, each, ranks_per_node))
+        if (found := _exact(volumes.table.T, ranks_per_node)) is None:
+            found = _search(volumes, _fullest_first(volumes))
+        nodes = min(found, nodes, key=volumes.quality)
     placed = np.zeros(num_ranks, dtype=np.int64)
-    for node in range(num_nodes):
-        batches = np.flatnonzero(nodes == node)
-        ranks = slice(node * ranks_per_node, (node + 1) * ranks_per_node)
-        placed[batches] = node * ranks_per_node + _within_node(volumes[ranks, batches])
-    return [int(rank) for rank in placed]
+    of_node = np.argsort(nodes, kind="stable").reshape(num_nodes, ranks_per_node)
+    for node, mine in enumerate(of_node):
+        first = node * ranks_per_node
+        placed[mine] = first + _within_node(volumes.table[mine, first : first + ranks_per_node].T)
+    found_ranks: list[int] = placed.tolist()
+    return found_ranks
 
 
-def _as_volumes(volume: npt.ArrayLike) -> IntArray:
-    """``volume``, checked, as integers of at most 2**53 in all, in another unit if need be."""
+def _checked(volume: npt.ArrayLike) -> npt.NDArray[Any]:
     array = np.asarray(volume)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
         raise ValueError(f"volume has shape {array.shape}: expected (num_ranks, num_ranks), with at least one rank")
@@ -83,26 +94,58 @@ def _as_volumes(volume: npt.ArrayLike) -> IntArray:
     if (bad := np.argwhere(~(np.isfinite(array) & (array >= 0)))).size:
         i, j = bad[0].tolist()
         raise ValueError(f"volume[{i}, {j}] is {array[i, j]}: expected a finite number of at least 0")
+    return array
+
+
+class _Volumes:
+    """What each rank has of each batch, as integers of at most 2**53 in all, in another unit if need be: those that are
+    not 0, of few pairs where there are many ranks, by rank and batch; and ``table``, (batch, rank)."""
+
+    def __init__(
+        self, ranks: IntArray, batches: IntArray, amounts: npt.NDArray[Any], num_ranks: int, ranks_per_node: int
+    ) -> None:
+        self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
+        pairs = ranks * num_ranks + batches
+        if (pairs[1:] <= pairs[:-1]).any():  # given in parts
+            pairs, which = np.unique(pairs, return_inverse=True)
+            amounts = np.bincount(which, amounts)
+        volumes = _as_integers(amounts, num_ranks**2)
+        self.ranks, self.batches = np.divmod(pairs[volumes > 0], num_ranks)
+        self.volumes = volumes[volumes > 0]
+        self.table = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        self.table[self.batches, self.ranks] = self.volumes
+
+    def sent(self, nodes: IntArray) -> IntArray:
+        """What each rank sends to other nodes if batch j is on ``nodes[j]``."""
+        elsewhere = self.ranks // self.ranks_per_node != nodes[self.batches]
+        return _sums(self.ranks[elsewhere], self.volumes[elsewhere], self.num_ranks)
+
+    def quality(self, nodes: IntArray) -> tuple[int, int]:
+        """Smaller is better."""
+        sent = self.sent(nodes)
+        return int(sent.max()), int(sent.sum())
+
+    def least_sent(self) -> int:
+        """No placement lets the rank that sends most send less: it keeps at most its largest volumes."""
+        order = np.lexsort((-self.volumes, self.ranks))
+        starts = np.searchsorted(self.ranks, np.arange(self.num_ranks))
+        leaves = np.arange(order.size) - starts[self.ranks] >= self.ranks_per_node
+        return int(_sums(self.ranks[leaves], self.volumes[order][leaves], self.num_ranks).max())
+
+
+def _sums(of: IntArray, volumes: IntArray, number: int) -> IntArray:
+    """The volumes of each, (number,); as floats on the way, which are exact."""
+    return np.bincount(of, volumes, minlength=number).astype(np.int64)
+
+
+def _as_integers(amounts: npt.NDArray[Any], num_pairs: int) -> IntArray:
     with np.errstate(over="ignore"):
-        total = array.sum(dtype=np.float64)
-    if total <= MAX_COUNT and (array.dtype.kind != "f" or (array == np.rint(array)).all()):
-        return array.astype(np.int64)
+        total = amounts.sum(dtype=np.float64)
+    if total <= MAX_COUNT and (amounts.dtype.kind != "f" or (amounts == np.rint(amounts)).all()):
+        return amounts.astype(np.int64)
     # By a power of two, below the largest one that cannot overflow: a sum of floats would depend on its order.
-    shares = array.astype(np.float64) / float(array.max())
-    return np.rint(np.ldexp(shares, 52 - math.ceil(math.log2(array.size)))).astype(np.int64)
-
-
-def _sent(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray:
-    """What each rank sends to other nodes if batch j is on ``nodes[j]``."""
-    elsewhere = (np.arange(len(volumes)) // ranks_per_node)[:, None] != nodes
-    sent: IntArray = np.where(elsewhere, volumes, 0).sum(axis=1)
-    return sent
-
-
-def _quality(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> tuple[int, int]:
-    """Smaller is better."""
-    sent = _sent(volumes, nodes, ranks_per_node)
-    return int(sent.max()), int(sent.sum())
+    shares = amounts.astype(np.float64) / float(amounts.max())
+    return np.rint(np.ldexp(shares, 52 - math.ceil(math.log2(num_pairs)))).astype(np.int64)
 
 
 def _exact(volumes: IntArray, ranks_per_node: int) -> IntArray | None:
@@ -114,8 +157,10 @@ def _exact(volumes: IntArray, ranks_per_node: int) -> IntArray | None:
     num_ranks = len(volumes)
     num_nodes = num_ranks // ranks_per_node
     num_sets = math.comb(num_ranks, ranks_per_node)
+    if num_sets > _MAX_SETS:
+        return None
     most = max((math.comb(num_ranks, ranks_per_node * n) for n in range(1, num_nodes - 1)), default=0)
-    if num_sets > _MAX_SETS or most * num_sets > _MAX_PAIRS:
+    if most * num_sets > _MAX_PAIRS:
         return None
     sets = np.array(list(itertools.combinations(range(num_ranks), ranks_per_node)))
     kept = np.zeros((num_ranks, len(sets)), dtype=np.int64)
@@ -164,40 +209,45 @@ def _best_divisions(values: IntArray, bits: IntArray, combine: np.ufunc) -> list
     return best
 
 
-def _fullest_first(volumes: IntArray, ranks_per_node: int) -> IntArray:
+def _fullest_first(volumes: _Volumes) -> IntArray:
     """The node of each batch: of all pairs of a node and a batch, that of the largest volume first."""
-    num_ranks = len(volumes)
+    num_ranks, ranks_per_node = volumes.num_ranks, volumes.ranks_per_node
     num_nodes = num_ranks // ranks_per_node
-    by_node = volumes.reshape(num_nodes, ranks_per_node, num_ranks).sum(axis=1)
-    nodes, room, left = [-1] * num_ranks, [ranks_per_node] * num_nodes, num_ranks
-    for pair in np.argsort(-by_node, axis=None, kind="stable").tolist():
-        node, batch = divmod(pair, num_ranks)
+    pairs, which = np.unique(volumes.ranks // ranks_per_node * num_ranks + volumes.batches, return_inverse=True)
+    by_volume = pairs[np.argsort(-_sums(which, volumes.volumes, pairs.size), kind="stable")]
+    nodes, room = [-1] * num_ranks, [ranks_per_node] * num_nodes
+    for node, batch in zip(*(each.tolist() for each in np.divmod(by_volume, num_ranks)), strict=True):
         if room[node] and nodes[batch] < 0:
             nodes[batch] = node
             room[node] -= 1
-            left -= 1
-            if not left:
-                break
+    # The others go where there is room.
+    left = iter([batch for batch in range(num_ranks) if nodes[batch] < 0])
+    for node in range(num_nodes):
+        for batch in itertools.islice(left, room[node]):
+            nodes[batch] = node
     return np.array(nodes)
 
 
-def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray:
+def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
     """Tabu search: each step swaps a batch of the rank that sends most for one of another node of which it has more.
 
     The swap is that after which the ranks of both nodes send least above the aim, squared and summed; it may make
     things worse, so that the search goes on from where no swap helps.
     """
-    num_ranks = len(volumes)
-    by_node = volumes.reshape(-1, ranks_per_node, num_ranks)
-    sent = _sent(volumes, nodes, ranks_per_node).reshape(-1, ranks_per_node)
-    # No rank can keep more than its largest volumes.
-    keeps = np.partition(volumes, num_ranks - ranks_per_node, axis=1)[:, num_ranks - ranks_per_node :].sum(axis=1)
-    bound = int((volumes.sum(axis=1) - keeps).max())
-    shift = max(0, int(volumes.sum(axis=1).max()).bit_length() - 24)  # so that sums of squares are integers
+    num_ranks, ranks_per_node = volumes.num_ranks, volumes.ranks_per_node
+    num_nodes = num_ranks // ranks_per_node
+    of_batch = volumes.table.reshape(-1, ranks_per_node)  # row b * num_nodes + n: of batch b, on the ranks of node n
+    sent = volumes.sent(nodes).reshape(-1, ranks_per_node)
+    bound = volumes.least_sent()
+    starts = np.searchsorted(volumes.ranks, np.arange(num_ranks + 1))
+    has, amounts = split(volumes.batches, starts), split(volumes.volumes, starts)
+    members = np.argsort(nodes, kind="stable").reshape(-1, ranks_per_node)
+    largest = int(_sums(volumes.ranks, volumes.volumes, num_ranks).max())
+    shift = max(0, largest.bit_length() - 24)  # so that sums of squares are integers
 
-    def excess(amounts: IntArray, axis: int) -> IntArray:
+    def excess(amounts: IntArray) -> IntArray:
         above: IntArray = np.maximum((amounts >> shift) - (aim >> shift), 0)
-        squares: IntArray = (above * above).sum(axis=axis)
+        squares: IntArray = np.einsum("...r,...r", above, above)
         return squares
 
     nodes, best, best_nodes = nodes.copy(), int(sent.max()), nodes
@@ -206,7 +256,9 @@ def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray
         rank = int(np.argmax(sent))
         home = rank // ranks_per_node
         aim = best - int(best * _AIM)
-        given, taken = _useful_swaps(volumes[rank], nodes == home)
+        mine = np.sort(members[home])
+        elsewhere = nodes[has[rank]] != home
+        given, taken = _useful_swaps(mine, volumes.table[mine, rank], has[rank][elsewhere], amounts[rank][elsewhere])
         free = (free_from[given] <= step) & (free_from[taken] <= step)
         given, taken = given[free], taken[free]
         if not given.size:
@@ -216,12 +268,17 @@ def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray
             free_from[:] = 0
             continue
         others = nodes[taken]
-        at_home = sent[home][:, None] + by_node[home][:, given] - by_node[home][:, taken]
-        elsewhere = sent[others] + by_node[others, :, taken] - by_node[others, :, given]
-        change = excess(at_home, 0) + excess(elsewhere, 1) - excess(sent, 1)[others]
-        chosen = int(np.argmin(change))
+        gives, takes = given * num_nodes, taken * num_nodes
+        rows = np.concatenate([gives + home, takes + others, takes + home, gives + others])
+        moved = of_batch.take(rows, axis=0).reshape(2, -1, ranks_per_node)
+        now = np.concatenate([np.broadcast_to(sent[home], (given.size, ranks_per_node)), sent[others]])
+        after = now + moved[0] - moved[1]
+        at_home, there, before = excess(np.concatenate([after, now[given.size :]])).reshape(3, -1)
+        chosen = int(np.argmin(at_home + there - before))
         other = int(others[chosen])
-        sent[home], sent[other] = at_home[:, chosen], elsewhere[chosen]
+        sent[home], sent[other] = after[chosen], after[given.size + chosen]
+        members[home, members[home] == given[chosen]] = taken[chosen]
+        members[other, members[other] == taken[chosen]] = given[chosen]
         nodes[given[chosen]], nodes[taken[chosen]] = other, home
         free_from[given[chosen]] = free_from[taken[chosen]] = step + 1 + _TENURE + step % 5
         if (largest := int(sent.max())) < best:
@@ -231,16 +288,20 @@ def _search(volumes: IntArray, nodes: IntArray, ranks_per_node: int) -> IntArray
     return best_nodes
 
 
-def _useful_swaps(amounts: IntArray, here: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """Pairs of a batch ``here`` and one elsewhere of which a rank that has these ``amounts`` of them has more."""
-    mine, theirs = np.flatnonzero(here), np.flatnonzero(~here)
-    theirs = theirs[amounts[theirs] > amounts[mine].min()]
+def _useful_swaps(
+    mine: IntArray, amounts: IntArray, theirs: IntArray, their_amounts: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Pairs of a batch ``mine`` and one of ``theirs`` of which a rank has more; the amounts are what it has of them."""
+    more = their_amounts > amounts.min()
+    theirs, their_amounts = theirs[more], their_amounts[more]
     most = _MAX_COMPARISONS // mine.size
     if mine.size * theirs.size > most:
-        mine = mine[np.argsort(amounts[mine], kind="stable")[: math.isqrt(most) + 1]]
-        theirs = theirs[np.argsort(-amounts[theirs], kind="stable")[: most // mine.size + 1]]
-    more = np.nonzero(amounts[theirs] > amounts[mine][:, None])
-    return mine[more[0]], theirs[more[1]]
+        fewest = np.argsort(amounts, kind="stable")[: math.isqrt(most) + 1]
+        mine, amounts = mine[fewest], amounts[fewest]
+        largest = np.argsort(-their_amounts, kind="stable")[: most // mine.size + 1]
+        theirs, their_amounts = theirs[largest], their_amounts[largest]
+    first, second = np.nonzero(their_amounts > amounts[:, None])
+    return mine[first], theirs[second]
 
 
 def _within_node(volumes: IntArray) -> IntArray:
@@ -250,33 +311,36 @@ def _within_node(volumes: IntArray) -> IntArray:
     """
     size = len(volumes)
     if size > _MAX_EXACT_NODE:
-        return _fullest_first(volumes, 1)
-    costs = int(volumes.max()) - volumes.T
-    # Row and column 0 are none; ranks and batches are numbered from 1.
-    of_batch, of_rank = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
-    batch_of = np.zeros(size + 1, dtype=np.int64)
+        ranks, batches = np.nonzero(volumes)
+        return _fullest_first(_Volumes(ranks, batches, volumes[ranks, batches], size, 1))
+    costs = (int(volumes.max()) - volumes.T).tolist()
+    # Row and column 0 are none; ranks and batches are numbered from 1. Lists, as most nodes have few ranks.
+    of_batch, of_rank, batch_of = ([0] * (size + 1) for _ in range(3))
     for batch in range(1, size + 1):
         batch_of[0], rank = batch, 0
-        least = np.full(size + 1, _NEVER)
-        came_from = np.zeros(size + 1, dtype=np.int64)
-        done = np.zeros(size + 1, dtype=bool)
-        while batch_of[rank]:
-            done[rank] = True
-            row = batch_of[rank]
-            slack = costs[row - 1] - of_batch[row] - of_rank[1:]
-            better = ~done[1:] & (slack < least[1:])
-            least[1:][better] = slack[better]
-            came_from[1:][better] = rank
-            following = int(np.argmin(np.where(done, _NEVER, least)))
-            step = least[following]
-            of_batch[batch_of[done]] += step
-            of_rank[done] -= step
-            least[~done] -= step
+        least, came_from, left = [_NEVER] * (size + 1), [0] * (size + 1), list(range(1, size + 1))
+        done = [0]
+        while row := batch_of[rank]:
+            line, paid = costs[row - 1], of_batch[row]
+            step, following = _NEVER, 0
+            for each in left:
+                slack = line[each - 1] - paid - of_rank[each]
+                if slack < least[each]:
+                    least[each], came_from[each] = slack, rank
+                if least[each] < step:
+                    step, following = least[each], each
+            for each in done:
+                of_batch[batch_of[each]] += step
+                of_rank[each] -= step
+            for each in left:
+                least[each] -= step
+            left.remove(following)
+            done.append(following)
             rank = following
         while rank:
             before = came_from[rank]
             batch_of[rank] = batch_of[before]
             rank = before
     ranks = np.zeros(size, dtype=np.int64)
-    ranks[batch_of[1:] - 1] = np.arange(size)
+    ranks[np.array(batch_of[1:]) - 1] = np.arange(size)
     return ranks

@@ -129,6 +129,13 @@ class _Greedy:
     def _reach(self, start: int, bound: float) -> tuple[int, float]:
         """The end of the longest run from ``start`` on that the bound allows, and its cost."""
         end, cost, num_items = start, 0.0, len(self._lengths)
+        if not self._linear and (each := self._quad[start]):  # as below, where all cost the same
+            end = min(num_items, start + max(1, int(bound / each)))
+            while (end - start) * each > bound:
+                end -= 1
+            while end < num_items and (end + 1 - start) * each <= bound:
+                end += 1
+            return end, (end - start) * each
         while end < num_items:
             # At least so many more fit, since none is longer than the next one, but for rounding.
             each = self._linear * self._lengths[end] + self._quad[start]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import MAX_PARTS, IntArray, as_integer
+from odc.balance.checks import MAX_COUNT, MAX_PARTS, IntArray, as_integer
 from odc.errors import shown
 
 _SHOWN = 5
+
+Items = Sequence[int] | IntArray
+"""Numbers of items."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,7 @@ class Rearrangement:
     """``target[rank]``: the items that the rank shall have, in the order in which it wants them."""
 
     @classmethod
-    def between(cls, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]) -> Rearrangement:
+    def between(cls, source: Sequence[Items], target: Sequence[Items]) -> Rearrangement:
         """From one distribution of items 0 .. n - 1 over the ranks to another.
 
         Args:
@@ -40,12 +44,10 @@ class Rearrangement:
             ValueError: they are of different numbers of ranks, or one of them is no permutation of the items: the first
                 items that are missing, repeated or unknown are named.
         """
-        if not len(source) or len(source) > MAX_PARTS:
-            raise ValueError(f"source has {len(source)} ranks: expected 1 to {MAX_PARTS}")
+        begin = as_ranks(source, "source")
         if len(source) != len(target):
             raise ValueError(f"source has {len(source)} ranks, target {len(target)}: expected as many")
-        num_items = sum(map(len, source))
-        return cls(_checked(source, num_items, "source"), _checked(target, num_items, "target"))
+        return cls(begin, _checked(target, sum(map(len, source)), "target"))
 
     @property
     def num_ranks(self) -> int:
@@ -83,7 +85,7 @@ class Rearrangement:
         if self.num_ranks != other.num_ranks:
             raise ValueError(f"{other.num_ranks} ranks cannot follow {self.num_ranks}: expected as many")
         for rank, (mine, theirs) in enumerate(zip(self.target, other.source, strict=True)):
-            if not np.array_equal(mine, theirs):
+            if mine is not theirs and not np.array_equal(mine, theirs):
                 raise ValueError(
                     f"the second rearrangement begins with items {_few(theirs)} on rank {rank}, where the first one "
                     f"ends with {_few(mine)}: expected the same items in the same order"
@@ -143,9 +145,19 @@ class Rearrangement:
         return "none"
 
 
-def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple[IntArray, ...]:
-    found = tuple(_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks))
-    together = np.concatenate(found)
+def as_ranks(ranks: Sequence[Items], name: str) -> tuple[IntArray, ...]:
+    """The items of each rank, checked.
+
+    Raises:
+        ValueError: there is no rank, or an item is missing, repeated or unknown.
+    """
+    if not len(ranks) or len(ranks) > MAX_PARTS:
+        raise ValueError(f"{name} has {len(ranks)} ranks: expected 1 to {MAX_PARTS}")
+    return _checked(ranks, sum(map(len, ranks)), name)
+
+
+def _checked(ranks: Sequence[Items], num_items: int, name: str) -> tuple[IntArray, ...]:
+    together = _all_items(ranks, name)
     counts = np.bincount(together[together < num_items], minlength=num_items)
     unknown = together[together >= num_items]
     missing, repeated = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
@@ -154,12 +166,25 @@ def _checked(ranks: Sequence[Sequence[int]], num_items: int, name: str) -> tuple
             f"{name} is no permutation: expected each of the items 0..{num_items - 1} once; missing: {_few(missing)}, "
             f"repeated: {_few(repeated)}, unknown: {_few(unknown)}"
         )
-    for items in found:
-        items.flags.writeable = False
-    return found
+    together.flags.writeable = False  # and so its parts
+    ends = itertools.accumulate(map(len, ranks), initial=0)
+    return tuple(together[a:b] for a, b in itertools.pairwise(ends))
 
 
-def _as_items(items: Sequence[int], name: str) -> IntArray:
+def _all_items(ranks: Sequence[Items], name: str) -> IntArray:
+    """Rank by rank, (num_items,)."""
+    if all(isinstance(items, np.ndarray) and items.dtype == np.int64 and items.ndim == 1 for items in ranks):
+        together: IntArray = np.concatenate(ranks)
+        if not together.size or together.min() >= 0:
+            return together
+    if all(type(items) is list for items in ranks):
+        listed = list(itertools.chain.from_iterable(ranks))
+        if set(map(type, listed)) == {int} and min(listed) >= 0 and max(listed) < MAX_COUNT:
+            return np.array(listed, dtype=np.int64)
+    return np.concatenate([_as_items(items, f"{name}[{rank}]") for rank, items in enumerate(ranks)])
+
+
+def _as_items(items: Items, name: str) -> IntArray:
     array = np.array(items, dtype=object if not len(items) else None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         bad = next((item for item in items if as_integer(item, 0) is None), items)
@@ -169,11 +194,11 @@ def _as_items(items: Sequence[int], name: str) -> IntArray:
     return array.astype(np.int64)
 
 
-def owners(ranks: Sequence[IntArray]) -> IntArray:
+def owners(ranks: Sequence[Items]) -> IntArray:
     """The rank of each item, (num_items,)."""
-    found = np.zeros(sum(len(items) for items in ranks), dtype=np.int64)
-    for rank, items in enumerate(ranks):
-        found[items] = rank
+    sizes = [len(items) for items in ranks]
+    found = np.zeros(sum(sizes), dtype=np.int64)
+    found[_all_items(ranks, "ranks")] = np.repeat(np.arange(len(ranks)), sizes)
     return found
 
 

@@ -6,21 +6,26 @@ ranks have drawn their samples at random, so their loads differ by some ten perc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, as_costs, as_count
+from odc.balance.checks import FloatArray, IntArray, as_costs, as_count
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
-from odc.balance.rearrange.nodes import place_on_nodes
-from odc.balance.rearrange.rearrangement import Rearrangement
+from odc.balance.rearrange.levelling import Loads
+from odc.balance.rearrange.nodes import place_items
+from odc.balance.rearrange.rearrangement import Items, as_ranks, owners
 
 _EVEN_ENOUGH = 5e-4
 """So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
+
+_AIM = 3e-4
+"""What exchanges of single items aim at."""
 
 _WORTH_MOVING = 2e-3
 """Batches shared out from nothing are taken where they end by more than this (relative) earlier."""
@@ -28,17 +33,19 @@ _WORTH_MOVING = 2e-3
 
 def rebalance(
     costs: npt.ArrayLike,
-    home: Sequence[Sequence[int]],
+    home: Sequence[Items],
     *,
     loads: npt.ArrayLike | None = None,
     ranks_per_node: int | None = None,
 ) -> Parts:
     """Give each rank about the same total cost, and let most items stay where they are.
 
-    Moves and swaps between ranks that have much and ranks that have little, first within each node, then between nodes,
-    until no rank has more than 0.05 % beyond a lower bound of the most that one must have, or nothing helps. Where few
-    large items are stuck in bad places, they are shared out from nothing, and batches placed where most of them comes
-    from.
+    The rank that has most gives to the one that has least: the single item, or the swap of two, that moves least and
+    leaves them even. First nodes are evened out with each other, then the ranks of each, until no rank has more than
+    0.03 % beyond a lower bound of the most that one must have. So little more moves than what ranks have too much, and
+    between nodes little more than what nodes have. Where that gets stuck at more than 0.05 %, moves and swaps between
+    all pairs go on; and where few large items are in bad places, they are shared out from nothing, and batches placed
+    where most of them comes from.
 
     Args:
         costs: of each item, (num_items,), 0 or at least 1e-140.
@@ -59,39 +66,42 @@ def rebalance(
         raise ValueError(f"loads has {beside.size} entries: expected one for each of {num_ranks} ranks")
     if ranks_per_node is not None and num_ranks % as_count(ranks_per_node, "ranks_per_node"):
         raise ValueError(f"{num_ranks} ranks on nodes of ranks_per_node={ranks_per_node}: expected full nodes")
-    Rearrangement.between(home, home)  # each item is there once
+    has = as_ranks(home, "home")
     num_items = sum(map(len, home))
     if values.size != num_items:
         raise ValueError(f"{values.size} costs for {num_items} items: expected one per item")
     if not num_items:
         return [[] for _ in home]
     bound = _bound(values, beside)
-    moved = _evened_out(values, home, beside, ranks_per_node or num_ranks, bound * (1 + _EVEN_ENOUGH))
-    makespan = _makespan(values, moved, beside)
+    target = bound * (1 + _EVEN_ENOUGH)
+    moved = _evened_out(values, has, beside, ranks_per_node or num_ranks, bound)
+    if max(moved.loads) <= target:
+        return moved.parts()
+    stuck = refine(values, moved.parts(), equal_size=False, loads=beside, target=target)
+    makespan = _makespan(values, stuck, beside)
     if makespan > bound * (1 + _WORTH_MOVING):
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
         if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
-            return anew if beside.any() else _placed(values, home, anew, ranks_per_node or num_ranks)
-    return [sorted(part) for part in moved]
+            return anew if beside.any() else _placed(values, has, anew, ranks_per_node or num_ranks)
+    return [sorted(part) for part in stuck]
 
 
 def _evened_out(
-    values: FloatArray, home: Sequence[Sequence[int]], beside: FloatArray, ranks_per_node: int, target: float
-) -> Parts:
-    """By moves and swaps: within nodes, then between them."""
-    parts: Parts = [list(map(int, items)) for items in home]
-    if 1 < ranks_per_node < len(parts):
-        for first in range(0, len(parts), ranks_per_node):
-            node = slice(first, first + ranks_per_node)
-            parts[node] = refine(values, parts[node], equal_size=False, loads=beside[node], target=target)
-    return refine(values, parts, equal_size=False, loads=beside, target=target)
+    values: FloatArray, has: Sequence[IntArray], beside: FloatArray, ranks_per_node: int, bound: float
+) -> Loads:
+    """By exchanges between nodes, then within them, then wherever it helps."""
+    loads = Loads(values, has, beside, bound, bound * _AIM)
+    ranks = range(len(has))
+    if 1 < ranks_per_node < len(ranks):
+        loads.even_out_nodes(ranks_per_node)
+        for first in ranks[::ranks_per_node]:
+            loads.even_out(ranks[first : first + ranks_per_node])
+    loads.even_out(ranks)
+    return loads
 
 
 def _makespan(values: FloatArray, parts: Parts, beside: FloatArray) -> float:
-    owners = np.zeros(values.size, dtype=np.int64)
-    for rank, part in enumerate(parts):
-        owners[part] = rank
-    totals: FloatArray = np.bincount(owners, weights=values, minlength=beside.size) + beside
+    totals: FloatArray = np.bincount(owners(parts), values, minlength=beside.size) + beside
     return float(totals.max())
 
 
@@ -99,12 +109,12 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     """No sharing out ends earlier."""
     if not beside.any():
         return lower_bound(values, beside.size, equal_size=False, speeds=None)
-    return max(float(beside.max()), float((values.sum() + beside.sum()) / beside.size), float(values.max()))
+    return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
 
 
-def _placed(values: FloatArray, home: Sequence[Sequence[int]], batches: Parts, ranks_per_node: int) -> Parts:
+def _placed(values: FloatArray, has: Sequence[IntArray], batches: Parts, ranks_per_node: int) -> Parts:
     found: Parts = [[] for _ in batches]
-    volume = Rearrangement.between(home, batches).volume(values)
-    for batch, rank in zip(batches, place_on_nodes(volume, ranks_per_node), strict=True):
+    placed = place_items(owners(has), owners(batches), values, len(batches), ranks_per_node)
+    for batch, rank in zip(batches, placed, strict=True):
         found[rank] = sorted(batch)
     return found
