@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger("odc")
 
 SILENCE_LIMIT_S = 600.0  # of all ranks of run_ranks: they report their progress
 _END_LIMIT_S = 20.0
@@ -138,8 +141,15 @@ def rank_processes(
             failed = False
         finally:
             deadline = time.monotonic() + (0.0 if failed else _END_LIMIT_S)
-            for process in processes:
+            for rank, process in enumerate(processes):
                 process.join(max(deadline - time.monotonic(), 0.0))
+                if process.is_alive() and not failed:  # it hangs in something that its results do not show
+                    logger.warning(
+                        "rank %d (pid %d) has not ended within %g s behind its result, and is killed",
+                        rank,
+                        process.pid,
+                        _END_LIMIT_S,
+                    )
                 process.kill()
                 process.join()
             for pipe in pipes:

@@ -4,70 +4,63 @@ Torch has no way to take one back: ``abort()`` does not wake who waits (torch 2.
 group is thirty minutes by default, and a process whose collective is pending cannot even end, because the destructor of
 the group joins the thread that waits. But gloo ends with an error as soon as its connections do.
 
-[Note: Gloo's connections] Gloo's loop thread watches them with an epoll instance, in which there are also its listening
-socket and a pipe that wakes it, and nothing else. Libraries with a loop of their own wake it by an eventfd or a socket
-pair (libuv, asyncio, gRPC, ZeroMQ), so such an instance is gloo's, and the connections in it are those of this
-process's process groups.
+[Note: Gloo's connections] Gloo's loop thread watches them with an epoll instance. Others have such instances as well,
+with pipes and sockets in them, and theirs must not be touched: what tells gloo's apart is the word that belongs to each
+entry. Gloo keeps there the address of the C++ object that handles the entry. The object begins with the address of its
+table of virtual functions, and before that table stands the address of its type's description, which torch exports.
+What an event loop of somebody else keeps there (a descriptor, a number, an object of its own) leads elsewhere or
+nowhere. Memory is read through the kernel, which refuses what is not mapped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-_FDS, _FDINFO = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
-_WATCHED = re.compile(r"^tfd:\s*(\d+)\s.*\bino:([0-9a-f]+)", re.MULTILINE)
+_FDS, _FDINFO, _MEMORY = Path("/proc/self/fd"), Path("/proc/self/fdinfo"), Path("/proc/self/mem")
+_WATCHED = re.compile(r"^tfd:\s*(\d+)\s.*\bdata:\s*([0-9a-f]+)\s.*\bino:([0-9a-f]+)", re.MULTILINE)
+_TYPES = ("_ZTIN4gloo9transport3tcp4PairE", "_ZTIN4gloo9transport3tcp3tls4PairE")
+"""Descriptions of ``gloo::transport::tcp::Pair`` and, where torch is built with it, ``...::tcp::tls::Pair``."""
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 def end_connections() -> int:
-    """Shut down every connection of gloo in this process; how many there were.
+    """Shut down every connection of gloo in this process, and nothing else; how many there were.
 
     Collectives that are under way or begin later raise "Connection closed by peer", here and at the other ranks. Never
     raises.
+
+    Where gloo's connections cannot be told apart for certain (no /proc, or a torch that does not export their type),
+    none is shut down. A collective then ends when the process of a rank in it does, or at the time limit of its process
+    group.
     """
     ended = 0
-    for watched in _loops():
-        for fd, inode in watched.items():
-            ended += _shut_down(fd, inode)
+    with contextlib.suppress(OSError):  # nothing to look with: see num_connections
+        for connection in _connections():
+            with contextlib.suppress(OSError):  # it has ended since
+                connection.shutdown(socket.SHUT_RDWR)
+                ended += 1
     return ended
 
 
 def num_connections() -> int | None:
     """How many connections of gloo there are in this process, which closes those whose other end has ended; None where
-    there is no descriptor left to look with."""
+    there is nothing to look with: no descriptor left, or no /proc."""
     try:
-        return sum(_is_connection(fd) for watched in _loops() for fd in watched)
-    except OSError as problem:
-        if problem.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        return None
-
-
-def _is_connection(fd: int) -> bool:
-    with contextlib.suppress(OSError), _as_socket(fd) as connection:
-        connection.getpeername()
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def _as_socket(fd: int) -> Iterator[socket.socket]:
-    """Raises OSError if it is none."""
-    copy = os.dup(fd)
-    try:
-        connection = socket.socket(fileno=copy)
+        return sum(1 for _ in _connections())
     except OSError:
-        os.close(copy)
-        raise
-    with connection:
-        yield connection
+        return None
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -75,26 +68,75 @@ def is_of_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def _loops() -> list[dict[int, int]]:
-    """Descriptors and inodes that each loop of gloo watches. See [Note: Gloo's connections]."""
+def _connections() -> Iterator[socket.socket]:
+    """Those that are connected, each with a descriptor of its own that is closed before the next one.
+
+    Raises:
+        OSError: there is no descriptor left to look with, or no /proc.
+    """
+    for fd, inode in _watched():
+        with _unless_closed():
+            copy = os.dup(fd)
+            if os.fstat(copy).st_ino != inode:  # the number has come to mean something else
+                os.close(copy)
+                continue
+            with socket.socket(fileno=copy) as connection:
+                if _is_connected(connection):
+                    yield connection
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        connection.getpeername()
+        return True
+    return False
+
+
+def _watched() -> list[tuple[int, int]]:
+    """Descriptor and inode of every connection that gloo's loops watch. See [Note: Gloo's connections]."""
     found = []
     for name in os.listdir(_FDS):
-        with contextlib.suppress(OSError):  # closed since it was listed
+        with _unless_closed():
             if os.readlink(_FDS / name) != "anon_inode:[eventpoll]":
                 continue
-            watched = {int(fd): int(inode, 16) for fd, inode in _WATCHED.findall((_FDINFO / name).read_text())}
-            kinds = [os.readlink(_FDS / str(fd)).partition(":")[0] for fd in watched]
-            if kinds.count("pipe") == 1 and kinds.count("socket") == len(kinds) - 1:
-                found.append(watched)
+            entries = _WATCHED.findall((_FDINFO / name).read_text())
+            with _MEMORY.open("rb", buffering=0) as memory:
+                found += [
+                    (int(fd), int(inode, 16))
+                    for fd, handler, inode in entries
+                    if _is_of_gloo(memory.fileno(), int(handler, 16))
+                ]
     return found
 
 
-def _shut_down(fd: int, inode: int) -> bool:
-    """Whether ``fd`` was a connection, and still the one that was meant."""
-    # An OSError: it is a pipe, it listens, or it has ended already.
-    with contextlib.suppress(OSError), _as_socket(fd) as connection:
-        if os.fstat(connection.fileno()).st_ino == inode:
-            connection.getpeername()
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
+@contextlib.contextmanager
+def _unless_closed() -> Iterator[None]:
+    """Go on without a descriptor that has been closed since it was listed."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOENT, errno.EBADF):
+            raise
+
+
+def _is_of_gloo(memory: int, handler: int) -> bool:
+    """Whether ``handler`` is the address of a connection of torch's gloo; ``memory`` is this process's."""
+    try:
+        return _word(memory, _word(memory, handler) - _POINTER_BYTES) in _types()
+    except (OSError, OverflowError):  # no address
+        return False
+
+
+def _word(memory: int, address: int) -> int:
+    return int.from_bytes(os.pread(memory, _POINTER_BYTES, address), sys.byteorder)
+
+
+@functools.cache
+def _types() -> frozenset[int]:
+    """Addresses of what :data:`_TYPES` names. None where torch does not export it."""
+    library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
+    found = set()
+    for name in _TYPES:
+        with contextlib.suppress(ValueError):
+            found.add(ctypes.addressof(ctypes.c_char.in_dll(library, name)))
+    return frozenset(found)

@@ -14,6 +14,7 @@ import fnmatch
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import supervising
 
 FOLDER = Path(__file__).parent
 PROCESSES = ("front", "back", "back too")
@@ -125,15 +127,10 @@ class Share:
 
     def await_others(self) -> list[int]:
         """The exit codes of the other processes, and on standard output what they have said."""
-        try:
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.children]
-        except BaseException:
-            for pid in self.children:
-                os.kill(pid, signal.SIGTERM)
-            raise
-        finally:
-            for name in self.children.values():
-                sys.stdout.write(self.output_of(name).read_text(errors="replace"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # they get it, too, and end
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.children]
+        for name in self.children.values():
+            sys.stdout.write(self.output_of(name).read_text(errors="replace"))
         return codes
 
 
@@ -144,29 +141,37 @@ def missing_or_twice(collected: Sequence[str], found: Sequence[dict[str, Any]]) 
 
 
 def main(options: Sequence[str]) -> int:
-    """Run all tests; the worst of the exit codes, or 1 if a test was left out."""
+    """Run all tests in child processes; the worst of the exit codes, or 1 if a test was left out.
+
+    Interrupted or told to end, all processes end: see :func:`supervising.stay_behind`.
+    """
+    folder = tempfile.mkdtemp(prefix="odc-tests-")
+    supervising.stay_behind(clean_up=lambda: shutil.rmtree(folder))
+    return _run_all(Path(folder), options)
+
+
+def _run_all(folder: Path, options: Sequence[str]) -> int:
     is_recorded = "--record" in options
-    with tempfile.TemporaryDirectory(prefix="odc-tests-") as folder:
-        share = Share(Path(folder))
-        arguments = [str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
-        codes = [1]
-        gc.disable()  # while imported objects become more and more, all of them would be looked at again and again
-        try:
-            codes = [int(pytest.main(arguments, plugins=[share]))]
-        finally:
-            gc.enable()
-            sys.stdout.flush()
-            if share.name != PROCESSES[0]:
-                os._exit(codes[0])  # a fork: what is around this call belongs to the first process
-        codes += share.await_others()
-        if not share.children:  # nothing was to be run
-            return codes[0]
-        results = [Path(folder, f"{name}.json") for name in PROCESSES]
-        if not all(result.exists() for result in results):
-            print("a test process ended before its end")
-            return max(*map(abs, codes), 1)
-        found = [json.loads(result.read_text()) for result in results]
-        wrong = missing_or_twice(json.loads(Path(folder, "collected.json").read_text()), found)
+    share = Share(folder)
+    arguments = [str(FOLDER), "--durations=10", *(o for o in options if o != "--record")]
+    codes = [1]
+    gc.disable()  # while imported objects become more and more, all of them would be looked at again and again
+    try:
+        codes = [int(pytest.main(arguments, plugins=[share]))]
+    finally:
+        gc.enable()
+        sys.stdout.flush()
+        if share.name != PROCESSES[0]:
+            os._exit(codes[0])  # a fork: what is around this call belongs to the first process
+    codes += share.await_others()
+    if not share.children:  # nothing was to be run
+        return codes[0]
+    results = [folder / f"{name}.json" for name in PROCESSES]
+    if not all(result.exists() for result in results):
+        print("a test process ended before its end")
+        return max(*map(abs, codes), 1)
+    found = [json.loads(result.read_text()) for result in results]
+    wrong = missing_or_twice(json.loads((folder / "collected.json").read_text()), found)
     if wrong and not any(codes):
         print("did not run exactly once:", *wrong, sep="\n  ")
     if is_recorded and not any(codes):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from odc.bench import ranks
 from odc.bench.ranks import RankFailedError, run_ranks
 
 
@@ -34,3 +37,19 @@ def test_one_that_fails_ends_all(how: str) -> None:
     """The other may be the first to say so: its connection ends."""
     with pytest.raises(RankFailedError, match="rank 1: ValueError: on purpose|rank 1 ended without|rank 0: "):
         run_ranks(2, fail, how)
+
+
+def stay(report: Callable[[float], object], rank: int, world_size: int) -> int:
+    """Give a result; rank 1's process does not end behind it."""
+    if rank == 1:
+        threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+    return rank
+
+
+def test_a_rank_that_hangs_behind_its_result_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks, "_END_LIMIT_S", 3.0)
+    assert run_ranks(2, stay) == [0, 1]
+    assert "rank 1 (pid " in caplog.text
+    assert "has not ended within 3 s behind its result, and is killed" in caplog.text

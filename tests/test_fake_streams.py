@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from odc.bench.fake import streams
-from odc.bench.fake.cuda import FakeCuda, FakeEngine
+from odc.bench.fake.cuda import FakeCuda, FakeEngine, end_of_fake
 from odc.bench.fake.streams import FakeDeviceError
 
 
@@ -82,3 +83,12 @@ def test_a_stream_that_is_late_is_no_failure(engine: FakeEngine) -> None:
     held.set()
     assert engine.synchronize(60)
     assert not engine.errors
+
+
+def test_an_error_behind_the_last_call_is_logged(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streams, "WAIT_LIMIT_S", 0.1)
+    engine.await_condition(never, "what never comes")
+    end_of_fake(SimpleNamespace(fake=FakeCuda(engine)))
+    assert "a stream of the fake has failed: the fake's stream 'main' waits for what never comes" in caplog.text

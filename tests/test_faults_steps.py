@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_ranks import run_ranks, start_ranks
-from test_faults_pushes import NUMEL, create, publish_all
+from test_faults_pushes import LIMIT_S, NUMEL, create, publish_all, until
 from test_links import across
 from thread_ranks import ThreadExchange, run_threads, values
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +35,12 @@ def minibatch(runtime: Runtime, world_size: int) -> None:
     runtime.gather(0, torch.empty(world_size * NUMEL))
     runtime.scatter_accumulate(0, torch.ones(world_size * NUMEL))
     runtime.finish()
+
+
+def go_on(runtime: Runtime, world_size: int, num_minibatches: int) -> None:
+    for _ in range(num_minibatches):
+        minibatch(runtime, world_size)
+        assert sum_is_whole(runtime)
 
 
 def leave(runtime: Runtime, world_size: int, when: str) -> None:
@@ -58,20 +66,52 @@ def test_a_rank_that_leaves_early_is_named_with_the_minibatch(when: str, mode: d
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
-            for _ in range(2):
-                minibatch(runtime, exchange.world_size)
-                assert sum_is_whole(runtime)
             if exchange.rank == 1:
+                go_on(runtime, exchange.world_size, 2)
                 leave(runtime, exchange.world_size, when)
                 return
             with pytest.raises((PeerClosedError, AbortedError)) as caught:
-                minibatch(runtime, exchange.world_size)
+                go_on(runtime, exchange.world_size, 3)  # or told of it while it still waits for the end of minibatch 2
             assert "rank 1 (host" in str(caught.value)
             assert "minibatch 3" in str(caught.value)
+            assert runtime.minibatch in (2, 3)
             if runtime.state is State.FINISHED:  # told by the other one before it had published
                 assert runtime.minibatch == 2
                 assert runtime.is_published(0) or sum_is_whole(runtime)  # published, it is open to the others again
                 return
+            with pytest.raises(ProtocolError, match="is not final"):
+                runtime.gradient(0)
+
+    values(run_threads(3, body))
+
+
+def test_who_still_waits_for_the_end_of_a_minibatch_may_hear_of_a_failure_in_the_next_one() -> None:
+    """A failure ends every wait, also one for what has come meanwhile: its sum is never used."""
+    waits = threading.Event()
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, {}) as runtime:
+            minibatch(runtime, exchange.world_size)
+            if exchange.rank != 2:
+                runtime.faults.hit = lambda point: point == "finish.before_done" and waits.wait(LIMIT_S)  # type: ignore[method-assign,assignment]
+                with contextlib.suppress(AbortedError):  # rank 1 may hear of it, too
+                    minibatch(runtime, exchange.world_size)
+                if exchange.rank == 0:
+                    runtime.abort(ValueError("no more"))
+                return
+
+            points: list[str] = []
+
+            def hear(point: str) -> None:
+                points.append(point)
+                if point == "wait" and "finish.before_done" in points:
+                    waits.set()
+                    until(runtime._waiter.job.has_notice)
+
+            runtime.faults.hit = hear  # type: ignore[method-assign]
+            with pytest.raises(AbortedError, match=r"because rank 0 .*: ValueError: no more"):
+                minibatch(runtime, exchange.world_size)
+            assert runtime.minibatch == 2
             with pytest.raises(ProtocolError, match="is not final"):
                 runtime.gradient(0)
 

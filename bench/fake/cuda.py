@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -32,6 +33,8 @@ from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.topology import Topology
 from odc.transports import _memfd
 from odc.transports.cuda_ipc import CudaIpcTransport
+
+logger = logging.getLogger("odc")
 
 _HANDLE = struct.Struct("=8sQQQ")
 _MAGIC = b"fakecuda"
@@ -400,7 +403,10 @@ class FakeCudaTransport(CudaIpcTransport):
 def end_of_fake(transport: Any) -> None:
     """After a transport's close(): note what it has not given back, and end its streams."""
     if hasattr(transport, "fake"):
-        transport.fake.engine().close()
+        engine = transport.fake.engine()
+        engine.close()
+        for error in engine.errors:  # of a stream that close() has waited for, behind all calls that would tell of it
+            logger.error("a stream of the fake has failed: %s", error)
         transport.leaked = transport.fake.leaks()
         transport.fake.end_of_process()
 
