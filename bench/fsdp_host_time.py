@@ -6,19 +6,23 @@ On a GPU the host has to launch all work in less time than the work takes. What 
 measured here, and what it needs in addition under ODC. Units pose as decoder layers: 12 parameters each, of 64 elements
 at most, which nobody computes with; their gradients are made out of nothing. So no time goes into arithmetic or bytes.
 
-Five models take turns in one process, and ranks take turns too (one computes, the others wait in a receive of gloo,
-which takes no core). A turn is some microbatches, forward and backward; the figure is the CPU time of the thread that
-trains, over microbatches and units. From these:
+Kinds of microbatch take turns, one forward and backward each: of the model without FSDP; sharded by FSDP2, with
+transfers that do nothing in place of its collectives; and patched, with some of ODC doing nothing. Ranks take turns,
+too: one computes, the others wait in a receive of gloo, which takes no core. The figure is the CPU time of the thread
+that trains, over the units. From these:
 
-    FSDP2's own     with transfers that do nothing, in place of its collectives, less the same model without FSDP
+    FSDP2's own     with transfers that do nothing, less the same model without FSDP; while nothing is patched
+    other models    what a model that is not patched needs more while another one is
     interception    what ODC does between FSDP2 and its transfers and guard, which do nothing here: how it enters,
                     whose turn it is in the minibatch, gradients that are pending
     guard           looks whether the script has changed parameters behind a publication
-    transfers       two gathers (or one with --keep) and one push through the shared memory of one host
+    transfers       two gathers (or one with --keep) and one push, but for what they copy and add
+    all of ODC      the last three
+    bytes           what they copy and add, to and from the shared memory of one host: a call of torch for each rank
 
-Differences are taken within a repetition, so that a machine that is slower for a while is so for both; shown are the
-median over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs once (the end, publishing)
-is in odc.bench.host_time. Not covered: GPUs.
+Differences are taken within a repetition, some rounds of all kinds, so that a machine that is slower for a while is so
+for all; shown are the medians over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs
+once (the end, publishing) is in odc.bench.host_time. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,15 +53,30 @@ from odc import patch_fsdp
 from odc.bench.environment import describe_environment
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
+from odc.engine import CpuEngine
 from odc.fsdp_patch.guard import Guard
 from odc.runtime import Runtime
 
 NUM_PARAMETERS = 12
-SWITCHED_OFF: dict[str, tuple[type, ...]] = {"intercepted": (Runtime, Guard), "guarded": (Runtime,), "ODC": ()}
-"""In each turn of a patched model: whose operations do nothing."""
-TURNS = ("without FSDP", "FSDP2", *SWITCHED_OFF)
-PARTS = {"FSDP2's own": (1, 0), "interception": (2, 1), "guard": (3, 2), "transfers": (4, 3), "all of ODC": (4, 1)}
-"""Each the difference of two turns."""
+ALONE = "FSDP2, nothing patched"
+SWITCHED_OFF: dict[str, tuple[type, ...]] = {
+    "intercepted": (Runtime, Guard),
+    "guarded": (Runtime,),
+    "moving nothing": (CpuEngine,),
+    "ODC": (),
+}
+"""Of the patched model: whose operations do nothing."""
+KINDS = ("without FSDP", ALONE, "FSDP2", *SWITCHED_OFF)
+PARTS = {
+    "FSDP2's own": (1, 0),
+    "other models": (2, 1),
+    "interception": (3, 2),
+    "guard": (4, 3),
+    "transfers": (5, 4),
+    "all of ODC": (5, 2),
+    "bytes": (6, 5),
+}
+"""Each the difference of two kinds."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +84,8 @@ class Settings:
     """What is measured."""
 
     num_units: int = 24
-    microbatches: int = 5
-    repetitions: int = 30
+    rounds: int = 8
+    repetitions: int = 20
     keep: bool = False
     """Parameters stay unsharded between forward and backward (``reshard_after_forward=False``)."""
 
@@ -130,7 +150,7 @@ def _sharded(settings: Settings, world_size: int) -> nn.Sequential:
 def measure_rank(
     report: Callable[[float], object], rank: int, world_size: int, settings: Settings
 ) -> list[dict[str, float]]:
-    """CPU us of each turn, by unit and microbatch, for each repetition."""
+    """CPU us by unit of each kind of microbatch, for each repetition."""
     plain, fsdp, ours = _model(settings), _sharded(settings, world_size), _sharded(settings, world_size)
     for layer in fsdp:
         assert isinstance(layer, FSDPModule)
@@ -140,13 +160,10 @@ def measure_rank(
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
     turns, found = _Turns(rank, world_size, settings), []
     for repetition in range(settings.repetitions + 1):
-        row = {TURNS[0]: turns.take(plain), TURNS[1]: turns.take(fsdp)}  # nothing is patched meanwhile
+        row = turns.take({ALONE: (fsdp, ())})
         with patch_fsdp(ours) as session:
-            for name, off in SWITCHED_OFF.items():
-                with ExitStack() as stack:
-                    for kind in off:
-                        stack.enter_context(_switched_off(kind))
-                    row[name] = turns.take(ours)
+            patched = {name: (ours, off) for name, off in SWITCHED_OFF.items()}
+            row |= turns.take({KINDS[0]: (plain, ()), "FSDP2": (fsdp, ()), **patched})
             session.discard()
         if repetition:  # the first warms up
             found.append(row)
@@ -157,12 +174,13 @@ def measure_rank(
 _SWITCHES: dict[type, tuple[str, ...]] = {
     Runtime: ("gather", "gather_ahead", "scatter_accumulate"),
     Guard: ("check_gather", "check_push"),
+    CpuEngine: ("copy", "add"),
 }
 
 
 @contextmanager
 def _switched_off(kind: type) -> Iterator[None]:
-    originals = {name: getattr(kind, name) for name in _SWITCHES[kind]}
+    originals = {name: vars(kind)[name] for name in _SWITCHES[kind]}
     for name in originals:
         setattr(kind, name, lambda *args, **named: None)
     try:
@@ -172,39 +190,47 @@ def _switched_off(kind: type) -> Iterator[None]:
             setattr(kind, name, original)
 
 
+Kinds = dict[str, tuple[nn.Module, tuple[type, ...]]]
+
+
 class _Turns:
     def __init__(self, rank: int, world_size: int, settings: Settings) -> None:
         self._rank, self._world_size, self._settings = rank, world_size, settings
         self._token, self._input = torch.zeros(1), torch.zeros(8, requires_grad=True)
 
-    def take(self, model: nn.Module) -> float:
-        """This rank's turn: CPU us by unit and microbatch. Collective."""
+    def take(self, kinds: Kinds) -> dict[str, float]:
+        """This rank's turn: the median of each kind over the rounds. Collective."""
         dist.barrier()
         if self._rank:
             dist.recv(self._token, self._rank - 1)
-        self._microbatch(model)  # the first of a minibatch, or of a model
-        started_ns = time.thread_time_ns()
-        for _ in range(self._settings.microbatches):
-            self._microbatch(model)
-        used_ns = time.thread_time_ns() - started_ns
+        rounds = [{name: self._microbatch(*kind) for name, kind in kinds.items()} for _ in range(self._num_rounds)]
         if self._rank + 1 < self._world_size:
             dist.send(self._token, self._rank + 1)
         dist.barrier()
-        return used_ns * 1e-3 / (self._settings.microbatches * self._settings.num_units)
+        return {name: statistics.median(row[name] for row in rounds[1:]) for name in kinds}  # the first is another one
 
-    def _microbatch(self, model: nn.Module) -> None:
-        model(self._input).sum().backward()
+    @property
+    def _num_rounds(self) -> int:
+        return self._settings.rounds + 1
+
+    def _microbatch(self, model: nn.Module, off: tuple[type, ...]) -> float:
+        with ExitStack() as stack:
+            for kind in off:
+                stack.enter_context(_switched_off(kind))
+            started_ns = time.thread_time_ns()
+            model(self._input).sum().backward()
+            return (time.thread_time_ns() - started_ns) * 1e-3 / self._settings.num_units
 
 
 def summarize(ranks: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
     """The parts, in us and in per cent of FSDP2's own."""
-    turns = np.array([[row[name] for name in TURNS] for rows in ranks for row in rows])
-    own = turns[:, 1] - turns[:, 0]
+    kinds = np.array([[row[name] for name in KINDS] for rows in ranks for row in rows])
+    own = np.median(kinds[:, 1] - kinds[:, 0])
     parts = {}
     for name, (more, less) in PARTS.items():
-        difference = turns[:, more] - turns[:, less]
+        difference = kinds[:, more] - kinds[:, less]
         parts[name] = {"us": _quantiles(difference), "percent": _quantiles(100 * difference / own)}
-    return {"turns_us": {name: _quantiles(turns[:, i]) for i, name in enumerate(TURNS)}, "parts": parts}
+    return {"kinds_us": {name: _quantiles(kinds[:, i]) for i, name in enumerate(KINDS)}, "parts": parts}
 
 
 def _quantiles(values: Any) -> dict[str, float]:
@@ -219,7 +245,7 @@ def parts_table(result: dict[str, Any]) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for name, part in result["parts"].items():
         texts = ["{median:.1f} ({p20:.1f}-{p80:.1f})".format(**part[unit]) for unit in ("us", "percent")]
-        table.add_row(name, *texts, end_section=name in ("FSDP2's own", "transfers"))
+        table.add_row(name, *texts, end_section=name in ("FSDP2's own", "other models", "transfers", "all of ODC"))
     return table
 
 
@@ -230,13 +256,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--ranks", type=int, default=2, help="of one host (2)")
     parser.add_argument("--units", type=int, default=Settings.num_units, help="that pose as layers (24)")
-    parser.add_argument("--microbatches", type=int, default=Settings.microbatches, help="of a turn, one more first (5)")
-    parser.add_argument("--repetitions", type=int, default=Settings.repetitions, help="one more first (30)")
+    parser.add_argument("--rounds", type=int, default=Settings.rounds, help="of a repetition, one more first (8)")
+    parser.add_argument("--repetitions", type=int, default=Settings.repetitions, help="one more first (20)")
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
     options = parser.parse_args()
-    if min(options.units, options.microbatches, options.repetitions) < 1 or options.ranks < 2:
+    if min(options.units, options.rounds, options.repetitions) < 1 or options.ranks < 2:
         parser.error("all numbers must be at least 1, --ranks at least 2")
-    settings = Settings(options.units, options.microbatches, options.repetitions, options.keep)
+    settings = Settings(options.units, options.rounds, options.repetitions, options.keep)
     with progress_bar(Console(stderr=True)) as progress:
         bar = progress.add_task(f"{options.ranks} ranks", total=settings.repetitions + 1)
         try:

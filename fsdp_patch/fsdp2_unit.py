@@ -316,7 +316,7 @@ class Fsdp2Unit(Unit):
     def begin_gather(self) -> None:
         """FSDP gathers: a backward that has sent gradients may be over."""
         self.was_left_full = False
-        if not self._context.post_backward_final_callback_queued:
+        if self._has_sent and not self._context.post_backward_final_callback_queued:
             self._has_sent = False
 
     def begin_push(self) -> Sequence[bool]:

@@ -334,15 +334,15 @@ class Session:
 
     def _before_gather(self, unit: int) -> None:
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
-        if self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
+        state = self._runtime.state
+        if self._publisher.num_loads and state is State.PUBLISHED:
             with self._runtime.at_home():
                 self._publish_loaded()
-        if self._runtime.state is State.FINISHED:
+        if state is State.FINISHED:
             self._gradients.before_publishing()
             with self._runtime.at_home():
                 self._publisher.publish_all()
-        if self._runtime.state is not State.FINISHED:
-            self._guard.check_gather(unit, self._gradients.is_training)
+        self._guard.check_gather(unit, self._gradients.is_training)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""

@@ -79,6 +79,12 @@ class RankContext:
         nothing."""
         return _Reporting(self)
 
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, MisuseError):
+            self._refused(error)
+        else:
+            self.abort(error)
+
     def _require_open(self) -> None:
         if os.getpid() != self._pid:  # a forked child has a copy of this object, and none of the memory behind it
             raise OdcError(
@@ -151,10 +157,8 @@ class _Reporting:
         self._context._require_open()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, MisuseError):
-            self._context._refused(error)
-        elif error is not None:
-            self._context.abort(error)
+        if error is not None:
+            self._context._report(error)
 
 
 def weak_abort(context: RankContext) -> Callable[[BaseException], None]:

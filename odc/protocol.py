@@ -272,7 +272,7 @@ class MinibatchProtocol:
             self._gather_at_once(unit, out, owners, own_in_place)
         else:
             is_ready = self._ready[unit] == self._changed[unit]
-            rows, shards = out.view(self._world_size, -1).unbind(), self._shards[unit]
+            rows, shards = out.chunk(self._world_size), self._shards[unit]
             copy, after_chunk = self._end.engine.copy, self._end.waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
@@ -383,7 +383,7 @@ class MinibatchProtocol:
         Args:
             grads: flat, ``world_size`` rows of the present parameters' slices back to back; row r goes to rank r.
                 May be reused on return.
-            present: which trainable parameters the push holds; default all.
+            present: which trainable parameters the push holds, if not all.
 
         Raises:
             MisuseError: outside a minibatch.
@@ -397,8 +397,6 @@ class MinibatchProtocol:
         started_ns = time.monotonic_ns()
         self._end.faults.hit("scatter.before")
         self._pushes[unit] += 1
-        if present is not None and all(present):
-            present = None
         # An owner opens its sums only after it has taken those of the minibatch before, so to wait for that keeps a
         # push out of the wrong minibatch.
         is_welcome = self._welcome == self.minibatch
@@ -408,7 +406,7 @@ class MinibatchProtocol:
             self._end.transport.order_after(self._rotation, self._open, self.minibatch)
             self._push_to_all(unit, grads, present, self.minibatch)
         else:
-            rows = grads.view(self._world_size, -1).unbind()
+            rows = grads.chunk(self._world_size)
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])

@@ -216,10 +216,17 @@ class Runtime(RankContext):
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
         """
-        spec = self.units[unit]
-        _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
-        with self.reporting:
+        self._check_out(unit, out)
+        self._require_open()
+        try:  # as `reporting`, which is slower: this is called for each unit and microbatch
             self._protocol.gather(unit, out, own_in_place)
+        except BaseException as error:
+            self._report(error)
+            raise
+
+    def _check_out(self, unit: int, out: torch.Tensor) -> None:
+        spec = self.units[unit]
+        _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, "gather of {!r}, out", spec)
 
     def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
         """A :meth:`gather` that overlaps with what this thread does until it calls the returned function.
@@ -227,8 +234,7 @@ class Runtime(RankContext):
         None if the gather is complete on return: without a copy thread, and where an owner has to be waited for.
         """
         if self._copier is not None:
-            spec = self.units[unit]
-            _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, f"gather of {spec.name!r}, out")
+            self._check_out(unit, out)
             with self.reporting:
                 wait = self._protocol.gather_ahead(self._copier, unit, out, own_in_place)
             if wait is not None:
@@ -249,12 +255,18 @@ class Runtime(RankContext):
         spec = self.units[unit]
         if present is not None and len(present) != len(spec.params):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters")
+        if present is not None and all(present):
+            present = None
         numel = spec.grad_numel if present is None else sum(p.numel for i, p in enumerate(spec.params) if present[i])
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
-        _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, f"push of {spec.name!r}, grads")
-        with self.reporting:
+        _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, "push of {!r}, grads", spec)
+        self._require_open()
+        try:
             self._protocol.scatter_accumulate(unit, grads, present)
+        except BaseException as error:
+            self._report(error)
+            raise
 
     def finish(self, how: End | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
@@ -410,9 +422,9 @@ def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[Transfer
     return table, "daemon" in gather_json(exchange, table.accumulate if table is not None else "")
 
 
-def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str) -> None:
+def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str, spec: UnitSpec) -> None:
     if tensor.dtype != dtype or tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
         raise ValueError(
-            f"{what}: expected a contiguous 1-D tensor of {numel} x {dtype}, got shape {tuple(tensor.shape)} of "
-            f"{tensor.dtype}"
+            f"{what.format(spec.name)}: expected a contiguous 1-D tensor of {numel} x {dtype}, got shape "
+            f"{tuple(tensor.shape)} of {tensor.dtype}"
         )

@@ -486,12 +486,15 @@ class Job:
 
     def has_notice(self) -> bool:
         """Whether an abort notice was left here. Cheap."""
-        return any(transport.abort_notice() is not None for transport in self._transports)
+        return self.abort_notice() is not None
 
     def abort_notice(self) -> str | None:
         """The first abort notice that was left here, in any group."""
-        notices = (transport.abort_notice() for transport in self._transports)
-        return next((notice for notice in notices if notice is not None), None)
+        for transport in self._transports:  # a plain loop: each operation asks
+            notice = transport.abort_notice()
+            if notice is not None:
+                return notice
+        return None
 
     def abort_peers(self, text: str) -> None:
         """Leave ``text`` with every rank that has no earlier notice. Never raises."""
