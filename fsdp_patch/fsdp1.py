@@ -141,6 +141,12 @@ class Fsdp1Unit(Unit):
             Watched((p, flat, shard), shard, parts.get(index, slice(0))) for index, p in enumerate(flat._params or ())
         ] or [Watched((flat, shard), shard, slice(None))]
 
+    def is_unfrozen(self) -> bool:
+        return bool(self._unfrozen())
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, p in self._held() if p.requires_grad and id(p) not in self._trainable]
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         held = self.flat_param._params if self.handle._use_orig_params else [self.flat_param]
         return [p for p in held if p.requires_grad]
@@ -429,7 +435,7 @@ class Fsdp1Unit(Unit):
         return self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS or out.dtype != self.gather_dtype
 
     def _check_push(self, grads: torch.Tensor) -> None:
-        late = [name for name, p in self._held() if p.requires_grad and id(p) not in self._trainable]
+        late = self._unfrozen()
         if late:
             raise UnsupportedError(
                 f"parameters {late} received a gradient but were frozen when the model was patched: set requires_grad "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -113,6 +114,8 @@ class Fsdp2Unit(Unit):
         self._is_offloaded = any(p.is_offloaded for p in self.params)  # FSDP would wait for the device before adding
         self._frozen = [p for p in self.params if not p.sharded.requires_grad]
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
+        self._hooked: list[tuple[int, FsdpParam]] = []
+        self._touched: Sequence[bool] = []  # by the minibatch that has ended
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
         self._has_sent = False  # in a backward pass that may not have completed
@@ -200,6 +203,9 @@ class Fsdp2Unit(Unit):
     def watched(self) -> list[Watched]:
         return [Watched((p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
 
+    def is_unfrozen(self) -> bool:
+        return any(param.sharded.requires_grad for param in self._frozen)
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p.sharded for p in self.trainable]
 
@@ -230,6 +236,7 @@ class Fsdp2Unit(Unit):
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if any(touched) and self.holds_unsent:
             raise waiting_gradients(self.name)
+        self._touched = touched
         offset = 0
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
             pending = self.pending.get(index)
@@ -249,8 +256,16 @@ class Fsdp2Unit(Unit):
         return self.trainable[index].as_dtensor(local)
 
     def check_hooks(self) -> None:
-        for param in self.params:
+        self._hooked = [(i, param) for i, param in enumerate(self.trainable) if param.hooks]
+        for _, param in self._hooked:
             param.check_hooks(f"unit {self.name!r}")
+
+    def call_hooks(self) -> None:
+        touched, self._touched = self._touched, []
+        for index, param in self._hooked:
+            if touched and touched[index]:
+                for hook in list(param.hooks.values()):
+                    hook(param.sharded)
 
     @property
     def holds_unsent(self) -> bool:
@@ -358,11 +373,16 @@ class Fsdp2Unit(Unit):
                 if grad is not None:
                     parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
+            hooks = [(param.sharded, param.hooks) for _, param in self._hooked]
+            for parameter, _ in hooks:  # they are called with what is final
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             self.reduction.is_running = True
             try:
                 original(*args)
             finally:
                 self.reduction.is_running = False
+                for parameter, known in hooks:
+                    parameter._post_accumulate_grad_hooks = known
                 self.group.all_reduce_grads = all_reduce_grads
                 self.group._partial_reduce_output = None  # zeros, kept by FSDP for an all-reduce that never comes
                 for parameter, grad in aside:
@@ -469,12 +489,17 @@ class FsdpParam:
                 self._inner.unsharded_accumulated_grad = None
             self._inner._unsharded_param.grad = None
 
+    @property
+    def hooks(self) -> dict[int, Callable[[torch.Tensor], object]]:
+        """That FSDP calls with the sharded parameter at every reduction."""
+        return getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
+
     def check_hooks(self, where: str) -> None:
-        """Refuse an optimizer in backward: FSDP calls such hooks at every reduction."""
-        if getattr(self.sharded, "_post_accumulate_grad_hooks", None):
+        """Refuse an optimizer in backward: nothing but its hooks would end a minibatch."""
+        if any(reaches_optimizer(hook) for hook in self.hooks.values()):
             raise UnsupportedError(
-                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook (optimizer in backward); "
-                "under ODC a gradient is final only at the end of the minibatch"
+                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook with an optimizer (optimizer "
+                "in backward); under ODC a gradient is final only at the end of the minibatch"
             )
 
     def describe(self) -> str:
@@ -509,3 +534,27 @@ class FsdpParam:
         """This rank's part of ``.grad``."""
         grad = settled(self.sharded.grad)
         return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def reaches_optimizer(thing: object, depth: int = 4) -> bool:
+    """Whether a hook has an optimizer at hand: in its closure, arguments, object, or by a global name."""
+    if isinstance(thing, torch.optim.Optimizer):
+        return True
+    if depth == 0 or isinstance(thing, (str, bytes, type, ModuleType, torch.Tensor)):
+        return False
+    parts: list[object] = []
+    if isinstance(thing, FunctionType):
+        parts += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+        parts += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        parts += [thing.__globals__.get(name) for name in thing.__code__.co_names]
+    elif isinstance(thing, MethodType):
+        parts += [thing.__func__, thing.__self__]
+    elif isinstance(thing, functools.partial):
+        parts += [thing.func, *thing.args, *thing.keywords.values()]
+    elif isinstance(thing, dict):
+        parts += thing.values()
+    elif isinstance(thing, (list, tuple, set)):
+        parts += thing
+    else:
+        parts += getattr(thing, "__dict__", {}).values()
+    return any(reaches_optimizer(part, depth - 1) for part in parts)

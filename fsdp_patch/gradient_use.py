@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +39,10 @@ class Owner(Communication, Protocol):
 
     def end_evaluation(self) -> None:
         """A forward of the model without a graph has returned."""
+        ...
+
+    def before_training(self) -> None:
+        """A forward of the model that keeps a graph begins."""
         ...
 
 
@@ -117,6 +122,7 @@ class GradientUse(Listener):
         self._looks: set[tuple[int, int]] = set()  # there, since the last end: instruction and parameter
         self._in_forward = False
         self._in_training_forward = False
+        self._in_hooks = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
         self._has_own_gradients = False  # the last minibatch left any: under FSDP1 it may hold nothing but padding
@@ -298,6 +304,19 @@ class GradientUse(Listener):
             "end of an epoch, a loss that is not finite): as odc.session_of(model).discard() does"
         )
 
+    @contextmanager
+    def calling_hooks(self) -> Iterator[None]:
+        """Around hooks of the script, which may look at gradients."""
+        self._in_hooks = True
+        try:
+            yield
+        finally:
+            self._in_hooks = False
+
+    def begin_forward(self) -> None:
+        """A forward has begun before this object was told of such."""
+        self._in_forward = self._in_training_forward = True
+
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
 
@@ -307,6 +326,8 @@ class GradientUse(Listener):
                 self.end_if_cleared()
             self._in_forward = True
             self._in_training_forward = torch.is_grad_enabled()
+            if self._in_training_forward:
+                self._live_session().before_training()
 
         def end(module: nn.Module, args: object, output: object) -> None:
             self._in_forward = self._in_training_forward = False
@@ -341,12 +362,17 @@ class GradientUse(Listener):
     @property
     def is_training(self) -> bool:
         """In a forward that keeps a graph, or in backward: gradients will be pushed, unless something goes wrong."""
-        return self._in_training_forward or torch._C._current_graph_task_id() != -1
+        return self._in_training_forward or self.is_in_backward
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether autograd is at work in this thread."""
+        return torch._C._current_graph_task_id() != -1
 
     @property
     def _is_computing(self) -> bool:
         """Hooks in backward see what FSDP has at that moment."""
-        return self._in_forward or torch._C._current_graph_task_id() != -1
+        return self._in_forward or self.is_in_backward
 
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
@@ -364,6 +390,12 @@ class GradientUse(Listener):
         """End the minibatch for who asks for the gradients of ``owned``, unless they are final."""
         if not owned:
             return
+        if self._in_hooks and what == STEP:
+            raise UnsupportedError(
+                "optimizer.step in a hook of register_post_accumulate_grad_hook (optimizer in backward): under ODC a "
+                "gradient is final only at the end of the minibatch, where these hooks are called. Step behind the "
+                "backward"
+            )
         if self.in_block:
             raise self._runtime.refusal(
                 f"{what} inside the minibatch: gradients are final only after it. Move it behind the `with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +18,11 @@ from odc.exchange import ProcessGroupExchange, raise_together, require_agreement
 from odc.fsdp_patch.compat import warn_if_untested
 from odc.fsdp_patch.fsdp1 import check_fsdp1_model, check_fsdp1_units, find_fsdp1_roots, find_fsdp1_units
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
-from odc.fsdp_patch.session import Session
+from odc.fsdp_patch.session import Connection, Session
 from odc.fsdp_patch.unit import Unit
 from odc.gloo import end_connections
 from odc.runtime import Runtime
+from odc.timeline import Stats
 
 logger = logging.getLogger("odc")
 
@@ -82,6 +84,40 @@ def _patch(
     problem: Exception | None,
 ) -> Session:
     """``problem``: what is wrong at this rank already."""
+    connection = _connect(model, config, exchange, device, problem)
+    session: Session | None = None
+    try:
+        session = Session(connection, functools.partial(_connect_again, config))
+        session.start(model)
+    except BaseException as error:
+        connection.runtime.abort(error)  # the other ranks may have set up all theirs
+        try:
+            (session or connection.runtime).close()
+        except Exception as another:  # the first cause is the one to raise
+            logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
+        raise
+    return session
+
+
+def _connect_again(config: RuntimeConfig, model: nn.Module, stats: Stats) -> Connection:
+    """For a session that has left its model. Collective, as :func:`patch_fsdp`; raises as that does."""
+    group, device = default_group(model)
+    exchange = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
+    try:
+        return _connect(model, config, exchange, device, None, stats)
+    except BaseException as error:
+        exchange.leave_word(error)
+        raise
+
+
+def _connect(
+    model: nn.Module,
+    config: RuntimeConfig,
+    exchange: ProcessGroupExchange,
+    device: torch.device,
+    problem: Exception | None,
+    stats: Stats | None = None,
+) -> Connection:
     units = list[Unit]()
     try:
         units = units if problem else supported_units(model)
@@ -106,19 +142,9 @@ def _patch(
         agreement=agreement,
         replicas=replicas if communicated else None,
         end_collectives=end_connections if communicated else None,
+        stats=stats,
     )
-    session: Session | None = None
-    try:
-        session = Session(communicated, runtime, replica_group)
-        session.start(model)
-    except BaseException as error:
-        runtime.abort(error)  # the other ranks may have set up all theirs
-        try:
-            (session or runtime).close()
-        except Exception as another:  # the first cause is the one to raise
-            logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
-        raise
-    return session
+    return Connection(communicated, runtime, replica_group)
 
 
 def _agreement(units: Sequence[Unit]) -> dict[str, dict[str, str]]:

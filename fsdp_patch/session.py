@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.errors import MisuseError, OdcError
+from odc.errors import MisuseError, OdcError, UnsupportedError
 from odc.exchange import ProcessGroupExchange, setup_timeout_s
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
@@ -87,6 +87,15 @@ def _memory_report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryR
     )
 
 
+class Connection(NamedTuple):
+    """What a session works with."""
+
+    units: Sequence[Unit]
+    """Those that are communicated."""
+    runtime: Runtime
+    replica_group: dist.ProcessGroup | None
+
+
 class Session:
     """ODC at work in one model. Made by :func:`patch_fsdp`.
 
@@ -95,7 +104,19 @@ class Session:
     microbatch. :meth:`minibatch` and :meth:`finish` say it explicitly.
     """
 
-    def __init__(self, units: Sequence[Unit], runtime: Runtime, replica_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, connection: Connection, connect_again: Callable[[nn.Module, Stats], Connection]) -> None:
+        self._connect_again = connect_again
+        self._undo: list[Callable[[], None]] = []
+        self._closed = False
+        self._has_warned = False
+        self._has_exchange = False
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self.on_finish: Callable[[], None] | None = None
+        """Called at the end of each minibatch, before this rank waits for the others."""
+        self._take(connection)
+
+    def _take(self, connection: Connection) -> None:
+        units, runtime, replica_group = connection
         self._units = list(units)
         self._runtime = runtime
         self._replicas = Replicas(replica_group, runtime, units[0].device) if replica_group and units else None
@@ -103,16 +124,10 @@ class Session:
             unit.replicas = self._replicas
         self._guard = Guard(self._units, runtime)
         self._publisher = Publisher(self._units, runtime, self._guard)
-        self._undo: list[Callable[[], None]] = []
         self._gradients = GradientUse(self, self._publisher, runtime, self._units)
-        self._closed = False
-        self._has_warned = False
-        self._model: Callable[[], nn.Module | None] = lambda: None
-        self.on_finish: Callable[[], None] | None = None
-        """Called at the end of each minibatch, before this rank waits for the others."""
 
     def start(self, model: nn.Module) -> None:
-        """Publish the parameters as they are and enter the model. Called once, by :func:`patch_fsdp`."""
+        """Publish the parameters as they are and enter the model. Called by :func:`patch_fsdp`."""
         self._model = weakref.ref(model)
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
@@ -121,6 +136,39 @@ class Session:
         load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())
+
+    def before_training(self) -> None:
+        """A forward of the model that keeps a graph begins."""
+        if self._runtime.state is not State.OPEN and self._patch_anew():
+            self._gradients.begin_forward()
+
+    def _patch_anew(self) -> bool:
+        """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
+
+        Collective then: every rank comes here, with its first forward or at the end of the coming minibatch.
+
+        Raises:
+            UnsupportedError: items are exchanged beside it.
+            UnsupportedError, SetupError: as :func:`patch_fsdp`. The session is closed.
+        """
+        model, runtime = self._model(), self._runtime
+        unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
+        if not unfrozen or model is None:
+            return False
+        if self._has_exchange:
+            raise UnsupportedError(
+                f"parameters of unit {unfrozen[0]!r} are trained that were frozen when the model was patched, and "
+                "items are exchanged beside it: set requires_grad before patch_fsdp"
+            )
+        logger.info("odc: patching anew: parameters of %d units are trained that were frozen", len(unfrozen))
+        self._closed = True
+        self._leave(in_error=False)
+        self._take(self._connect_again(model, runtime.stats))
+        self._closed = False
+        if runtime.timeline is not None:
+            self._runtime.record_in(runtime.timeline)
+        self.start(model)
+        return True
 
     def describe(self) -> str:
         """One line for people: what was patched."""
@@ -197,6 +245,9 @@ class Session:
             for unit in self._units:
                 unit.settle()
             self._gradients.installed(len(without) < len(self._units))
+        with self._gradients.calling_hooks():
+            for unit in self._units:
+                unit.call_hooks()
         if kind is EndKind.USE and not self._has_warned and self._runtime.topology.rank == 0:
             self._warn_of_unsent([unit.name for unit in without if unit.holds_unsent])
 
@@ -238,6 +289,8 @@ class Session:
             return self._replicas.ends(self._runtime.minibatch, self._runtime.ends)
 
     def _begin(self) -> None:
+        if not self._gradients.is_in_backward:  # the gradients of which are refused then
+            self._patch_anew()
         self._publish_loaded()
         self._publisher.publish_all()
         for index, unit in enumerate(self._units):
@@ -314,6 +367,7 @@ class Session:
         self._require_open()
         if not self._units:
             raise MisuseError("a shard group of one rank has nobody to exchange items with")
+        self._has_exchange = True
         config, unit = self._runtime.config, self._units[0]
         exchange = ProcessGroupExchange(unit.process_group, unit.device, setup_timeout_s(config.timeout_s))
         return ItemExchange.create(
@@ -402,6 +456,10 @@ class Session:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._leave(in_error)
+
+    def _leave(self, in_error: bool) -> None:
+        """The model is plain FSDP again."""
         try:
             if not in_error:  # full parameters that an evaluation has left on some ranks only
                 for unit in self._units:

@@ -122,6 +122,10 @@ class Unit(ABC):
         """What tells that a parameter was changed, for each of them."""
 
     @abstractmethod
+    def is_unfrozen(self) -> bool:
+        """Whether any parameter requires a gradient that did not when the model was patched."""
+
+    @abstractmethod
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters as an optimizer holds them."""
 
@@ -152,11 +156,15 @@ class Unit(ABC):
 
     @abstractmethod
     def check_hooks(self) -> None:
-        """Refuse hooks that were set after patching and would read gradients that are not final.
+        """Refuse hooks behind the accumulation of a gradient that step an optimizer.
 
         Raises:
             UnsupportedError: naming the parameter and the hook.
         """
+
+    def call_hooks(self) -> None:
+        """Call the others, with the gradients of the minibatch that has ended."""
+        return
 
     @property
     @abstractmethod

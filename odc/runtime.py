@@ -44,9 +44,14 @@ class Runtime(RankContext):
     kind = "runtime"
 
     def __init__(
-        self, transport: Transport, config: RuntimeConfig, units: Sequence[UnitSpec], prefers_daemon: bool = False
+        self,
+        transport: Transport,
+        config: RuntimeConfig,
+        units: Sequence[UnitSpec],
+        prefers_daemon: bool = False,
+        stats: Stats | None = None,
     ) -> None:
-        self.stats = Stats()
+        self.stats = stats or Stats()
         super().__init__(transport, config, self.stats)
         self.units = tuple(units)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
@@ -84,6 +89,7 @@ class Runtime(RankContext):
         agreement: Mapping[str, Mapping[str, str]] | None = None,
         replicas: Exchange | None = None,
         end_collectives: Callable[[], object] | None = None,
+        stats: Stats | None = None,
     ) -> Runtime:
         """Connect the ranks of ``exchange``. Collective.
 
@@ -93,6 +99,7 @@ class Runtime(RankContext):
             replicas: between the ranks with this one's place in their groups, if there are several groups.
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
+            stats: to count on in.
 
         Raises:
             SetupError: on all ranks, naming the first difference between them or the resource that is missing.
@@ -111,7 +118,7 @@ class Runtime(RankContext):
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
 
-        return complete(transport, lambda: cls(transport, config, units, prefers_daemon), finish)
+        return complete(transport, lambda: cls(transport, config, units, prefers_daemon, stats), finish)
 
     def _complete(self, transfers: TransferTable | None) -> None:
         """The rest of set-up. Collective."""
@@ -378,7 +385,15 @@ class Runtime(RankContext):
 
     def start_timeline(self) -> Timeline:
         """Record spans from now on."""
-        timeline = Timeline(self.topology.rank)
+        return self.record_in(Timeline(self.topology.rank))
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where spans are recorded, if they are."""
+        return self._protocol.timeline
+
+    def record_in(self, timeline: Timeline) -> Timeline:
+        """Record spans there from now on."""
         self._protocol.timeline = self._waiter.timeline = timeline
         return timeline
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from process_ranks import run_ranks
+from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -29,6 +29,7 @@ from training import (
 )
 
 import odc
+from odc.fsdp_patch.fsdp2_unit import reaches_optimizer
 
 COUNTS = [2, 1]
 STEPS = 4
@@ -399,3 +400,79 @@ def test_gradients_in_float64_are_summed_in_float64(fsdp: int) -> None:
         optimizer.zero_grad()
     ours = run_ranks(2, in_float64, fsdp)[0]
     assert largest_difference(ours, {name: p.detach() for name, p in expected.named_parameters()}) < 1e-12
+
+
+def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
+    """Norms as a hook finds them. Rank 1 has no microbatch in some iterations, one of weight zero under plain FSDP2."""
+    found = []
+    model = shard(build(num_blocks=1), world_size)
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: found.append(float(p.grad.full_tensor().norm())))
+    session = odc.patch_fsdp(model) if use_odc else None
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        idle = rank == 1 and step % 2 == 1
+        if not (idle and use_odc):
+            (loss_of(model, tokens(step, rank, 0)) * (0.0 if idle else 1.0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    if session is not None:
+        session.close()
+    return found
+
+
+def looked(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return hooks_that_look(rank, world_size, False), hooks_that_look(rank, world_size, True)
+
+
+def test_hooks_behind_accumulation_find_what_is_final() -> None:
+    for theirs, ours in run_ranks(2, looked):
+        assert len(ours) == STEPS
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Hidden:
+    """Where nobody looks for an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.deep = [[[[[optimizer]]]]]
+
+    def step(self, parameter: torch.Tensor) -> None:
+        self.deep[0][0][0][0][0].step()
+
+
+def steps_in_a_hook(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    hidden = Hidden(torch.optim.SGD([model.head.weight], lr=0.1))
+    model.head.weight.register_post_accumulate_grad_hook(hidden.step)
+    with odc.patch_fsdp(model) as session:
+        loss_of(model, tokens(0, rank, 0)).backward()
+        session.finish()
+
+
+def test_a_step_in_a_hook_is_refused() -> None:
+    for result in start_ranks(2, steps_in_a_hook).join(60):
+        assert result.error_type == "UnsupportedError"
+        assert "optimizer in backward" in (result.error or "")
+
+
+def test_where_a_hook_may_have_its_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    norms: list[float] = []
+
+    class Owner:
+        def __init__(self) -> None:
+            self.optimizer = optimizer
+
+        def hook(self, p: torch.Tensor) -> None:
+            self.optimizer.step()
+
+    def with_default(p: torch.Tensor, *, steps: tuple[Any, ...] = (optimizer,)) -> None: ...
+
+    assert reaches_optimizer(lambda p: optimizer.step())
+    assert reaches_optimizer(Owner().hook)
+    assert reaches_optimizer(with_default)
+    assert reaches_optimizer(functools.partial(print, optimizer))
+    assert not reaches_optimizer(lambda p: norms.append(float(torch.norm(p.grad))))
+    assert not reaches_optimizer(print)

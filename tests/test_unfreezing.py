@@ -1,0 +1,103 @@
+"""Layer 3: ranks as processes. Parameters that were frozen when the model was patched, and are trained later: gradual
+unfreezing, a discriminator that is frozen first. Nothing is kept for those that stay frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from process_ranks import assert_one_says, run_ranks, start_ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
+
+import odc
+
+UNFROZEN = {2: ("blocks.1.",), 4: ("embed.",)}
+"""By the iteration before which they are."""
+
+
+def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: bool) -> tuple[Any, Any]:
+    """``idle``: rank 1 has no microbatch where parameters are unfrozen."""
+    net = build(num_blocks=2)
+    net.blocks[1].up.weight.requires_grad_(False)
+    if fsdp == 2:  # FSDP1 does not train a flat parameter that was frozen as a whole
+        net.blocks[1].requires_grad_(False)
+        net.embed.requires_grad_(False)
+    model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
+    session = odc.patch_fsdp(model) if patched else None
+    optimizer = optimizer_of(model)
+    parameters = list(model.parameters())
+    for step in range(6):
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in UNFROZEN.get(step, ())):
+                parameter.requires_grad_(True)
+        is_idle = idle and rank == 1 and step in UNFROZEN
+
+        def microbatch(step: int = step, is_idle: bool = is_idle) -> None:
+            if not (is_idle and patched):
+                (loss_of(model, tokens(step, rank, 0)) * (0.0 if is_idle else 0.05)).backward()
+
+        if how == "block" and session is not None:
+            with session.minibatch():
+                microbatch()
+        else:
+            microbatch()
+        if how == "clipping":
+            clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = None
+    if session is not None:
+        counts = session.stats()
+        session.close()
+    if fsdp == 1:
+        return full_parameters_of_fsdp1(model), counts
+    return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}, counts  # type: ignore[attr-defined]
+
+
+def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tuple[float, int]:
+    expected, _ = train(rank, world_size, fsdp, idle, how, False)
+    found, counts = train(rank, world_size, fsdp, idle, how, True)
+    return largest_difference(found, expected), counts.minibatches
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize(
+    ("idle", "how"), [(False, "clipping"), (True, "clipping"), (True, "step"), (False, "block"), (True, "block")]
+)
+def test_what_is_unfrozen_is_trained(idle: bool, how: str, fsdp: int) -> None:
+    for difference, minibatches in run_ranks(2, compared, fsdp, idle, how, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
+        assert difference < 1e-5
+        assert minibatches == 6  # of all that was patched, one after the other
+
+
+def unfrozen_beside_an_exchange(rank: int, world_size: int) -> None:
+    model = build(num_blocks=1)
+    model.head.requires_grad_(False)
+    model = shard(model, world_size)
+    with odc.patch_fsdp(model) as session, session.exchange_items(["images"], capacity_bytes=64):
+        model.head.requires_grad_(True)
+        loss_of(model, tokens(0, rank, 0))
+
+
+def test_beside_an_exchange_of_items_it_is_refused() -> None:
+    results = start_ranks(2, unfrozen_beside_an_exchange, env={"ODC_TIMEOUT": "20"}).join(60)
+    assert_one_says(results, "UnsupportedError", "set requires_grad before patch_fsdp")
+
+
+def unfrozen_on_one_rank(rank: int, world_size: int) -> None:
+    model = build(num_blocks=1)
+    model.head.requires_grad_(False)
+    model = shard(model, world_size)
+    with odc.patch_fsdp(model):
+        if rank == 0:
+            model.head.requires_grad_(True)
+        for step in range(2):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
+
+
+def test_what_one_rank_alone_unfreezes_does_not_pass_in_silence() -> None:
+    results = start_ranks(2, unfrozen_on_one_rank, env={"ODC_TIMEOUT": "10"}).join(90)
+    assert all(result.error for result in results), results
