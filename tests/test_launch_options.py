@@ -295,7 +295,10 @@ def test_a_rank_leaves_its_line_before_the_others_hear_of_its_end(
 
 @pytest.mark.usefixtures("interpreter")
 def test_what_closing_finds_ends_in_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = AutomaticPatching.close
+
     def close(patching: AutomaticPatching) -> None:
+        original(patching)
         raise PeerDiedError("while closing")
 
     monkeypatch.setattr(AutomaticPatching, "close", close)
