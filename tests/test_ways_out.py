@@ -221,7 +221,7 @@ def load_in_turn(rank: int, world_size: int) -> float:
             dist.barrier()
         loss = loss_of(model, tokens(0, 0, 0))
         session.discard()
-    return float(loss)
+    return float(loss.detach())
 
 
 def test_ranks_may_load_one_after_the_other() -> None:
@@ -229,7 +229,7 @@ def test_ranks_may_load_one_after_the_other() -> None:
     with torch.no_grad():
         for parameter in halved.parameters():
             parameter.mul_(0.5)
-    expected = float(loss_of(halved, tokens(0, 0, 0)))
+    expected = float(loss_of(halved, tokens(0, 0, 0)).detach())
     assert run_ranks(2, load_in_turn, env={"ODC_TIMEOUT": "15"}, timeout_s=60) == pytest.approx([expected] * 2)
 
 
