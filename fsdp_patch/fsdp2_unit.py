@@ -114,7 +114,6 @@ class Fsdp2Unit(Unit):
         self._is_offloaded = any(p.is_offloaded for p in self.params)  # FSDP would wait for the device before adding
         self._frozen = [p for p in self.params if not p.sharded.requires_grad]
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
-        self._hooked: list[tuple[int, FsdpParam]] = []
         self._touched: Sequence[bool] = []  # by the minibatch that has ended
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
@@ -256,16 +255,14 @@ class Fsdp2Unit(Unit):
         return self.trainable[index].as_dtensor(local)
 
     def check_hooks(self) -> None:
-        self._hooked = [(i, param) for i, param in enumerate(self.trainable) if param.hooks]
-        for _, param in self._hooked:
+        for param in self.trainable:
             param.check_hooks(f"unit {self.name!r}")
 
     def call_hooks(self) -> None:
         touched, self._touched = self._touched, []
-        for index, param in self._hooked:
-            if touched and touched[index]:
-                for hook in list(param.hooks.values()):
-                    hook(param.sharded)
+        for param, here in zip(self.trainable, touched, strict=False):
+            for hook in list(param.hooks.values()) if here else ():
+                hook(param.sharded)
 
     @property
     def holds_unsent(self) -> bool:
@@ -373,16 +370,16 @@ class Fsdp2Unit(Unit):
                 if grad is not None:
                     parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
-            hooks = [(param.sharded, param.hooks) for _, param in self._hooked]
-            for parameter, _ in hooks:  # they are called with what is final
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            hooked = [param for param in self.trainable if param.hooks]
+            for param in hooked:  # they are called with what is final
+                param.hide_hooks()
             self.reduction.is_running = True
             try:
                 original(*args)
             finally:
                 self.reduction.is_running = False
-                for parameter, known in hooks:
-                    parameter._post_accumulate_grad_hooks = known
+                for param in hooked:
+                    param.show_hooks()
                 self.group.all_reduce_grads = all_reduce_grads
                 self.group._partial_reduce_output = None  # zeros, kept by FSDP for an all-reduce that never comes
                 for parameter, grad in aside:
@@ -423,6 +420,7 @@ class FsdpParam:
     def __init__(self, inner: Any, name: str) -> None:
         self._inner = inner
         self.name = name
+        self._hidden: dict[int, Callable[[torch.Tensor], object]] | None = None
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -491,15 +489,25 @@ class FsdpParam:
 
     @property
     def hooks(self) -> dict[int, Callable[[torch.Tensor], object]]:
-        """That FSDP calls with the sharded parameter at every reduction."""
-        return getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
+        """That FSDP calls with the sharded parameter at every reduction, unless they are hidden."""
+        return self._hidden or getattr(self.sharded, "_post_accumulate_grad_hooks", None) or {}
+
+    def hide_hooks(self) -> None:
+        """From FSDP."""
+        self._hidden = self.hooks
+        self.sharded._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def show_hooks(self) -> None:
+        """Undo :meth:`hide_hooks`."""
+        if self._hidden is not None:
+            self.sharded._post_accumulate_grad_hooks, self._hidden = self._hidden, None
 
     def check_hooks(self, where: str) -> None:
         """Refuse an optimizer in backward: nothing but its hooks would end a minibatch."""
         if any(reaches_optimizer(hook) for hook in self.hooks.values()):
             raise UnsupportedError(
-                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook with an optimizer (optimizer "
-                "in backward); under ODC a gradient is final only at the end of the minibatch"
+                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook (optimizer in backward); "
+                "under ODC a gradient is final only at the end of the minibatch"
             )
 
     def describe(self) -> str:

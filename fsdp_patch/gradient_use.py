@@ -41,8 +41,20 @@ class Owner(Communication, Protocol):
         """A forward of the model without a graph has returned."""
         ...
 
-    def before_training(self) -> None:
-        """A forward of the model that keeps a graph begins."""
+    def before_training(self, *, is_method: bool = False) -> None:
+        """A forward of the model that keeps a graph begins, or another method that is one."""
+        ...
+
+    def before_waiting(self) -> None:
+        """The script enters a collective of its own."""
+        ...
+
+    def after_waiting(self) -> None:
+        """It has left it."""
+        ...
+
+    def require_no_unfreezing(self, what: str) -> None:
+        """Refuse to be patched anew by ``what``, the use of a gradient."""
         ...
 
 
@@ -155,6 +167,7 @@ class GradientUse(Listener):
         look = (reader.frame.f_lasti, pending.key)
         if not self._sent and pending.base is not None and not self._asks_for_next(reader, look):
             return pending.base  # see [Note: Old gradients on an idle rank]
+        self._live_session().require_no_unfreezing(str(reader))
         self._end_for(str(reader), reader, self._publisher.all_trainable)
         self._looks.add(look)
         return pending.now() if pending.final is None else pending.final
@@ -180,7 +193,7 @@ class GradientUse(Listener):
         said = [(Notes(*end.notes), end.has_pushed) for end in ends]
         self._check_steps([notes for notes, _ in said])
         self._check_enders(said)
-        self._check_kept([notes for notes, _ in said])
+        self.check_kept(ends)
         self._asked_at |= {(notes.place, notes.path) for notes, has_pushed in said if has_pushed and notes.place}
         self._uses.clear()
         self._looks.clear()
@@ -261,8 +274,13 @@ class GradientUse(Listener):
                     "call session.publish()"
                 )
 
-    def _check_kept(self, said: Sequence[Notes]) -> None:
-        """Who finds its parameters unchanged reads those that others had before, and nobody's may have changed."""
+    def check_kept(self, ends: Sequence[End]) -> None:
+        """Who finds its parameters unchanged reads those that others had before, and nobody's may have changed.
+
+        Raises:
+            ProtocolError: somebody's has.
+        """
+        said = [Notes(*end.notes) for end in ends]
         changed = next((notes for notes in said if notes.said & Said.CHANGED), None)
         kept = next((notes for notes in said if notes.said & Said.KEPT), None)
         if changed is not None and kept is not None:
@@ -313,9 +331,9 @@ class GradientUse(Listener):
         finally:
             self._in_hooks = False
 
-    def begin_forward(self) -> None:
-        """A forward has begun before this object was told of such."""
-        self._in_forward = self._in_training_forward = True
+    def begin_forward(self, *, is_method: bool) -> None:
+        """A forward, or a method that is one, has begun before this object was told of such."""
+        self._in_forward, self._in_training_forward = not is_method, True
 
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
@@ -339,6 +357,8 @@ class GradientUse(Listener):
             if not self._in_forward:
                 self.end_if_cleared()
                 self._in_training_forward = torch.is_grad_enabled()
+                if self._in_training_forward:
+                    self._live_session().before_training(is_method=True)
 
         def end_method() -> None:
             if not self._in_forward:
@@ -488,10 +508,14 @@ class GradientUse(Listener):
             self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
+        if tensors is None and (session := self.session()) is not None:
+            session.before_waiting()
         self._runtime.enters_collective(what, is_due=tensors is not None and self.owns(tensors))
 
     def leaves_collective(self) -> None:
         self._runtime.leaves_collective()
+        if (session := self.session()) is not None:
+            session.after_waiting()
 
     def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
         return self._runtime.explain_collective(error, what)

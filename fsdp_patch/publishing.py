@@ -128,12 +128,16 @@ class Publisher:
     def _awaited(self, trainable: set[int]) -> set[int]:
         """Of the trainable parameters of a unit, those that somebody may yet update; if nobody will, those of all
         units, for the end of the step."""
+        changing = self._held() | self._by_hand
+        return trainable & changing or changing
+
+    def _held(self) -> set[int]:
+        """Trainable parameters that any optimizer holds, by id."""
         if self._in_optimizers is None:
             optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
             held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
             self._in_optimizers = held & self._all_trainable
-        changing = self._in_optimizers | self._ever_stepped | self._by_hand
-        return trainable & changing or changing
+        return self._in_optimizers | self._ever_stepped
 
     def after_clearing(self, cleared: set[int]) -> None:
         """Publish everything if the step is over, or was skipped: these gradients and those that a step has used are
@@ -170,7 +174,10 @@ class Publisher:
         rest = [index for index in range(len(self._units)) if not self._runtime.is_published(index)]
         kept: list[int] = []
         if self._runtime.minibatch and not anew:
+            # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
             kept = [index for index in rest if self._trainable[index].isdisjoint(self._stepped)]
+            held = self._held() if kept else set()
+            kept = [index for index in kept if self._trainable[index] <= held]
             self.has_changed = self.is_any_changed(kept)
             if self.has_changed:
                 kept = []

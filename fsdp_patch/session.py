@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import warnings
 import weakref
@@ -31,6 +32,8 @@ from odc.runtime import Runtime
 from odc.timeline import Stats, Timeline
 
 logger = logging.getLogger("odc")
+
+_LOAD_PATIENCE_S = 5.0  # for other ranks to load as well; ranks may take turns (a lock, a barrier)
 
 
 @dataclass(frozen=True)
@@ -137,15 +140,41 @@ class Session:
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())
 
-    def before_training(self) -> None:
-        """A forward of the model that keeps a graph begins."""
+    def before_training(self, *, is_method: bool = False) -> None:
+        """A forward of the model that keeps a graph begins, or another method that is one."""
         if self._runtime.state is not State.OPEN and self._patch_anew():
-            self._gradients.begin_forward()
+            self._gradients.begin_forward(is_method=is_method)
+
+    def before_waiting(self) -> None:
+        """The script enters a collective of its own, where others may come behind their forward."""
+        self._go_on_loading(_LOAD_PATIENCE_S)
+
+    def after_waiting(self) -> None:
+        """It has left it: what it has loaded before may be complete on all ranks now."""
+        self._go_on_loading(0.0)
+
+    def _go_on_loading(self, patience_s: float) -> None:
+        if not self._closed and self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
+            self._publish_loaded(patience_s=patience_s)
+
+    def require_no_unfreezing(self, what: str) -> None:
+        """Refuse to be patched anew by ``what``, the use of a gradient of before.
+
+        Raises:
+            UnsupportedError: parameters are trained that were frozen.
+        """
+        unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
+        if unfrozen and self._runtime.state is not State.OPEN:
+            raise UnsupportedError(
+                f"{what} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
+                "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
+            )
 
     def _patch_anew(self) -> bool:
         """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
 
-        Collective then: every rank comes here, with its first forward or at the end of the coming minibatch.
+        Collective then: every rank comes here, with its first forward or at the end of the coming minibatch. One
+        without a microbatch must not wait for the others in a collective of the script before that.
 
         Raises:
             UnsupportedError: items are exchanged beside it.
@@ -161,9 +190,16 @@ class Session:
                 "items are exchanged beside it: set requires_grad before patch_fsdp"
             )
         logger.info("odc: patching anew: parameters of %d units are trained that were frozen", len(unfrozen))
+        asleep = [p for unit in self._units for p in unit.trainable_parameters() if not p.requires_grad]
         self._closed = True
         self._leave(in_error=False)
-        self._take(self._connect_again(model, runtime.stats))
+        try:
+            for parameter in asleep:  # of a GAN, say: it will be trained again
+                parameter.requires_grad_(True)
+            self._take(self._connect_again(model, runtime.stats))
+        finally:
+            for parameter in asleep:
+                parameter.requires_grad_(False)
         self._closed = False
         if runtime.timeline is not None:
             self._runtime.record_in(runtime.timeline)
@@ -320,17 +356,19 @@ class Session:
         for unit in self._units:
             unit.discard_gathered()
 
-    def _publish_loaded(self, *, may_leave: bool = False) -> None:
-        """Publish what was loaded over published parameters, for every load. ``may_leave``: or as far as all ranks have
-        come."""
-        while self._publisher.num_loads and self._publish_again(may_leave=may_leave):
+    def _publish_loaded(self, *, patience_s: float = math.inf) -> None:
+        """Publish what was loaded over published parameters, for every load, or as far as all ranks come within
+        ``patience_s``."""
+        while self._publisher.num_loads and self._publish_again(patience_s=patience_s):
             self._publisher.num_loads -= 1
 
-    def _publish_again(self, *, may_leave: bool = False) -> bool:
+    def _publish_again(self, *, patience_s: float = math.inf) -> bool:
         self._publisher.publish_all()
         # Replicas are not waited for: one that has not done the same is found at the next end.
-        if not self._runtime.fence(End(EndKind.FENCE, self._gradients.notes()), may_leave=may_leave):
+        if not self._runtime.fence(End(EndKind.FENCE, self._gradients.notes()), patience_s=patience_s):
             return False
+        with self._runtime.reporting:
+            self._gradients.check_kept(self._runtime.ends)
         self._publisher.publish_all(anew=True)
         return True
 
@@ -344,7 +382,7 @@ class Session:
         # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
         # Where ranks load one after the other, at the next use.
         if self._runtime.state is not State.OPEN:
-            self._publish_loaded(may_leave=True)
+            self._publish_loaded(patience_s=_LOAD_PATIENCE_S)
 
     def end_evaluation(self) -> None:
         """A forward of the model without a graph has returned."""

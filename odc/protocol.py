@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -437,12 +438,13 @@ class MinibatchProtocol:
         self._await_done()
         self._complete(started_ns)
 
-    def fence(self, how: End, *, may_leave: bool = False) -> bool:
+    def fence(self, how: End, *, patience_s: float = math.inf) -> bool:
         """An empty minibatch: behind it nobody reads the published shards any more, and they may be replaced.
 
         Args:
-            may_leave: go on if another rank stays away for now: it is gone, waits for this one, or in a collective of
-                the script, which this one may come to later. To be called again before anything else.
+            patience_s: go on if another rank has not come by then; or a moment after it is seen to stay away: it is
+                gone, waits for this one, or in a collective of the script, which this one may come to later. To be
+                called again before anything else.
 
         Returns:
             whether it is over.
@@ -456,7 +458,7 @@ class MinibatchProtocol:
             self.begin()
             self._say_done(how)
             self.state, self._is_at_fence = State.PUBLISHED, True
-        if not self._await_done(may_leave):
+        if not self._await_done(patience_s):
             return False
         self._is_at_fence = False
         self._complete(started_ns)
@@ -523,9 +525,10 @@ class MinibatchProtocol:
             self._ends = [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
         return self._ends
 
-    def _await_done(self, may_leave: bool = False) -> bool:
-        """Whether all ranks are done. ``may_leave``: see :meth:`fence`."""
+    def _await_done(self, patience_s: float = math.inf) -> bool:
+        """Whether all ranks are done. ``patience_s``: see :meth:`fence`."""
         count, done, minibatch = self._end.transport.count, self._done, self.minibatch
+        may_leave, deadline = patience_s < math.inf, time.monotonic() + patience_s
         seen: dict[int, tuple[int, float]] = {}
 
         def late() -> list[int]:
@@ -533,7 +536,9 @@ class MinibatchProtocol:
 
         def awaited() -> list[int]:
             ranks = late()
-            return [] if may_leave and any(self._stays_away(rank, seen) for rank in ranks) else ranks
+            if may_leave and (time.monotonic() >= deadline or any(self._stays_away(rank, seen) for rank in ranks)):
+                return []
+            return ranks
 
         self._end.waiter.wait(awaited, lambda: "end of the minibatch")
         if may_leave and late():

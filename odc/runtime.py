@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -295,10 +296,10 @@ class Runtime(RankContext):
             self._has_refused = True
             self._waiter.job.set_refusal(f"{self._waiter.where()}: {type(error).__name__}: {error}")
 
-    def fence(self, how: End, *, may_leave: bool = False) -> bool:
+    def fence(self, how: End, *, patience_s: float = math.inf) -> bool:
         """See :meth:`odc.protocol.MinibatchProtocol.fence`."""
         with self.reporting:
-            return self._protocol.fence(how, may_leave=may_leave)
+            return self._protocol.fence(how, patience_s=patience_s)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""

@@ -406,7 +406,8 @@ def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
     """Norms as a hook finds them. Rank 1 has no microbatch in some iterations, one of weight zero under plain FSDP2."""
     found = []
     model = shard(build(num_blocks=1), world_size)
-    model.head.weight.register_post_accumulate_grad_hook(lambda p: found.append(float(p.grad.full_tensor().norm())))
+    for parameter in model.parameters():  # of the unit that pushes first, too
+        parameter.register_post_accumulate_grad_hook(lambda p: found.append(float(p.grad.full_tensor().norm())))
     session = odc.patch_fsdp(model) if use_odc else None
     optimizer = optimizer_of(model)
     for step in range(STEPS):
@@ -427,8 +428,8 @@ def looked(rank: int, world_size: int) -> tuple[list[float], list[float]]:
 
 def test_hooks_behind_accumulation_find_what_is_final() -> None:
     for theirs, ours in run_ranks(2, looked):
-        assert len(ours) == STEPS
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert len(ours) == len(theirs) > STEPS
+        assert sorted(ours) == pytest.approx(sorted(theirs), rel=1e-5)
 
 
 class Hidden:

@@ -9,7 +9,17 @@ import pytest
 from process_ranks import assert_one_says, run_ranks, start_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
+from training import (
+    build,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    largest_difference,
+    loss_of,
+    optimizer_of,
+    shard,
+    tokens,
+    wrap,
+)
 
 import odc
 
@@ -64,7 +74,8 @@ def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tup
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(
-    ("idle", "how"), [(False, "clipping"), (True, "clipping"), (True, "step"), (False, "block"), (True, "block")]
+    ("idle", "how"),
+    [(False, "clipping"), (True, "clipping"), (True, "step"), (False, "block"), (True, "block")],
 )
 def test_what_is_unfrozen_is_trained(idle: bool, how: str, fsdp: int) -> None:
     for difference, minibatches in run_ranks(2, compared, fsdp, idle, how, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
@@ -101,3 +112,64 @@ def unfrozen_on_one_rank(rank: int, world_size: int) -> None:
 def test_what_one_rank_alone_unfreezes_does_not_pass_in_silence() -> None:
     results = start_ranks(2, unfrozen_on_one_rank, env={"ODC_TIMEOUT": "10"}).join(90)
     assert all(result.error for result in results), results
+
+
+def frozen_in_turn(rank: int, world_size: int, patched: bool) -> tuple[Any, int]:
+    """As the parts of a GAN: the head first, the rest frozen, then the other way round."""
+    net = build(num_blocks=1)
+    head = {id(p) for p in net.head.parameters()}
+    names = {name for name, p in net.named_parameters() if id(p) in head}
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name in names)
+    model = shard(net, world_size)
+    session = odc.patch_fsdp(model) if patched else None
+    runtimes = set()
+    optimizer = optimizer_of(model)
+    for step in range(6):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_((name in names) == (step % 2 == 0))
+        loss_of(model, tokens(step, rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session is not None:
+            runtimes.add(id(session._runtime))
+    if session is not None:
+        session.close()
+    return full_parameters(model), len(runtimes)
+
+
+def in_turn(rank: int, world_size: int) -> tuple[float, int]:
+    (expected, _), (found, runtimes) = (frozen_in_turn(rank, world_size, patched) for patched in (False, True))
+    return largest_difference(found, expected), runtimes
+
+
+def test_what_is_frozen_in_turn_is_patched_anew_once() -> None:
+    for difference, runtimes in run_ranks(2, in_turn, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
+        assert difference < 1e-5
+        assert runtimes == 2
+
+
+def unfrozen_and_used_by_hand(rank: int, world_size: int) -> None:
+    model = build(num_blocks=1)
+    model.head.requires_grad_(False)
+    model = shard(model, world_size)
+    optimizer = optimizer_of(model)
+    odc.patch_fsdp(model)
+    for step in range(3):
+        if step == 2:
+            model.requires_grad_(True)
+        if rank == 0 or step != 2:
+            loss_of(model, tokens(step, rank, 0)).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        total = sum(grad.to_local().pow(2).sum() for grad in grads)  # type: ignore[attr-defined]
+        for grad in grads:
+            grad.mul_(0.1 / float(total))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_of_before_used_by_hand_are_refused_where_that_would_patch_anew() -> None:
+    results = start_ranks(2, unfrozen_and_used_by_hand, env={"ODC_TIMEOUT": "20"}).join(90)
+    assert results[1].error_type == "UnsupportedError"
+    assert "call odc.session_of(model).finish() on every rank" in (results[1].error or "")
+    assert results[0].error

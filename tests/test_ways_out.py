@@ -7,7 +7,9 @@ it meanwhile, wherever it waits itself: for a collective of the script, that the
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 from process_ranks import assert_one_says, run_ranks, start_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, shard, tokens, wrap
 
@@ -189,8 +193,9 @@ def test_one_rank_that_evaluates_between_clipping_and_step_is_named() -> None:
     assert_one_says(results, "ProtocolError", "evaluate inside the minibatch, or after optimizer.step()")
 
 
-def changed_on_one_rank(rank: int, world_size: int) -> None:
+def changed_on_one_rank(rank: int, world_size: int, publishes: bool) -> None:
     model = shard(build(num_blocks=1), world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with odc.patch_fsdp(model) as session:
         loss_of(model, tokens(0, rank, 0)).backward()
         session.finish()
@@ -198,12 +203,17 @@ def changed_on_one_rank(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
+        if publishes:
+            with torch.no_grad():
+                loss_of(model, tokens(1, 0, 0))
+            session.publish()
         loss_of(model, tokens(1, rank, 0)).backward()
-        session.finish()
+        optimizer.step()
 
 
-def test_parameters_changed_by_hand_on_one_rank_only_get_into_no_step() -> None:
-    results = start_ranks(2, changed_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
+@pytest.mark.parametrize("publishes", [False, True])
+def test_parameters_changed_by_hand_on_one_rank_only_get_into_no_step(publishes: bool) -> None:
+    results = start_ranks(2, changed_on_one_rank, publishes, env={"ODC_TIMEOUT": "15"}).join(60)
     assert_one_says(
         results, "ProtocolError", "rank 1 has changed parameters by hand before minibatch 2, rank 0 has not"
     )
@@ -261,3 +271,82 @@ def test_who_waits_in_a_collective_of_the_script_is_said_to() -> None:
     assert any("Cause: rank 1 has waited for" in text and "in a collective of the script" in text for text in said), (
         said
     )
+
+
+def step_by_hand(rank: int, world_size: int, patched: bool) -> list[float]:
+    """Of the only parameter that is trained rank 1 has no part, and sees no change of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    session = odc.patch_fsdp(model) if patched else None
+    weight, losses = model[1].weight, []
+    for step in range(4):
+        data = torch.full((2, 4), 1.0 + step + rank)
+        loss = model(data).square().sum()
+        loss.backward()
+        weight.data.add_(weight.grad, alpha=-0.001)
+        weight.grad = None
+        with torch.no_grad():
+            losses.append(float(model(data).sum()))
+        if session is not None:
+            session.publish()
+    if session is not None:
+        session.close()
+    return losses
+
+
+def stepped_by_hand(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    return step_by_hand(rank, world_size, False), step_by_hand(rank, world_size, True)
+
+
+def test_a_rank_without_a_part_sees_what_others_change_by_hand() -> None:
+    for plain, ours in run_ranks(2, stepped_by_hand, env={"ODC_TIMEOUT": "15"}, timeout_s=60):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def load_under_a_lock(rank: int, world_size: int, path: str) -> float:
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            model.load_state_dict(state)
+        idle = rank == 0  # it was first, perhaps
+        loss = torch.zeros(()) if idle else loss_of(model, tokens(0, rank, 0))
+        if not idle:
+            loss.backward()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        session.finish()
+    return float(loss)
+
+
+def test_ranks_may_load_under_a_lock(tmp_path: Path) -> None:
+    expected = float(loss_of(build(num_blocks=1), tokens(0, 1, 0)).detach())
+    found = run_ranks(2, load_under_a_lock, str(tmp_path / "lock"), env={"ODC_TIMEOUT": "20"}, timeout_s=60)
+    assert found == pytest.approx([expected] * 2)
+
+
+def load_in_turn_then_idle(rank: int, world_size: int) -> float:
+    model = shard(build(num_blocks=1), world_size)
+    with odc.patch_fsdp(model) as session:
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for one in range(world_size):
+            if one == rank:
+                model.load_state_dict(state)
+            dist.barrier()
+        loss = torch.zeros(())
+        if rank:
+            loss = loss_of(model, tokens(0, rank, 0))
+            loss.backward()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        session.finish()
+    return float(loss)
+
+
+def test_a_rank_that_has_loaded_first_may_be_idle_next() -> None:
+    expected = float(loss_of(build(num_blocks=1), tokens(0, 1, 0)).detach())
+    found = run_ranks(2, load_in_turn_then_idle, env={"ODC_TIMEOUT": "15"}, timeout_s=60)
+    assert found == pytest.approx([expected] * 2)
