@@ -175,9 +175,11 @@ class Publisher:
         kept: list[int] = []
         if self._runtime.minibatch and not anew:
             # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
-            kept = [index for index in rest if self._trainable[index].isdisjoint(self._stepped)]
-            held = self._held() if kept else set()
-            kept = [index for index in kept if self._trainable[index] <= held]
+            unstepped = [index for index in rest if self._trainable[index].isdisjoint(self._stepped)]
+            held = self._held() if unstepped else set()
+            kept = [index for index in unstepped if self._trainable[index] <= held]
+            if len(kept) < len(unstepped) and not self._through_data:
+                self.is_any_changed(unstepped)  # learn how such a script changes parameters
             self.has_changed = self.is_any_changed(kept)
             if self.has_changed:
                 kept = []
