@@ -45,12 +45,8 @@ class Owner(Communication, Protocol):
         """A forward of the model that keeps a graph begins, or another method that is one."""
         ...
 
-    def before_waiting(self) -> None:
-        """The script enters a collective of its own."""
-        ...
-
-    def after_waiting(self) -> None:
-        """It has left it."""
+    def go_on_loading(self, *, is_entering: bool) -> None:
+        """The script enters a collective of its own, or has left one."""
         ...
 
     def require_no_unfreezing(self, what: str) -> None:
@@ -509,13 +505,13 @@ class GradientUse(Listener):
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
         if tensors is None and (session := self.session()) is not None:
-            session.before_waiting()
+            session.go_on_loading(is_entering=True)
         self._runtime.enters_collective(what, is_due=tensors is not None and self.owns(tensors))
 
     def leaves_collective(self) -> None:
         self._runtime.leaves_collective()
         if (session := self.session()) is not None:
-            session.after_waiting()
+            session.go_on_loading(is_entering=False)
 
     def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
         return self._runtime.explain_collective(error, what)

@@ -179,8 +179,8 @@ class Publisher:
             held = self._held() if unstepped else set()
             kept = [index for index in unstepped if self._trainable[index] <= held]
             if len(kept) < len(unstepped) and not self._through_data:
-                self.is_any_changed(unstepped)  # learn how such a script changes parameters
-            self.has_changed = self.is_any_changed(kept)
+                self._is_any_changed(unstepped)  # learn how such a script changes parameters
+            self.has_changed = self._is_any_changed(kept)
             if self.has_changed:
                 kept = []
         self.has_kept = bool(kept)
@@ -197,10 +197,9 @@ class Publisher:
             unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
 
-    def is_any_changed(self, units: Sequence[int] | None = None) -> bool:
-        """Whether any parameter of these units (None: of all) differs from what was published, or was written since:
-        another rank, that has done the same, may find that it differs. May wait for the device."""
-        units = range(len(self._units)) if units is None else units
+    def _is_any_changed(self, units: Sequence[int]) -> bool:
+        """Whether any parameter of these units differs from what was published, or was written since: another rank,
+        that has done the same, may find that it differs. May wait for the device."""
         if self._guard.is_any_written(units):
             return True
         for index in units:

@@ -145,17 +145,11 @@ class Session:
         if self._runtime.state is not State.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
 
-    def before_waiting(self) -> None:
-        """The script enters a collective of its own, where others may come behind their forward."""
-        self._go_on_loading(_LOAD_PATIENCE_S)
-
-    def after_waiting(self) -> None:
-        """It has left it: what it has loaded before may be complete on all ranks now."""
-        self._go_on_loading(0.0)
-
-    def _go_on_loading(self, patience_s: float) -> None:
+    def go_on_loading(self, *, is_entering: bool) -> None:
+        """The script enters a collective of its own, to which others may come behind their forward; or has left one,
+        and what it has loaded before may be complete on all ranks now."""
         if not self._closed and self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
-            self._publish_loaded(patience_s=patience_s)
+            self._publish_loaded(patience_s=_LOAD_PATIENCE_S if is_entering else 0.0)
 
     def require_no_unfreezing(self, what: str) -> None:
         """Refuse to be patched anew by ``what``, the use of a gradient of before.
