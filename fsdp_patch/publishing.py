@@ -77,6 +77,10 @@ class Publisher:
         pair = self._full.get(id(tensor))
         return pair[1] if pair is not None else None
 
+    def frozen_since(self) -> list[nn.Parameter]:
+        """Parameters that were trainable when the model was patched, and are not now."""
+        return [p for parameters in self._parameters for p in parameters if not p.requires_grad]
+
     @property
     def all_trainable(self) -> set[int]:
         """The trainable parameters of all units, by id."""

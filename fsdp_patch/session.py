@@ -184,7 +184,7 @@ class Session:
                 "items are exchanged beside it: set requires_grad before patch_fsdp"
             )
         logger.info("odc: patching anew: parameters of %d units are trained that were frozen", len(unfrozen))
-        asleep = [p for unit in self._units for p in unit.trainable_parameters() if not p.requires_grad]
+        asleep = self._publisher.frozen_since()
         self._closed = True
         self._leave(in_error=False)
         try:
