@@ -172,7 +172,7 @@ def measure_rank(
 
 
 _SWITCHES: dict[type, tuple[str, ...]] = {
-    Runtime: ("gather", "gather_ahead", "scatter_accumulate"),
+    Runtime: ("gather", "scatter_accumulate"),
     Guard: ("check_gather", "check_push"),
     CpuEngine: ("copy", "add"),
 }

@@ -41,21 +41,6 @@ class _OfUnit:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GatherWork(dist.Work):
-    """A gather under way, as FSDP2 waits for one."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        super().__init__()
-        self._wait: Callable[[], None] | None = wait
-
-    def wait(self, timeout: object = None) -> bool:
-        """Return when the parameters are there. May be called again."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-        return True
-
-
 class OdcAllGather(_OfUnit, AllGather):
     """FSDP's all-gather of one unit, as a gather on demand."""
 
@@ -68,8 +53,8 @@ class OdcAllGather(_OfUnit, AllGather):
     ) -> dist.Work | None:
         self._unit.begin_gather()
         # FSDP has put this rank's shard (input_tensor) into its place in output_tensor.
-        wait = self._communication.gather_ahead(self._index, output_tensor, own_in_place=True)
-        return None if wait is None else GatherWork(wait)
+        self._communication.gather(self._index, output_tensor, own_in_place=True)
+        return None  # complete, or in the order of the stream
 
 
 class OdcReduceScatter(_OfUnit, ReduceScatter):

@@ -410,15 +410,6 @@ class Session:
 
     def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> None:
         """FSDP's all-gather of one unit."""
-        self._before_gather(unit)
-        self._runtime.gather(unit, out, own_in_place=own_in_place)
-
-    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> Callable[[], None] | None:
-        """FSDP's all-gather of one unit, which FSDP will wait for by calling what is returned (None: complete)."""
-        self._before_gather(unit)
-        return self._runtime.gather_ahead(unit, out, own_in_place=own_in_place)
-
-    def _before_gather(self, unit: int) -> None:
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
         if self._publisher.num_loads and state is State.PUBLISHED:
@@ -429,6 +420,7 @@ class Session:
             with self._runtime.at_home():
                 self._publisher.publish_all()
         self._guard.check_gather(unit, self._gradients.is_training)
+        self._runtime.gather(unit, out, own_in_place=own_in_place)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""

@@ -30,10 +30,6 @@ class Communication(Protocol):
         """Fill ``out`` (flat, one row per rank of the unit's process group) with the shards of all owners."""
         ...
 
-    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> Callable[[], None] | None:
-        """As :meth:`gather`, but ``out`` may be used only after calling what is returned, if it is not None."""
-        ...
-
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """Push ``grads`` (flat, one row per rank): the gradients of the ``present`` trainable parameters."""
         ...

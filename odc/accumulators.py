@@ -106,21 +106,21 @@ class AccumulatorStore(ABC):
     """
 
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
-        self._end = end
+        self._end, self._transport, self._faults = end, end.transport, end.faults
         self._units = units
         self._dtype = dtype
         self._rank = end.rank
         self._engine = end.engine
         self._by_atomics = is_direct and end.engine.has_streams
         self._after_chunk = end.waiter.after_scatter_chunk
-        transport, sizes = end.transport, [unit.grad_numel for unit in units]
+        sizes = [unit.grad_numel for unit in units]
         self._offsets = list(itertools.accumulate((self._aligned(numel) for numel in sizes), initial=0))
-        allocate = transport.allocate if is_direct else transport.allocate_private
+        allocate = end.transport.allocate if is_direct else end.transport.allocate_private
         self._buffer: SymmetricBuffer = allocate(self._clients() * self._offsets[-1] * dtype.itemsize, "accumulators")
         self._params_at = list(itertools.accumulate((len(unit.params) for unit in units), initial=0))
         self._words_per_client = 2 * len(units) + self._params_at[-1]
         num_words = len(units) + self._clients() * self._words_per_client
-        self._state = transport.allocate_host(_WORD_BYTES * max(num_words, 1), "accumulator state")
+        self._state = end.transport.allocate_host(_WORD_BYTES * max(num_words, 1), "accumulator state")
         self._owners = [
             _OwnerSums(self._sums_of(rank), self._state.peer(rank), len(units), self._clients(), self._params_at[-1])
             if self._state.reaches(rank) and (is_direct or rank == self._rank)
@@ -280,7 +280,7 @@ class AccumulatorStore(ABC):
 
     def _note(self, words: _Pushed, unit: int, present: Sequence[bool] | None, minibatch: int) -> None:
         """A push is in the sum."""
-        self._end.faults.hit("scatter.added")
+        self._faults.hit("scatter.added")
         if present is None:
             words.whole[unit] = minibatch
         else:
@@ -346,9 +346,10 @@ class SharedStore(AccumulatorStore):
         return 0
 
     def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
-        sums = self._of(owner)
+        sums, transport = self._owners[owner], self._transport
+        assert sums is not None, "only on one host do clients add"
         pushed, total = sums.pushed[0], sums.sums[0][unit]
-        if not self._end.transport.lock(owner, unit):
+        if not transport.lock(owner, unit):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
@@ -356,14 +357,16 @@ class SharedStore(AccumulatorStore):
             first = pushed.units[unit] != minibatch
             if present is None:
                 (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
+                self._faults.hit("scatter.added")
+                pushed.whole[unit] = pushed.units[unit] = minibatch
             else:
                 self._fill_parts(total, unit, grads, present, first)
-            self._note(pushed, unit, present, minibatch)
+                self._note(pushed, unit, present, minibatch)
         finally:
-            self._end.transport.unlock(owner, unit)
+            transport.unlock(owner, unit)
 
     def _await_lock(self, owner: int, unit: int) -> None:
-        transport, is_held = self._end.transport, False
+        transport, is_held = self._transport, False
 
         def try_it(timeout_s: float = 0.0) -> None:
             nonlocal is_held

@@ -24,7 +24,6 @@ ADDRESS = "ODC_ADDRESS"  # where ranks of other hosts reach those of this one
 TRANSFERS = "ODC_TRANSFER_TABLE"  # a file that says when a kernel beats copy engines
 TRANSPORT = "ODC_TRANSPORT"  # overrides transport=
 ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
-COPY_THREAD = "ODC_COPY_THREAD"  # overrides copy_thread=
 NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
 NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the network card themselves
 
@@ -42,7 +41,6 @@ FOREIGN = (
 )
 
 ACCUMULATE_MODES = ("auto", "direct", "daemon")
-COPY_THREAD_MODES = ("auto", "on", "off")
 ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -67,10 +65,6 @@ class RuntimeConfig:
     timeout_s: float = 600.0
     """Seconds without progress of the awaited rank after which a wait raises."""
 
-    copy_thread: str = "auto"
-    """Whether gathers on a CPU may overlap with compute, in a thread: "on", "off", or "auto": where this host has more
-    usable cores than ranks. May differ between ranks."""
-
     fault: str = ""
     """Fault to inject, see :mod:`odc.faults`. May differ between ranks."""
 
@@ -89,8 +83,6 @@ class RuntimeConfig:
             raise _bad_option("accumulate", self.accumulate, f"one of {', '.join(ACCUMULATE_MODES)}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
             raise _bad_option("accumulate_dtype", self.accumulate_dtype, "torch.float32 or torch.float64")
-        if self.copy_thread not in COPY_THREAD_MODES:
-            raise _bad_option("copy_thread", self.copy_thread, f"one of {', '.join(COPY_THREAD_MODES)}")
         if not (isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < math.inf):
             raise _bad_option("timeout_s", self.timeout_s, "a number of seconds greater than 0")
         _check_address(self.address)
@@ -118,7 +110,6 @@ class RuntimeConfig:
             accumulate_dtype=accumulate_dtype,
             deterministic=deterministic,
             timeout_s=_read_seconds(env, TIMEOUT, timeout_s),
-            copy_thread=env.get(COPY_THREAD, "auto"),
             fault=env.get(FAULT, ""),
             host_id=env.get(HOST_ID, ""),
             address=env.get(ADDRESS, ""),

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from odc.accumulators import AccumulatorStore
-from odc.copier import CopyThread, PendingCopy
 from odc.daemon import AccumulationDaemon
 from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.timeline import Timeline
@@ -107,7 +106,8 @@ class MinibatchProtocol:
         store: AccumulatorStore,
         daemon: AccumulationDaemon | None,
     ) -> None:
-        self._end = end
+        self._end, self._engine, self._waiter = end, end.engine, end.waiter
+        self._faults, self._stats = end.faults, end.stats
         self._units = units
         self._buffer = published
         self._offsets = offsets
@@ -136,7 +136,6 @@ class MinibatchProtocol:
         self._ends: list[End] | None = []
         self._ended = 0  # the minibatch of which they are
         self._pushes = [0] * len(units)  # of this minibatch
-        self._ahead: list[tuple[PendingCopy, Sequence[int]]] = []  # with the owner that each reads from just now
         self.minibatch = 0
         self.state = State.FINISHED
         self.timeline: Timeline | None = None
@@ -205,29 +204,29 @@ class MinibatchProtocol:
         Raises:
             MisuseError: not between finish and the next minibatch, or already published for it.
         """
-        self._end.waiter.check()
+        self._waiter.check()
         if self.state is not State.FINISHED or self.is_published(unit):
             raise MisuseError(
                 f"unit {self._units[unit].name!r} cannot be published now (minibatch {self.minibatch} is "
                 f"{self.state.value}): a shard is published once, after finish() and before the next minibatch"
             )
         started_ns = time.monotonic_ns()
-        self._end.faults.hit("publish.before")
+        self._faults.hit("publish.before")
         # Every client is done with the old version: finish() has seen all their done signals.
         if self._has_streams:
             self._order_after_done()
         if fill is not None:
             shard, write = self.shard(unit), fill
-            self._end.engine.run(lambda: write(shard))
+            self._engine.run(lambda: write(shard))
             self._changed[unit] = self._coming
-            self._end.stats.publish_bytes += self._units[unit].shard_bytes
+            self._stats.publish_bytes += self._units[unit].shard_bytes
         self._open_sum(unit)
         self._versions[unit] = self._coming
         self._end.transport.post(unit)
         self._end.transport.tick()
-        self._end.faults.hit("publish.after")
+        self._faults.hit("publish.after")
         self._advance_if_published()
-        self._end.stats.publish_s += self._record("publish", unit, started_ns)
+        self._stats.publish_s += self._record("publish", unit, started_ns)
 
     def _advance_if_published(self) -> None:
         if self.state is State.FINISHED and all(version == self._coming for version in self._versions):
@@ -242,7 +241,7 @@ class MinibatchProtocol:
         Raises:
             MisuseError: a minibatch is open, or shards are unpublished, or are about to be replaced (:meth:`fence`).
         """
-        self._end.waiter.check()
+        self._waiter.check()
         self._advance_if_published()  # a runtime without units has nothing to publish
         if self.state is not State.PUBLISHED or self._is_at_fence:
             raise MisuseError(
@@ -261,9 +260,15 @@ class MinibatchProtocol:
         Raises:
             MisuseError: between finish and publish, when other owners may already hold the next version.
         """
-        self._check_gather(unit)
+        self._waiter.check()
+        if self.state is State.FINISHED or self._is_at_fence:
+            raise MisuseError(
+                f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
+                "this rank published its next parameters: the other ranks may have replaced theirs already. "
+                "Evaluate inside the minibatch, or after optimizer.step()."
+            )
         started_ns = time.monotonic_ns()
-        self._end.faults.hit("gather.before")
+        self._faults.hit("gather.before")
         owners = self._others if own_in_place else self._rotation
         if self._has_streams:
             if self._ready[unit] != self._changed[unit]:
@@ -271,10 +276,11 @@ class MinibatchProtocol:
                 self._ready[unit] = self._changed[unit]
             self._end.transport.order_after(self._rotation, unit, self._changed[unit])
             self._gather_at_once(unit, out, owners, own_in_place)
+            self._engine.note_use()
         else:
             is_ready = self._ready[unit] == self._changed[unit]
             rows, shards = out.chunk(self._world_size), self._shards[unit]
-            copy, after_chunk = self._end.engine.copy, self._end.waiter.after_gather_chunk
+            copy, after_chunk = self._engine.copy, self._waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
                     self._await_published(unit, [owner])
@@ -284,79 +290,30 @@ class MinibatchProtocol:
                 else:
                     copy(rows[owner], shard, after_chunk)
             self._ready[unit] = self._changed[unit]
-        self._after_gather(unit, out, started_ns)
+        stats, ended_ns = self._stats, time.monotonic_ns()
+        stats.gathers += 1
+        stats.gather_bytes += out.nbytes
+        stats.gather_s += (ended_ns - started_ns) * 1e-9
+        if self.timeline is not None:
+            self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns)
 
     def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Shards of owners on other hosts, each into its place."""
-        after_chunk = self._end.waiter.after_gather_chunk
+        after_chunk = self._waiter.after_gather_chunk
         try:
             self._end.transport.read_all(parts, self._buffer, self._offsets[unit], after_chunk)
         except GONE as error:
-            raise self._end.waiter.explain(error, self._gather_of(unit)) from None
+            raise self._waiter.explain(error, self._gather_of(unit)) from None
 
     def _gather_at_once(self, unit: int, out: torch.Tensor, owners: Sequence[int], own_in_place: bool) -> None:
         """All owners have published: one operation of the device may read many of them."""
         shards = [shard for shard in self._shards[unit] if shard is not None]
         if len(shards) == self._world_size:
-            after_chunk = self._end.waiter.after_gather_chunk
-            self._end.engine.copy_rows(out, shards, self._rank, own_in_place, after_chunk)
+            after_chunk = self._waiter.after_gather_chunk
+            self._engine.copy_rows(out, shards, self._rank, own_in_place, after_chunk)
         else:
             rows = out.view(self._world_size, -1).unbind()
             self._read_far(unit, [(rows[owner], owner) for owner in owners])
-
-    def gather_ahead(
-        self, copier: CopyThread, unit: int, out: torch.Tensor, own_in_place: bool
-    ) -> Callable[[], None] | None:
-        """As :meth:`gather`, but copying in the background; call what is returned before using ``out``.
-
-        None if owners have to be waited for: the first gather of a unit that was changed stays with :meth:`gather`.
-        """
-        self._check_gather(unit)
-        if self._ready[unit] != self._changed[unit]:
-            return None
-        self._end.faults.hit("gather.before")
-        owners, rows = self._others if own_in_place else self._rotation, out.view(self._world_size, -1).unbind()
-        reads_from = [self._rank]
-
-        def copy() -> None:
-            for owner in owners:
-                reads_from[0] = owner
-                # Detached: the script may be in inference mode, whose tensors this thread could not write to.
-                self._read_far(unit, [(rows[owner].detach(), owner)])
-
-        self._ahead = [ahead for ahead in self._ahead if not ahead[0].is_done]
-        pending = copier.submit(copy)
-        self._ahead.append((pending, reads_from))
-
-        def wait() -> None:
-            started_ns = time.monotonic_ns()
-            self._await_copy(pending, reads_from)
-            self._after_gather(unit, out, started_ns)
-
-        return wait
-
-    def _await_copy(self, pending: PendingCopy, reads_from: Sequence[int]) -> None:
-        """The copy thread waits on behalf of this one, so it is this rank that waits for whom the copy is read from."""
-        try:
-            pending.wait(lambda: self._end.waiter.waits_for(reads_from[0]))
-        finally:
-            self._end.waiter.waits_no_more()
-
-    def _check_gather(self, unit: int) -> None:
-        self._end.waiter.check()
-        if self.state is State.FINISHED or self._is_at_fence:
-            raise MisuseError(
-                f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
-                "this rank published its next parameters: the other ranks may have replaced theirs already. "
-                "Evaluate inside the minibatch, or after optimizer.step()."
-            )
-
-    def _after_gather(self, unit: int, out: torch.Tensor, started_ns: int) -> None:
-        self._end.engine.note_use()
-        self._end.transport.tick()
-        self._end.stats.gathers += 1
-        self._end.stats.gather_bytes += out.nbytes
-        self._end.stats.gather_s += self._record("gather", unit, started_ns)
 
     def _gather_of(self, unit: int) -> str:
         return f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)"
@@ -376,7 +333,7 @@ class MinibatchProtocol:
         count = self._end.transport.count
         late = [owner for owner in owners if count(owner, signal) < number]
         if late:
-            self._end.waiter.wait(lambda: [owner for owner in late if count(owner, signal) < number], what)
+            self._waiter.wait(lambda: [owner for owner in late if count(owner, signal) < number], what)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
@@ -389,14 +346,14 @@ class MinibatchProtocol:
         Raises:
             MisuseError: outside a minibatch.
         """
-        self._end.waiter.check()
+        self._waiter.check()
         if self.state is not State.OPEN:
             raise MisuseError(
                 f"push of unit {self._units[unit].name!r} outside a minibatch (minibatch {self.minibatch} is "
                 f"{self.state.value}): run backward inside session.minibatch()"
             )
         started_ns = time.monotonic_ns()
-        self._end.faults.hit("scatter.before")
+        self._faults.hit("scatter.before")
         self._pushes[unit] += 1
         # An owner opens its sums only after it has taken those of the minibatch before, so to wait for that keeps a
         # push out of the wrong minibatch.
@@ -406,17 +363,20 @@ class MinibatchProtocol:
                 self._await_open(unit, self._rotation)
             self._end.transport.order_after(self._rotation, self._open, self.minibatch)
             self._push_to_all(unit, grads, present, self.minibatch)
+            self._engine.note_use()
         else:
-            rows = grads.chunk(self._world_size)
+            rows, add, minibatch = grads.chunk(self._world_size), self._store.add, self.minibatch
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])
-                self._store.add(owner, unit, rows[owner], present, self.minibatch)
+                add(owner, unit, rows[owner], present, minibatch)
         self._welcome = self.minibatch
-        self._end.engine.note_use()
-        self._end.stats.pushes += 1
-        self._end.stats.push_bytes += grads.nbytes
-        self._end.stats.push_s += self._record("scatter", unit, started_ns)
+        stats, ended_ns = self._stats, time.monotonic_ns()
+        stats.pushes += 1
+        stats.push_bytes += grads.nbytes
+        stats.push_s += (ended_ns - started_ns) * 1e-9
+        if self.timeline is not None:
+            self.timeline.record("scatter", self._units[unit].name, started_ns, ended_ns)
 
     # The end of a minibatch
 
@@ -430,7 +390,7 @@ class MinibatchProtocol:
             MisuseError: no minibatch is open.
             ProtocolError: the ranks have ended this minibatch in different ways.
         """
-        self._end.waiter.check()
+        self._waiter.check()
         if self.state is not State.OPEN:
             raise MisuseError(f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})")
         started_ns = time.monotonic_ns()
@@ -465,27 +425,24 @@ class MinibatchProtocol:
         return True
 
     def _say_done(self, how: End) -> None:
-        self._end.faults.hit("finish.before")
-        for pending, reads_from in self._ahead:  # a prefetch that nobody waited for: it must not read the next shards
-            self._await_copy(pending, reads_from)
-        self._ahead.clear()
+        self._faults.hit("finish.before")
         if self._daemon is not None:
             self._daemon.drain()
-        self._end.faults.hit("finish.before_done")
-        self._end.engine.join()  # "done" says of every stream here that its gathers have been made
+        self._faults.hit("finish.before_done")
+        self._engine.join()  # "done" says of every stream here that its gathers have been made
         self._post_done(how)
 
     def _complete(self, started_ns: int) -> None:
         """All ranks are done."""
         if self._daemon is not None:
             self._daemon.finish([words[self._end_at(rank) + _SENT] for rank, words in enumerate(self._ends_of)])
-        self._end.faults.hit("finish.after_done")
+        self._faults.hit("finish.after_done")
         self._store.close(self.minibatch)
         self.state = State.FINISHED
         self._read_ends()
         self._end.transport.tick()
-        self._end.stats.minibatches += 1
-        self._end.stats.finish_s += self._record("finish", None, started_ns)
+        self._stats.minibatches += 1
+        self._stats.finish_s += self._record("finish", None, started_ns)
 
     def _post_done(self, how: End) -> None:
         sent = 0 if self._daemon is None else self._daemon.sent
@@ -540,7 +497,7 @@ class MinibatchProtocol:
                 return []
             return ranks
 
-        self._end.waiter.wait(awaited, lambda: "end of the minibatch")
+        self._waiter.wait(awaited, lambda: "end of the minibatch")
         if may_leave and late():
             return False
         if self._has_streams:

@@ -7,7 +7,6 @@ benchmarks and the protocol tests build theirs directly.
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import math
 import os
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
 from odc.context import RankContext, agree, complete, connect, weak_abort
-from odc.copier import CopyThread
 from odc.daemon import AccumulationDaemon
 from odc.engine import TransferTable
 from odc.errors import ConfigError, MisuseError, OdcError
@@ -33,7 +31,7 @@ from odc.protocol import End, MinibatchProtocol, State
 from odc.timeline import Stats, Timeline
 from odc.topology import Topology
 from odc.transports import registry
-from odc.transports.base import HOST, IN_COLLECTIVE, SymmetricBuffer, Transport, aligned
+from odc.transports.base import HOST, IN_COLLECTIVE, Transport, aligned
 from odc.units import UnitSpec
 from odc.waiting import Endpoint
 from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
@@ -57,7 +55,8 @@ class Runtime(RankContext):
         self.units = tuple(units)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         plan = StorePlan.of(config, transport, prefers_daemon)
-        world_size, signals = self.topology.world_size, MinibatchProtocol.num_signals(len(self.units))
+        self._world_size = world_size = self.topology.world_size
+        signals = MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
         transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
@@ -70,7 +69,6 @@ class Runtime(RankContext):
         self._daemon: AccumulationDaemon | None = None
         if not plan.is_direct:
             self._daemon = AccumulationDaemon(end, self._store, self.units, signals, weak_abort(self))
-        self._copier: CopyThread | None = None
         self._job_watchdog: JobWatchdog | None = None
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
@@ -160,7 +158,7 @@ class Runtime(RankContext):
 
     def _parts(self) -> list[Closable]:
         """What has to be closed, in this order, before the transports."""
-        parts = (self._job_watchdog, self._watchdog, self._copier, self._daemon)
+        parts = (self._job_watchdog, self._watchdog, self._daemon)
         return [part for part in parts if part is not None]
 
     def _transports(self) -> list[Transport]:
@@ -169,8 +167,6 @@ class Runtime(RankContext):
     def _start_threads(self) -> None:
         if self._daemon is not None:
             self._daemon.start()
-        if _wants_copy_thread(self.config, self.topology, self._published):
-            self._copier = CopyThread()
         if self._transport.engine.has_streams:
             self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
 
@@ -224,35 +220,14 @@ class Runtime(RankContext):
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
         """
-        self._check_out(unit, out)
+        spec = self.units[unit]
+        _check_flat(out, spec.shard_numel * self._world_size, spec.dtype, "gather of {!r}, out", spec)
         self._require_open()
         try:  # as `reporting`, which is slower: this is called for each unit and microbatch
             self._protocol.gather(unit, out, own_in_place)
         except BaseException as error:
             self._report(error)
             raise
-
-    def _check_out(self, unit: int, out: torch.Tensor) -> None:
-        spec = self.units[unit]
-        _check_flat(out, spec.shard_numel * self.topology.world_size, spec.dtype, "gather of {!r}, out", spec)
-
-    def gather_ahead(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> Callable[[], None] | None:
-        """A :meth:`gather` that overlaps with what this thread does until it calls the returned function.
-
-        None if the gather is complete on return: without a copy thread, and where an owner has to be waited for.
-        """
-        if self._copier is not None:
-            self._check_out(unit, out)
-            with self.reporting:
-                wait = self._protocol.gather_ahead(self._copier, unit, out, own_in_place)
-            if wait is not None:
-                return functools.partial(self._reported, wait)
-        self.gather(unit, out, own_in_place=own_in_place)
-        return None
-
-    def _reported(self, operation: Callable[[], None]) -> None:
-        with self.reporting:
-            operation()
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
         """See :meth:`odc.protocol.MinibatchProtocol.scatter_accumulate`.
@@ -268,7 +243,7 @@ class Runtime(RankContext):
         numel = spec.grad_numel if present is None else sum(p.numel for i, p in enumerate(spec.params) if present[i])
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
-        _check_flat(grads, numel * self.topology.world_size, spec.grad_dtype, "push of {!r}, grads", spec)
+        _check_flat(grads, numel * self._world_size, spec.grad_dtype, "push of {!r}, grads", spec)
         self._require_open()
         try:
             self._protocol.scatter_accumulate(unit, grads, present)
@@ -417,14 +392,6 @@ def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
             action()
 
     return act
-
-
-def _wants_copy_thread(config: RuntimeConfig, topology: Topology, published: SymmetricBuffer) -> bool:
-    """On a GPU streams do this; on a CPU a thread needs a core that no rank computes on."""
-    if config.copy_thread != "auto" or published.local.device.type != "cpu":
-        return config.copy_thread == "on" and published.local.device.type == "cpu"
-    ranks_here = topology.host_ids.count(topology.host_ids[topology.rank])
-    return len(os.sched_getaffinity(0)) > ranks_here
 
 
 def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[TransferTable | None, bool]:

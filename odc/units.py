@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class UnitSpec:
     def shard_bytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def grad_numel(self) -> int:
         """Elements of one owner's slice of this unit's gradient."""
         return sum(param.numel for param in self.params)

@@ -100,6 +100,10 @@ class Waiter:
         self.timeline: Timeline | None = None
         self.where: Callable[[], str] = str
         """Says where this rank is, for example "minibatch 7, microbatch 2": ends every error text."""
+        self.after_scatter_chunk = self._after_chunk("scatter.after_chunk")
+        """Called after each chunk of a push: progress that others can see, and a fault point."""
+        self.after_gather_chunk = self._after_chunk("gather.after_chunk")
+        """Called after each chunk of a gather."""
 
     def wait(
         self,
@@ -152,15 +156,6 @@ class Waiter:
         finally:
             self.waits_no_more()
             self._account(what, started_ns)
-
-    def waits_for(self, rank: int) -> None:
-        """To be called at each look of a wait elsewhere: this rank waits for ``rank`` of its shard group.
-
-        Raises:
-            AbortedError, OdcError: a rank of the job, or this one, has failed.
-        """
-        self.check()
-        self.job.set_waiting_on(self._transport.topology.global_rank(rank))
 
     def waits_no_more(self) -> None:
         """The end of a wait."""
@@ -235,20 +230,20 @@ class Waiter:
         self.check()
         return type(error)(f"{self._whoami()}: {what}{self._where()}: {error}")
 
-    def after_scatter_chunk(self) -> None:
-        """Called after each chunk of a push: progress that others can see, and a fault point."""
-        self._transport.tick()
-        self._faults.hit("scatter.after_chunk")
+    def _after_chunk(self, point: str) -> Callable[[], None]:
+        if not self._faults.is_set:
+            return self._transport.tick
 
-    def after_gather_chunk(self) -> None:
-        """Called after each chunk of a gather."""
-        self._transport.tick()
-        self._faults.hit("gather.after_chunk")
+        def tick_and_hit() -> None:
+            self._transport.tick()
+            self._faults.hit(point)
+
+        return tick_and_hit
 
     def check(self) -> None:
         """Raise if this rank or a peer has failed already. Cheap; called at every operation."""
-        failure = self._failure.error
-        if failure is None and not self.job.has_notice():
+        failure, notice = self._failure.error, self.job.abort_notice()
+        if failure is None and notice is None:
             return
         if isinstance(failure, AbortedError):  # whichever thread has heard of it, it is another rank's failure
             raise AbortedError(str(failure)) from failure
@@ -256,9 +251,7 @@ class Waiter:
             raise type(failure)(str(failure)) from failure
         if failure is not None:
             raise OdcError(f"{self._whoami()} failed earlier: {_one_line(failure)}") from failure
-        notice = self.job.abort_notice()
-        if notice is not None:
-            raise AbortedError(f"{self._whoami()} aborted because {notice}")
+        raise AbortedError(f"{self._whoami()} aborted because {notice}")
 
     def _account(self, what: Callable[[], str], started_ns: int) -> None:
         ended_ns = time.monotonic_ns()
@@ -483,10 +476,6 @@ class Job:
     def beat(self) -> None:
         """See :meth:`odc.transports.base.Transport.beat`."""
         self._transports[0].beat()
-
-    def has_notice(self) -> bool:
-        """Whether an abort notice was left here. Cheap."""
-        return self.abort_notice() is not None
 
     def abort_notice(self) -> str | None:
         """The first abort notice that was left here, in any group."""

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -136,16 +135,6 @@ def _main(
     dist.destroy_process_group()
 
 
-def copy_thread_mode() -> str:
-    """Of ranks whose test does not care: on in one half of the tests and off in the other, always the same half.
-
-    By default the thread runs where there are more cores than ranks: on real machines, and never on a small one that
-    runs tests. ``ODC_TEST_COPY_THREAD`` sets it for all.
-    """
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
-    return os.environ.get("ODC_TEST_COPY_THREAD") or ("on" if zlib.crc32(test.encode()) % 2 else "off")
-
-
 def start_ranks(
     world_size: int,
     body: Callable[..., Any],
@@ -158,14 +147,13 @@ def start_ranks(
     ``enter(rank, world_size)`` is what each process does first.
     """
     _start_server()
-    env = {"ODC_COPY_THREAD": copy_thread_mode(), **(env or {})}
     folder = tempfile.mkdtemp(prefix="odc-test-")
     store = os.path.join(folder, "store")
     processes, pipes = [], []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
-            target=_main, args=(rank, world_size, store, env, theirs, body, args, enter), daemon=True
+            target=_main, args=(rank, world_size, store, env or {}, theirs, body, args, enter), daemon=True
         )
         process.start()
         theirs.close()

@@ -19,7 +19,7 @@ from odc.bench.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TR
 from odc.faults import ACTIONS as FAULT_ACTIONS
 from odc.faults import POINTS as FAULT_POINTS
 
-PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, "off", False)
+PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, False)
 DEAD = "rank 0 waited 0.1 s for rank 1 (host a, pid 8): gather of unit 'x'. Cause: rank 1 is dead: killed by signal 9"
 
 
@@ -33,11 +33,11 @@ def test_ranks_that_come_to_grief_are_named_by_the_others() -> None:
         {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5},
         {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0},
         {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat"},
-        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig", "copies": "on"},
+        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig"},
         {"action": "stop", "phase": "publish", "point": "publish.before", "at": 9},
         {"action": "exit", "phase": "clip", "transport": "tcp", "fsdp": "fsdp1-flat"},
         {"action": "raise", "phase": "set-up", "transport": "replicas", "world_size": 4, "victim": 0, "idle": True},
-        {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3, "copies": "on"},
+        {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3},
     )
     for outcome in run_trials(trials, jobs=1):  # each job imports torch
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)

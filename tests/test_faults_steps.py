@@ -106,7 +106,7 @@ def test_who_still_waits_for_the_end_of_a_minibatch_may_hear_of_a_failure_in_the
                 points.append(point)
                 if point == "wait" and "finish.before_done" in points:
                     waits.set()
-                    until(runtime._waiter.job.has_notice)
+                    until(lambda: runtime._waiter.job.abort_notice() is not None)
 
             runtime.faults.hit = hear  # type: ignore[method-assign]
             with pytest.raises(AbortedError, match=r"because rank 0 .*: ValueError: no more"):

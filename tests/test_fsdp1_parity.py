@@ -270,14 +270,12 @@ OVER_TCP = [
 
 
 @pytest.mark.parametrize("part", ["pairs", pytest.param("rest", marks=pytest.mark.extended)])
-@pytest.mark.parametrize("copy_thread", ["off", "on"])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-def test_two_hosts(use_orig_params: bool, copy_thread: str, part: str) -> None:
-    """In every run each script meets both kinds of parameters, and both settings of the copy thread."""
-    position = use_orig_params + (copy_thread == "on") + (part == "rest")
+def test_two_hosts(use_orig_params: bool, part: str) -> None:
+    """In every run each script meets one kind of parameters."""
+    position = use_orig_params + (part == "rest")
     names = [name for index, name in enumerate(OVER_TCP) if (index + position) % 2 == 0]
-    env = {"ODC_COPY_THREAD": copy_thread}
-    found = run_ranks(2, differences, names, use_orig_params, "tcp", timeout_s=300, env=env)
+    found = run_ranks(2, differences, names, use_orig_params, "tcp", timeout_s=300)
     for name in names:
         check(found, name)
 

@@ -122,16 +122,12 @@ def have_collected(runtime: Runtime, thread: str, within: str) -> Callable[[], N
             collected.set()  # for the other way round this thread would have to survive
             gc.collect()
 
-    if thread == "odc-copy":
-        assert runtime._copier is not None
-        runtime._copier.submit(collect)
+    transport: Any = runtime._transport
+    link = next(iter(transport._links.by_rank.values()))
+    if within == "control":
+        link.__dict__["_take_control"] = collect
     else:
-        transport: Any = runtime._transport
-        link = next(iter(transport._links.by_rank.values()))
-        if within == "control":
-            link.__dict__["_take_control"] = collect
-        else:
-            link._owner.__dict__["deliver"] = collect
+        link._owner.__dict__["deliver"] = collect
 
     def drop() -> None:
         dropped.set()
@@ -140,13 +136,13 @@ def have_collected(runtime: Runtime, thread: str, within: str) -> Callable[[], N
     return drop
 
 
-@pytest.mark.parametrize(("thread", "within"), [("odc-copy", ""), ("odc-links", "control"), ("odc-links", "data")])
+@pytest.mark.parametrize(("thread", "within"), [("odc-links", "control"), ("odc-links", "data")])
 def test_a_runtime_may_be_collected_in_a_thread_of_its_own(thread: str, within: str) -> None:
     """Which cannot join itself; everything is closed all the same, and the other rank learns of it."""
     before = descriptors()
 
     def body(exchange: ThreadExchange) -> None:
-        config = RuntimeConfig(timeout_s=60, copy_thread="on", host_id=f"h{exchange.rank}")
+        config = RuntimeConfig(timeout_s=60, host_id=f"h{exchange.rank}")
         runtime = Runtime.create(exchange, [unit()], config)
         runtime.publish(0, lambda shard: shard.fill_(1.0))
         runtime.begin()

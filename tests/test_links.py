@@ -40,7 +40,6 @@ from odc.exchange import ProcessGroupExchange
 from odc.topology import Topology, route_address
 from odc.transports import _links
 from odc.transports._frames import Frame, Kind
-from odc.transports._link import Link
 from odc.transports.tcp import TcpTransport
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence
@@ -288,41 +287,6 @@ def test_a_child_of_a_dead_rank_does_not_keep_its_links_open(tmp_path: Path) -> 
     released.touch()
     assert_told(results[0], "rank 1")
     assert results[0].seconds < 55  # the child would have held the connection for two minutes
-
-
-def test_close_does_not_wait_for_a_prefetch_from_a_rank_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor for what is queued behind it."""
-    is_silent, asked = threading.Event(), threading.Event()
-    original = Link._answer
-
-    def answer(self: Link, frame: Frame) -> None:
-        if is_silent.is_set():
-            asked.set()
-        else:
-            original(self, frame)
-
-    monkeypatch.setattr(Link, "_answer", answer)
-
-    def body(exchange: ThreadExchange) -> float:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        config = RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=100, copy_thread="on")
-        with Runtime.create(exchange, units, config) as runtime:
-            runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
-            runtime.begin()
-            runtime.gather(0, torch.empty(8))
-            exchange.all_gather(b"")
-            is_silent.set()
-            if exchange.rank == 0:
-                assert runtime.gather_ahead(0, torch.empty(8)) is not None
-                assert runtime.gather_ahead(0, torch.empty(8)) is not None
-                assert asked.wait(30)
-                started = time.monotonic()
-                runtime.close()
-                elapsed_s = time.monotonic() - started
-            exchange.all_gather(b"")
-            return elapsed_s if exchange.rank == 0 else 0.0
-
-    assert max(values(run_threads(2, body))) < 30
 
 
 # Set-up

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +328,6 @@ OPERATIONS: dict[str, Callable[[Runtime], object]] = {
     "publish": lambda runtime: runtime.publish(0, lambda out: out.zero_()),
     "begin": lambda runtime: runtime.begin(),
     "gather": lambda runtime: runtime.gather(0, torch.empty(32)),
-    "gather_ahead": lambda runtime: runtime.gather_ahead(0, torch.empty(32)),
     "scatter_accumulate": lambda runtime: runtime.scatter_accumulate(0, torch.ones(32)),
     "finish": lambda runtime: runtime.finish(),
     "gradient": lambda runtime: runtime.gradient(0),
@@ -336,7 +335,6 @@ OPERATIONS: dict[str, Callable[[Runtime], object]] = {
 }
 CLOSABLE = [
     pytest.param({}, id="direct"),
-    pytest.param({"copy_thread": "on"}, id="copy-thread"),
     pytest.param({"accumulate": "daemon"}, id="daemon"),
     pytest.param({"deterministic": True}, id="deterministic"),
     pytest.param({"hosts": 2}, id="tcp"),
@@ -358,7 +356,7 @@ def test_a_closed_runtime_can_be_closed_again_and_not_used(options: dict[str, An
             for unit in range(2):
                 runtime.publish(unit, lambda out: out.zero_())
             runtime.begin()
-            runtime.gather_ahead(0, torch.empty(32))
+            runtime.gather(0, torch.empty(32))
         exchange.all_gather(b"")
         for _ in range(3):
             runtime.close()
@@ -442,7 +440,7 @@ CHILDREN: dict[str, Callable[[Runtime], object]] = {
 
 def forking(rank: int, world_size: int, options: dict[str, Any], names: list[str]) -> list[tuple[int, int]]:
     """How children ended that were forked between two minibatches, and within one."""
-    config = replace(RuntimeConfig.from_environment(timeout_s=90, **options), copy_thread="on")
+    config = RuntimeConfig.from_environment(timeout_s=90, **options)
     runtime = Runtime.create(ProcessGroupExchange(), units_of(16), config)
     codes = []
     for name in names:

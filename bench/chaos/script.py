@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 import odc
 from odc.bench.chaos.trials import COLLECTIVE_LIMIT_S, EXIT_CODE, INJECTED, RAISED, SILENCE_LIMIT_S, STEPS, Trial
 from odc.bench.ranks import meet
-from odc.config import COPY_THREAD, FAULT, HOST_ID, TIMEOUT
+from odc.config import FAULT, HOST_ID, TIMEOUT
 
 WIDTH = 9
 VOCABULARY = 11
@@ -103,7 +103,6 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
     os.environ[HOST_ID] = trial.host_of(rank)
-    os.environ[COPY_THREAD] = trial.copies
     if trial.point and rank == trial.victim:
         os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"
     meet(rank, trial.world_size, str(folder / "store"), "gloo", COLLECTIVE_LIMIT_S)

@@ -74,7 +74,6 @@ class Trial:
     delay_s: float
     """Since training has begun, in phase "any"."""
     pause_s: float
-    copies: str
     idle: bool
     """Whether in each step another rank has no microbatch."""
 
@@ -133,7 +132,7 @@ class Trial:
         where = f"after {self.delay_s:.2f} s" if self.phase == "any" else where
         idle = ", idle ranks" if self.idle else ""
         return (
-            f"{self.fsdp}, {self.world_size} ranks, {self.transport}, copies {self.copies}{idle}: rank {self.victim} "
+            f"{self.fsdp}, {self.world_size} ranks, {self.transport}{idle}: rank {self.victim} "
             f"{self.action} in {self.phase} ({where})"
         )
 
@@ -177,6 +176,5 @@ def _trial(number: int, transport: str, action: str, phase: str, chance: random.
         at=at,
         delay_s=round(chance.uniform(0.0, 0.6), 3),
         pause_s=round(chance.uniform(0.5, 3.0), 2),
-        copies=chance.choice(["on", "off"]),
         idle=chance.random() < 0.25,
     )

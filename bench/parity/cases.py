@@ -45,7 +45,6 @@ FACTORS: dict[str, dict[str, str]] = {
     },
     "evaluated_by": {"all": "", "one": "rank 0 alone; under plain FSDP all ranks"},
     "reshard": {"yes": "reshard_after_forward, FULL_SHARD", "no": "SHARD_GRAD_OP", "int": "in groups of two"},
-    "copies": {"on": "ODC's copy thread", "off": ""},
     "sums": {"auto": "", "daemon": "accumulate='daemon'", "deterministic": "deterministic=True"},
     "gradients": {
         "untouched": "",
@@ -96,7 +95,6 @@ class Case:
     evaluation: str
     evaluated_by: str
     reshard: str
-    copies: str
     sums: str
     gradients: str
     clearing: str

@@ -22,7 +22,7 @@ from odc.bench.parity import training
 from odc.bench.parity.cases import Case
 from odc.bench.parity.comparison import Outcome, PlainFails, measure
 from odc.bench.ranks import meet, rank_processes
-from odc.config import COPY_THREAD, HOST_ID, TIMEOUT
+from odc.config import HOST_ID, TIMEOUT
 
 CASE_LIMIT_S = 60.0  # a case takes a second or two
 SILENCE_LIMIT_S = 8  # of one rank towards another, with ODC
@@ -141,7 +141,6 @@ def _main(
             prepare(rank)
         for case in cases.values():
             os.environ[HOST_ID] = _host_of(case, rank)
-            os.environ[COPY_THREAD] = case.copies
             errors, wrong = measure(case, meshes[case.is_replicated])
             pipe.send_bytes(json.dumps({"errors": errors, "wrong": wrong}).encode())
     except BaseException as error:

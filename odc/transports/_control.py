@@ -160,6 +160,10 @@ class ControlBlock:
         holders_at = locks_at + self._num_locks * _SEMAPHORE_BYTES
         signals_at = holders_at + 8 * self._num_locks
         self._status = raw[:_STATUS_BYTES].cast("q")
+        self.progress = self._status[_PROGRESS : _PROGRESS + 1]
+        """A word that its rank alone adds to, with each step of progress."""
+        self.notice = self._status[_TEXT_LENGTH : _TEXT_LENGTH + 1]
+        """A word that is not zero once there is an abort notice."""
         self.events = SleepWord(memory[sleep_at:])
         """For who waits for this rank: advanced with each of its signals, and when anything has failed."""
         self.calls = SleepWord(memory[sleep_at + _SLEEP_BYTES :])
@@ -221,10 +225,6 @@ class ControlBlock:
         _at_once().sem_post(self._locks_at + (_FIRST_LOCK + index) * _SEMAPHORE_BYTES)
 
     # Status words have one writer each and are hints: nothing is handed over through them.
-
-    def tick(self) -> None:
-        """A step of progress."""
-        self._status[_PROGRESS] += 1
 
     @property
     def waiting_on(self) -> int | None:

@@ -25,6 +25,7 @@ from odc.transports._rendezvous import Mesh, require_descriptors
 from odc.transports.base import HOST, PeerState, Signs, SymmetricBuffer, Transport
 
 _PATTERN = 0x0DC
+_NO_NOTICE = (0,)
 
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class HostsTransport(Transport):
         self._neighbours: dict[int, Neighbour] = {}
         self._processes: dict[int, WatchedProcess] = {}
         self._shown: list[ControlBlock] = []  # where this rank shows its progress and its waits
+        self._progress: list[memoryview] = []  # there; and the word that tells of a notice: each operation uses both
+        self._notice: Sequence[int] = _NO_NOTICE
         self._own_check: Callable[[], None] | None = None  # raises what else has failed at this rank
         self._far_memory: list[memoryview | None] = []  # by number of the buffer: for other hosts
         self._links: Links | None = None
@@ -142,7 +145,7 @@ class HostsTransport(Transport):
             memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(num_bytes, dtype=torch.uint8)
             self._blocks[rank] = ControlBlock(memory, num_signals, num_locks)
         self._own.initialise()
-        self._shown = [self._own]
+        self._shown, self._progress, self._notice = [self._own], [self._own.progress], self._own.notice
         self.exchange.all_gather(b"")  # nobody uses a block before its owner has made it
         for rank, process in self._processes.items():
             self._neighbours[rank] = LocalNeighbour(process, self._blocks[rank])
@@ -313,27 +316,23 @@ class HostsTransport(Transport):
     # Locks
 
     def lock(self, rank: int, index: int, timeout_s: float = 0.0) -> bool:
-        block = self._block_of(rank)
+        if rank not in self._here:
+            raise UnsupportedError(f"{self.topology.describe(rank)} is on another host: no lock reaches so far")
         if timeout_s > 0:
-            return block.lock(index, self._rank, timeout_s)
-        return block.try_lock(index, self._rank)
+            return self._blocks[rank].lock(index, self._rank, timeout_s)
+        return self._blocks[rank].try_lock(index, self._rank)
 
     def lock_holder(self, rank: int, index: int) -> int | None:
-        return self._block_of(rank).holder(index)
+        return self._blocks[rank].holder(index)
 
     def unlock(self, rank: int, index: int) -> None:
         self._blocks[rank].unlock(index)
 
-    def _block_of(self, rank: int) -> ControlBlock:
-        if rank not in self._here:
-            raise UnsupportedError(f"{self.topology.describe(rank)} is on another host: no lock reaches so far")
-        return self._blocks[rank]
-
     # News of peers
 
     def tick(self) -> None:
-        for block in self._shown:
-            block.tick()
+        for word in self._progress:
+            word[0] += 1
 
     def beat(self) -> None:
         for block in self._shown:
@@ -350,6 +349,7 @@ class HostsTransport(Transport):
         if not isinstance(other, HostsTransport):
             raise UnsupportedError(f"{other.name} keeps what ranks show elsewhere")
         self._shown.append(other._own)
+        self._progress.append(other._own.progress)
 
     def waiting_on(self, rank: int) -> int | None:
         return self._own.waiting_on if rank == self._rank else self._neighbours[rank].waiting_on
@@ -408,9 +408,10 @@ class HostsTransport(Transport):
         self._own.wake()
 
     def abort_notice(self) -> str | None:
-        notice = self._own.abort_notice() if self._blocks else None
-        self._failing |= notice is not None
-        return notice
+        if not self._notice[0]:
+            return None
+        self._failing = True
+        return self._own.abort_notice()
 
     # What links do here: see odc.transports._link.LinkOwner
 
@@ -445,9 +446,9 @@ class HostsTransport(Transport):
         """This rank waits for ``rank`` in a transfer, or no more."""
         if in_helper():  # what that waits for, the training loop does not
             return
+        if rank is None:
+            self.tick()  # before the next lines: nobody may see "not waiting, long silent"
         for block in self._shown:
-            if rank is None:
-                block.tick()  # before the next line: nobody may see "not waiting, long silent"
             block.waiting_on = None if rank is None else self.topology.global_rank(rank)
 
     def lend(self) -> None:
@@ -502,7 +503,7 @@ class HostsTransport(Transport):
 
     def _forget(self) -> None:
         self._blocks, self._buffers, self._neighbours, self._processes = {}, [], {}, {}
-        self._links, self._shown, self._far_memory = None, [], []
+        self._links, self._shown, self._progress, self._notice, self._far_memory = None, [], [], _NO_NOTICE, []
 
     def _let_go(self) -> bool:
         """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""

@@ -7,7 +7,6 @@ of values. Under plain FSDP a rank without a microbatch runs one whose loss coun
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -18,7 +17,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import loss_of, optimizer_of, tokens
 
 from fsdp_scripts.run import Case, Outcome, Run, full
-from odc.config import COPY_THREAD
 
 STEPS = 6
 
@@ -32,7 +30,6 @@ class Loop:
     steps: str = "adamw"  # who updates the parameters
     idles: str = "in turn"  # which ranks have no microbatch in some steps
     reads: bool = False  # gradients are read after the step
-    copies: str = "off"  # ODC's copy thread
     reduces: bool = False  # the script sums a loss over the ranks before that
     evaluates: bool = False  # before each step, all ranks together
     keeps: bool = False  # views of gradients are kept and looked at two steps later
@@ -66,7 +63,6 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "steps": ("adamw", "two", "some", "scaler", "by hand", "through data"),
     "idles": ("in turn", "never"),
     "reads": (False, True),
-    "copies": ("off", "on"),
     "reduces": (False, True),
     "evaluates": (False, True),
     "keeps": (False, True),
@@ -129,7 +125,6 @@ class _Training:
         self.loop, self.run = loop, run
         model = run.net(reshard_after_forward=loop.reshards) if not loop.reshards else run.net()
         self.model: nn.Module = model
-        os.environ[COPY_THREAD] = loop.copies
         run.patch(model)
         parameters = list(model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
