@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
-from odc.fsdp_patch.pending import settled
+from odc.fsdp_patch.pending import settled, stand_alone
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
@@ -251,13 +251,13 @@ class Fsdp2Unit(Unit):
 
     @property
     def holds_unsent(self) -> bool:
-        return any(param.has_gradient for param in self.trainable)
+        return any(_have_gradients(self.trainable))
 
     def incomplete_backward(self) -> bool:
         # A final callback of FSDP that was queued and has not run: the autograd engine drops it with an exception, and
         # FSDP waits for it for good, queueing no other.
         is_waiting = self._context.post_backward_final_callback_queued
-        return bool(is_waiting) and (self._has_sent or any(p.has_gradient for p in self.params))
+        return bool(is_waiting) and (self._has_sent or any(_have_gradients(self.params)))
 
     def discard_gathered(self) -> None:
         self._forget_interrupted_pass()
@@ -349,13 +349,13 @@ class Fsdp2Unit(Unit):
             self._present = self._coming_gradients()
             self._is_sent = False
             is_expected = not self._is_offloaded and len(self.pending) == len(self.trainable)
-            is_expected = is_expected and all(p.base is None and p.stands for p in self.pending.values())
+            is_expected = is_expected and stand_alone(self.pending.values())
             aside = [] if is_expected else [(p.sharded, p.sharded.grad) for p in self.trainable]
             for parameter, grad in aside:
                 if grad is not None:
                     parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
-            hooked = [param for param in self.trainable if param.hooks]
+            hooked = [param for param in self.trainable if param.inner.sharded_param._post_accumulate_grad_hooks]
             for param in hooked:  # they are called with what is final
                 param.hide_hooks()
             self.reduction.is_running = True
@@ -386,11 +386,13 @@ class Fsdp2Unit(Unit):
 
     def _coming_gradients(self) -> list[bool]:
         """Which trainable parameters the coming reduction will contain; asked when post-backward begins."""
-        include_unused = bool(getattr(self.group, "reduce_scatter_unused_params", False))
-        return [p.has_gradient or (include_unused and p.was_unsharded) for p in self.trainable]
+        have = _have_gradients(self.trainable)
+        if getattr(self.group, "reduce_scatter_unused_params", False):
+            return [here or p.was_unsharded for here, p in zip(have, self.trainable, strict=True)]
+        return have
 
     def _check_late_gradients(self) -> None:
-        late = [p.name for p in self._frozen if p.has_gradient]
+        late = [p.name for p, here in zip(self._frozen, _have_gradients(self._frozen), strict=True) if here]
         if late:
             raise UnsupportedError(
                 f"parameters {late} received a gradient but were frozen when the model was patched: set "
@@ -403,14 +405,14 @@ class FsdpParam:
     """One parameter of a unit, as FSDP2 shards it: what is read of ``FSDPParam``."""
 
     def __init__(self, inner: Any, name: str) -> None:
-        self._inner = inner
+        self.inner = inner
         self.name = name
         self._hidden: dict[int, Callable[[torch.Tensor], object]] | None = None
 
     @property
     def sharded(self) -> nn.Parameter:
         """The sharded DTensor parameter the optimizer sees."""
-        parameter: nn.Parameter = self._inner.sharded_param
+        parameter: nn.Parameter = self.inner.sharded_param
         return parameter
 
     @property
@@ -422,7 +424,7 @@ class FsdpParam:
     @property
     def padded(self) -> torch.Tensor:
         """This rank's shard, flat, padded to the same length on every rank; shares memory with ``local``."""
-        tensor: torch.Tensor = self._inner._sharded_param_data
+        tensor: torch.Tensor = self.inner._sharded_param_data
         return tensor
 
     @property
@@ -431,7 +433,7 @@ class FsdpParam:
 
     @property
     def is_offloaded(self) -> bool:
-        return bool(self._inner.offload_to_cpu)
+        return bool(self.inner.offload_to_cpu)
 
     def compute_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
         """What FSDP casts the parameter to for the all-gather."""
@@ -439,38 +441,32 @@ class FsdpParam:
 
     def grad_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
         """What FSDP reduces the gradient in where the policy has no ``reduce_dtype``."""
-        keeps_own = hasattr(type(self._inner), "unsharded_grad_dtype")  # torch 2.15
+        keeps_own = hasattr(type(self.inner), "unsharded_grad_dtype")  # torch 2.15
         return self.dtype if keeps_own else self.compute_dtype(param_dtype)
 
     @property
-    def has_gradient(self) -> bool:
-        """Whether backward has left an unsharded gradient that the next reduction will take."""
-        full = getattr(self._inner, "_unsharded_param", None)
-        return full is not None and (full.grad is not None or self._inner.unsharded_accumulated_grad is not None)
-
-    @property
     def was_unsharded(self) -> bool:
-        return hasattr(self._inner, "_unsharded_param")
+        return hasattr(self.inner, "_unsharded_param")
 
     @property
     def full(self) -> torch.Tensor | None:
         """The parameter that stands in the module while the unit is unsharded; the same one each time."""
-        parameter: torch.Tensor | None = getattr(self._inner, "_unsharded_param", None)
+        parameter: torch.Tensor | None = getattr(self.inner, "_unsharded_param", None)
         return parameter
 
     @property
     def shared_by_fewer(self) -> torch.Tensor | None:
         """The parameter that stands in the module behind a forward with ``reshard_after_forward=<int>``; another one
         each time."""
-        parameter: torch.Tensor | None = getattr(self._inner, "_sharded_post_forward_param", None)
+        parameter: torch.Tensor | None = getattr(self.inner, "_sharded_post_forward_param", None)
         return parameter
 
     def drop_gradient(self) -> None:
-        """Forget the unsharded gradient that :attr:`has_gradient` tells of."""
+        """Forget the unsharded gradient that :func:`_have_gradients` tells of."""
         if self.was_unsharded:
-            if "unsharded_accumulated_grad" in vars(self._inner):  # in torch 2.15 the next line alone clears it
-                self._inner.unsharded_accumulated_grad = None
-            self._inner._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(self.inner):  # in torch 2.15 the next line alone clears it
+                self.inner.unsharded_accumulated_grad = None
+            self.inner._unsharded_param.grad = None
 
     @property
     def hooks(self) -> dict[int, Callable[[torch.Tensor], object]]:
@@ -498,12 +494,12 @@ class FsdpParam:
     def describe(self) -> str:
         """One line that is equal on two ranks exactly if the parameters are."""
         frozen = "" if self.sharded.requires_grad else ", frozen"
-        dim = int(self._inner.fsdp_placement.dim)
+        dim = int(self.inner.fsdp_placement.dim)
         return f"{list(self.sharded.size())} {self.dtype} sharded on dim {dim}{frozen}"
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """A gradient of this rank's part as FSDP2 puts it in ``.grad``."""
-        gradient: torch.Tensor = self._inner.to_sharded_dtensor(local)
+        gradient: torch.Tensor = self.inner.to_sharded_dtensor(local)
         return gradient
 
     def add_to_grad(self, flat: torch.Tensor, handle: torch.Tensor | None) -> None:
@@ -527,6 +523,15 @@ class FsdpParam:
         """This rank's part of ``.grad``."""
         grad = settled(self.sharded.grad)
         return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _have_gradients(params: Sequence[FsdpParam]) -> list[bool]:
+    """Of which backward has left an unsharded gradient that the next reduction will take."""
+    return [
+        (full := getattr(p.inner, "_unsharded_param", None)) is not None
+        and (full.grad is not None or p.inner.unsharded_accumulated_grad is not None)
+        for p in params
+    ]
 
 
 def reaches_optimizer(thing: object, depth: int = 4) -> bool:

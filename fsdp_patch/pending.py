@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -229,6 +229,20 @@ class Pending:
         self._aside = None
         if isinstance(handle, DTensor):
             handle._local_tensor = self.final
+
+
+def stand_alone(gradients: Iterable[Pending]) -> bool:
+    """Whether each is what the script finds (:attr:`Pending.stands`), over no earlier gradient. Asked of all of a unit
+    behind each backward, so at once."""
+    for pending in gradients:
+        if pending.base is not None:
+            return False
+        if pending._aside is None:
+            parameter = pending._parameter()
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None or gradient is not pending._handle():
+                return False
+    return True
 
 
 def settled(gradient: torch.Tensor | None) -> torch.Tensor | None:
