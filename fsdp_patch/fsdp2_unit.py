@@ -392,6 +392,8 @@ class Fsdp2Unit(Unit):
         return have
 
     def _check_late_gradients(self) -> None:
+        if not self._frozen:
+            return
         late = [p.name for p, here in zip(self._frozen, _have_gradients(self._frozen), strict=True) if here]
         if late:
             raise UnsupportedError(

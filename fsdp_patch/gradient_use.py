@@ -129,7 +129,8 @@ class GradientUse(Listener):
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
         self._looks: set[tuple[int, int]] = set()  # there, since the last end: instruction and parameter
         self._in_forward = False
-        self._in_training_forward = False
+        self.in_training_forward = False
+        """In a forward that keeps a graph: gradients will be pushed, unless something goes wrong."""
         self._in_hooks = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
@@ -293,7 +294,7 @@ class GradientUse(Listener):
 
     def before_publishing(self) -> None:
         """The model is about to be used while gradients are final."""
-        self._is_between = not (self._in_training_forward or self._publisher.has_stepped)
+        self._is_between = not (self.in_training_forward or self._publisher.has_stepped)
 
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
@@ -329,7 +330,7 @@ class GradientUse(Listener):
 
     def begin_forward(self, *, is_method: bool) -> None:
         """A forward, or a method that is one, has begun before this object was told of such."""
-        self._in_forward, self._in_training_forward = not is_method, True
+        self._in_forward, self.in_training_forward = not is_method, True
 
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
@@ -339,12 +340,12 @@ class GradientUse(Listener):
             if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
                 self.end_if_cleared()
             self._in_forward = True
-            self._in_training_forward = torch.is_grad_enabled()
-            if self._in_training_forward:
+            self.in_training_forward = torch.is_grad_enabled()
+            if self.in_training_forward:
                 self._live_session().before_training()
 
         def end(module: nn.Module, args: object, output: object) -> None:
-            self._in_forward = self._in_training_forward = False
+            self._in_forward = self.in_training_forward = False
             if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
                 self._live_session().end_evaluation()
 
@@ -352,13 +353,13 @@ class GradientUse(Listener):
         def begin_method() -> None:
             if not self._in_forward:
                 self.end_if_cleared()
-                self._in_training_forward = torch.is_grad_enabled()
-                if self._in_training_forward:
+                self.in_training_forward = torch.is_grad_enabled()
+                if self.in_training_forward:
                     self._live_session().before_training(is_method=True)
 
         def end_method() -> None:
             if not self._in_forward:
-                self._in_training_forward = False
+                self.in_training_forward = False
 
         hooks = [
             model.register_forward_pre_hook(begin, prepend=True),
@@ -374,11 +375,6 @@ class GradientUse(Listener):
         return undo
 
     # What torch and the script do
-
-    @property
-    def is_training(self) -> bool:
-        """In a forward that keeps a graph, or in backward: gradients will be pushed, unless something goes wrong."""
-        return self._in_training_forward or self.is_in_backward
 
     @property
     def is_in_backward(self) -> bool:

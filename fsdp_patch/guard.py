@@ -3,9 +3,9 @@
 [Note: Changed by hand] The other ranks compute with what a rank has published, so until its next step its parameters
 must stay that. How much is looked at is bounded by what it is done beside:
 
-- At every gather, before the parameters are used: a sample of the largest parameter of the unit, and the trace of
-  another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at once,
-  what changes one some gathers later.
+- At every gather of a forward, before the parameters are used: a sample of the largest parameter of the unit, and the
+  trace of another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at
+  once, what changes one some gathers later. (In a backward the push, which comes next, is soon enough.)
 - At every push, before it is sent: the traces of all parameters of the unit.
 - All elements of a unit: at its first gather of a publication outside of training; and of all units when a minibatch
   begins, on every rank, before anything of it is sent.

