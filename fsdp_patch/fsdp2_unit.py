@@ -345,17 +345,19 @@ class Fsdp2Unit(Unit):
 
         @functools.wraps(original)
         def post_backward(*args: Any) -> None:
-            self._check_late_gradients()
+            if self._frozen:
+                self._check_late_gradients()
             self._present = self._coming_gradients()
             self._is_sent = False
-            is_expected = not self._is_offloaded and len(self.pending) == len(self.trainable)
-            is_expected = is_expected and stand_alone(self.pending.values())
-            aside = [] if is_expected else [(p.sharded, p.sharded.grad) for p in self.trainable]
+            parameters = [param.inner.sharded_param for param in self.trainable]
+            is_expected = not self._is_offloaded and stand_alone(self.pending, parameters)
+            aside = [] if is_expected else [(parameter, parameter.grad) for parameter in parameters]
             for parameter, grad in aside:
                 if grad is not None:
                     parameter.grad = None
             all_reduce_grads, self.group.all_reduce_grads = self.group.all_reduce_grads, False
-            hooked = [param for param in self.trainable if param.inner.sharded_param._post_accumulate_grad_hooks]
+            has_hooks = any([parameter._post_accumulate_grad_hooks for parameter in parameters])  # noqa: C419 (faster)
+            hooked = [param for param in self.trainable if param.hooks] if has_hooks else []
             for param in hooked:  # they are called with what is final
                 param.hide_hooks()
             self.reduction.is_running = True
@@ -392,8 +394,6 @@ class Fsdp2Unit(Unit):
         return have
 
     def _check_late_gradients(self) -> None:
-        if not self._frozen:
-            return
         late = [p.name for p, here in zip(self._frozen, _have_gradients(self._frozen), strict=True) if here]
         if late:
             raise UnsupportedError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -231,17 +231,13 @@ class Pending:
             handle._local_tensor = self.final
 
 
-def stand_alone(gradients: Iterable[Pending]) -> bool:
-    """Whether each is what the script finds (:attr:`Pending.stands`), over no earlier gradient. Asked of all of a unit
-    behind each backward, so at once."""
-    for pending in gradients:
-        if pending.base is not None:
+def stand_alone(gradients: Mapping[int, Pending], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether each parameter has a pending gradient, which the script finds in ``.grad``, and no earlier one in it.
+    Asked of all of a unit behind each backward, so at once; ``gradients``: by number of the parameter."""
+    for index, parameter in enumerate(parameters):
+        pending, gradient = gradients.get(index), parameter.grad
+        if pending is None or gradient is None or gradient is not pending._handle() or pending.base is not None:
             return False
-        if pending._aside is None:
-            parameter = pending._parameter()
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None or gradient is not pending._handle():
-                return False
     return True
 
 
