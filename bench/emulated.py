@@ -59,7 +59,7 @@ from odc.bench.environment import describe_environment
 from odc.bench.paper_costs import MODELS, paper_cost
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 from odc.timeline import Timeline
 
 COMM_OF: dict[str, Comm] = {"lb-mini": "odc", "lb-micro": "collective"}

@@ -53,9 +53,9 @@ from odc import patch_fsdp
 from odc.bench.environment import describe_environment
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
-from odc.engine import CpuEngine
+from odc.engines.base import CpuEngine
 from odc.fsdp_patch.guard import Guard
-from odc.runtime import Runtime
+from odc.minibatch.runtime import Runtime
 
 NUM_PARAMETERS = 12
 ALONE = "FSDP2, nothing patched"

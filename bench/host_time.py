@@ -65,12 +65,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec, daemon
+from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.environment import describe_environment
 from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
-from odc.exchange import ProcessGroupExchange
+from odc.minibatch import daemon
+from odc.setup.agreement import ProcessGroupExchange
 
 OPERATIONS = ("publish", "gather_first", "gather", "push", "finish", "gradient", "yardstick")
 IDLE = "idle"  # a turn in which nothing is done

@@ -71,7 +71,7 @@ from odc.bench.multimodal_model import DTYPE, Counting, Rank, RankRun, segments
 from odc.bench.multimodal_sizes import SIZES, ModelSize
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 NUM_UNTIMED = 1  # minibatches at the start
 CAPACITY_BYTES = 1 << 20  # of a channel at first

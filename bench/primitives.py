@@ -36,7 +36,7 @@ from rich.table import Table
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.environment import describe_environment
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 DEFAULT_SIZES = [1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
 SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five

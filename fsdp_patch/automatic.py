@@ -23,12 +23,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
-from odc.exchange import ProcessGroupExchange, gather_json
 from odc.fsdp_patch.fsdp2 import find_fsdp2_units
 from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen, listening, untraced
 from odc.fsdp_patch.patching import default_group
 from odc.fsdp_patch.session import Session
+from odc.setup.agreement import ProcessGroupExchange, gather_json
 
 Patch = Callable[[nn.Module], Session]
 Say = Callable[[str], None]

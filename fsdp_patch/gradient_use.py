@@ -19,8 +19,8 @@ from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
 from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.unit import Communication, Unit
-from odc.protocol import End, State
-from odc.runtime import Runtime
+from odc.minibatch.protocol import End, State
+from odc.minibatch.runtime import Runtime
 
 BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
@@ -72,7 +72,7 @@ class Said(enum.IntFlag):
 
 
 class Notes(NamedTuple):
-    """What a rank sends along with the end of a minibatch (:attr:`odc.protocol.End.notes`)."""
+    """What a rank sends along with the end of a minibatch (:attr:`odc.minibatch.protocol.End.notes`)."""
 
     rank: int
     """Of the job."""

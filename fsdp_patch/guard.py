@@ -38,7 +38,7 @@ import torch
 
 from odc.errors import ProtocolError
 from odc.fsdp_patch.unit import Unit, Watched
-from odc.runtime import Runtime
+from odc.minibatch.runtime import Runtime
 
 SAMPLE_PLACES, SAMPLE_BYTES = 4, 64  # of a parameter: so many places, and so many bytes at each (a cache line)
 

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc.config import RuntimeConfig
 from odc.errors import ConfigError, UnsupportedError
-from odc.exchange import ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
 from odc.fsdp_patch.compat import warn_if_untested
 from odc.fsdp_patch.fsdp1 import check_fsdp1_model, check_fsdp1_units, find_fsdp1_roots, find_fsdp1_units
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.session import Connection, Session
 from odc.fsdp_patch.unit import Unit
-from odc.gloo import end_connections
-from odc.runtime import Runtime
+from odc.liveness.gloo import end_connections
+from odc.minibatch.runtime import Runtime
+from odc.setup.agreement import ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
 from odc.timeline import Stats
 
 logger = logging.getLogger("odc")

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import Unit, spread
-from odc.protocol import State
-from odc.runtime import Runtime
+from odc.minibatch.protocol import State
+from odc.minibatch.runtime import Runtime
 
 
 class Publisher:
@@ -171,7 +171,8 @@ class Publisher:
         """Publish what is not published yet, if this is the time for it.
 
         What no optimizer has updated, and nobody has changed by hand, is what it was, so that no rank needs to wait for
-        another one that has yet to say so, see :meth:`odc.protocol.MinibatchProtocol.publish`. ``anew``: it is not.
+        another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`. ``anew``: it
+        is not.
         """
         if self._runtime.state is not State.FINISHED:
             return

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from odc.errors import ProtocolError
-from odc.protocol import NUM_NOTES, End, EndKind, require_same_end
-from odc.runtime import Runtime
+from odc.minibatch.protocol import NUM_NOTES, End, EndKind, require_same_end
+from odc.minibatch.runtime import Runtime
 
 
 class Replicas:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
-from odc.exchange import ProcessGroupExchange, setup_timeout_s
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
@@ -26,9 +25,10 @@ from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
-from odc.items import ItemExchange
-from odc.protocol import End, EndKind, State
-from odc.runtime import Runtime
+from odc.items.item_exchange import ItemExchange
+from odc.minibatch.protocol import End, EndKind, State
+from odc.minibatch.runtime import Runtime
+from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
 
 logger = logging.getLogger("odc")

@@ -14,12 +14,12 @@ from typing import NoReturn
 
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, OdcError
-from odc.faults import FaultInjector
 from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
 from odc.launch.script import last_line, leave_last_words, run_module, run_script
+from odc.liveness.faults import FaultInjector
 from odc.transports import registry
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from odc.fsdp_patch import Session, patch_fsdp, session_of
-    from odc.items import ItemExchange, ItemStats
-    from odc.rounds import Round
-    from odc.routes import Item
-    from odc.runtime import Runtime
+    from odc.items.item_exchange import ItemExchange, ItemStats
+    from odc.items.rounds import Round
+    from odc.items.routes import Item
+    from odc.minibatch.runtime import Runtime
     from odc.units import ParamSlice, UnitSpec
 
 __all__ = [
@@ -63,9 +63,9 @@ __all__ = [
 _HOMES = {
     "AbortedError": "odc.errors",
     "ConfigError": "odc.errors",
-    "Item": "odc.routes",
-    "ItemExchange": "odc.items",
-    "ItemStats": "odc.items",
+    "Item": "odc.items.routes",
+    "ItemExchange": "odc.items.item_exchange",
+    "ItemStats": "odc.items.item_exchange",
     "MisuseError": "odc.errors",
     "OdcError": "odc.errors",
     "ParamSlice": "odc.units",
@@ -73,8 +73,8 @@ _HOMES = {
     "PeerDiedError": "odc.errors",
     "PeerSilentError": "odc.errors",
     "ProtocolError": "odc.errors",
-    "Round": "odc.rounds",
-    "Runtime": "odc.runtime",
+    "Round": "odc.items.rounds",
+    "Runtime": "odc.minibatch.runtime",
     "RuntimeConfig": "odc.config",
     "Session": "odc.fsdp_patch",
     "SetupError": "odc.errors",

@@ -18,7 +18,7 @@ import torch
 from odc.errors import ConfigError, shown
 
 TIMEOUT = "ODC_TIMEOUT"  # seconds without progress after which a wait fails
-FAULT = "ODC_FAULT"  # fault injection, see odc/faults.py
+FAULT = "ODC_FAULT"  # fault injection, see odc/liveness/faults.py
 HOST_ID = "ODC_HOST_ID"  # pretend to be another host (tests)
 ADDRESS = "ODC_ADDRESS"  # where ranks of other hosts reach those of this one
 TRANSFERS = "ODC_TRANSFER_TABLE"  # a file that says when a kernel beats copy engines
@@ -54,7 +54,7 @@ class RuntimeConfig:
     accumulate: str = "auto"
     """"direct": clients add into the owners' accumulators; "daemon": a thread of each owner adds what clients leave in
     slots; "auto": direct where ranks share a host, on GPUs if all links have native atomics and no measured
-    :class:`~odc.engine.TransferTable` says otherwise."""
+    :class:`~odc.engines.base.TransferTable` says otherwise."""
 
     accumulate_dtype: torch.dtype = torch.float32
     """dtype of the accumulators: float32 or float64. Sums in a 16-bit dtype would depend on arrival order."""
@@ -66,13 +66,13 @@ class RuntimeConfig:
     """Seconds without progress of the awaited rank after which a wait raises."""
 
     fault: str = ""
-    """Fault to inject, see :mod:`odc.faults`. May differ between ranks."""
+    """Fault to inject, see :mod:`odc.liveness.faults`. May differ between ranks."""
 
     host_id: str = ""
     """Replaces the detected host identity if not empty. May differ between ranks."""
 
     transfer_table: str = ""
-    """Path of a measured :class:`~odc.engine.TransferTable`; empty: the default one. May differ between
+    """Path of a measured :class:`~odc.engines.base.TransferTable`; empty: the default one. May differ between
     ranks."""
 
     address: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from host_cuda import HostCuda, Stream
 
-from odc.engine import CpuEngine
+from odc.engines.base import CpuEngine
 
 INDEX = 1  # not the first device: a thread that is new to CUDA has that one
 DEVICE = torch.device("cuda", INDEX)

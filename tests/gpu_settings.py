@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from odc.accumulators import AccumulatorStore, SharedStore
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
-from odc.rounds import Signal
+from odc.items.rounds import Signal
+from odc.minibatch.accumulators import AccumulatorStore, SharedStore
 from odc.transports._hosts import HostsTransport
 from odc.transports.cuda_ipc import CudaIpcTransport
 
@@ -87,7 +87,7 @@ def be_busy_until_the_host_waits() -> None:
 def wait_in_finish() -> None:
     """A runtime whose host waits for its device at the end of a minibatch."""
     register_fakes()
-    from odc.protocol import End, MinibatchProtocol
+    from odc.minibatch.protocol import End, MinibatchProtocol
 
     finish = MinibatchProtocol.finish
 

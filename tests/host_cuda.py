@@ -1,6 +1,6 @@
 """torch.cuda on host memory: streams that do their work later, in an order that a test chooses.
 
-The real :class:`odc.cuda.engine.CudaEngine` runs on it. Device memory is host memory, known by its storage. While a
+The real :class:`odc.engines.cuda.CudaEngine` runs on it. Device memory is host memory, known by its storage. While a
 thread is inside :meth:`HostCuda.here`, what torch does to such memory goes to the thread's current stream of that
 device, as do Triton's kernels, which are interpreted. A stream does nothing of its own accord: a test lets all run in
 one order or another (:meth:`HostCuda.run`), or a thread does at random (:meth:`HostCuda.running`). So a wait that is
@@ -430,14 +430,14 @@ class HostCuda:
 
 @contextmanager
 def interpreted_engine() -> Iterator[SimpleNamespace]:
-    """Copies of the kernel modules for Triton's interpreter, and ``engine``: of odc.cuda.engine, which uses them. To
+    """Copies of the kernel modules for Triton's interpreter, and ``engine``: of odc.engines.cuda, which uses them. To
     whoever imports these modules inside, they are as ever."""
-    name, package = "odc.cuda.engine", importlib.import_module("odc.cuda")
+    name, package = "odc.engines.cuda", importlib.import_module("odc.engines")
     with interpreted() as kernels:
         before = sys.modules.pop(name, None)
         kernels.engine = importlib.import_module(name)
-        del sys.modules[name], package.engine
+        del sys.modules[name], package.cuda
         if before is not None:
-            sys.modules[name] = package.engine = before
+            sys.modules[name] = package.cuda = before
     with rounding_casts():
         yield kernels

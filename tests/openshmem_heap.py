@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from odc.exchange import Exchange, gather_json
+from odc.setup.agreement import Exchange, gather_json
 
 VARIABLE = "ODC_TEST_OPENSHMEM"
 _LIBRARY = "liboshmem.so.40"

@@ -30,8 +30,8 @@ from openshmem_heap import OpenshmemHeap, library
 from odc.bench.fake import cuda as fake_cuda
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.cuda.nvshmem import NvshmemHeap
-from odc.exchange import ProcessGroupExchange
-from odc.topology import Topology
+from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.nvshmem import NvshmemTransport
 

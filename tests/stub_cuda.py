@@ -28,7 +28,7 @@ import torch
 from odc.bench.fake.cuda import FakeEngine
 from odc.cuda import runtime
 from odc.cuda.runtime import CudaRuntime, CupyRuntime
-from odc.topology import Topology
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.cuda_ipc import CudaIpcTransport
 

@@ -16,8 +16,8 @@ import pytest
 from odc.bench.chaos import launch
 from odc.bench.chaos.launch import Outcome, _Seen, blamed_rank, judge, last_error, run_trials
 from odc.bench.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, Trial, generate
-from odc.faults import ACTIONS as FAULT_ACTIONS
-from odc.faults import POINTS as FAULT_POINTS
+from odc.liveness.faults import ACTIONS as FAULT_ACTIONS
+from odc.liveness.faults import POINTS as FAULT_POINTS
 
 PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, False)
 DEAD = "rank 0 waited 0.1 s for rank 1 (host a, pid 8): gather of unit 'x'. Cause: rank 1 is dead: killed by signal 9"

@@ -13,7 +13,7 @@ import odc.bench
 from odc.bench.fsdp_host_time import KINDS, PARTS, Settings, measure_rank, parts_table, summarize
 from odc.bench.ranks import run_ranks
 from odc.fsdp_patch.guard import Guard
-from odc.runtime import Runtime
+from odc.minibatch.runtime import Runtime
 
 RESULTS = Path(odc.bench.__file__).parent / "results"
 

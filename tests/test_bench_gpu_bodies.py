@@ -39,7 +39,7 @@ from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import CheckFailedError, Setting
 from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
-from odc.engine import TransferTable
+from odc.engines.base import TransferTable
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,8 +19,8 @@ from odc.bench.parity.comparison import compare
 from odc.bench.parity.launch import _judge, kind_of, run_cases
 from odc.bench.parity.training import Run, largest_terms
 from odc.fsdp_patch.unit import Unit
-from odc.protocol import End
-from odc.runtime import Runtime
+from odc.minibatch.protocol import End
+from odc.minibatch.runtime import Runtime
 
 NUMBERS = (1, 3, 5, 6, 7)
 """Cases of seed 0: both FSDPs, shm and tcp, replicas, 2 to 4 ranks."""

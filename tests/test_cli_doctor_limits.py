@@ -151,7 +151,7 @@ def test_a_bell_that_does_not_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pidfd_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.transports._process.WatchedProcess.is_dead", lambda _: True)
+    monkeypatch.setattr("odc.liveness.process.WatchedProcess.is_dead", lambda _: True)
     says(machine.process_watching(), ERROR, "this process is dead", "sandbox")
 
 

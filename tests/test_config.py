@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc import ConfigError, ParamSlice, RuntimeConfig, UnitSpec
-from odc.faults import POINTS, FaultInjector, FaultSpec
+from odc.liveness.faults import POINTS, FaultInjector, FaultSpec
 from odc.units import segments
 
 
@@ -109,7 +109,7 @@ def test_a_unit_needs_elements() -> None:
     [
         ("odc, odc.balance", {"torch", "rich", "matplotlib"}),
         (
-            "odc.runtime, odc.kernels, odc.cli",
+            "odc.minibatch.runtime, odc.kernels, odc.cli",
             {"triton", "cupy", "nvshmem", "odc.fsdp_patch", "matplotlib", "transformers"},
         ),
     ],

@@ -22,7 +22,7 @@ from odc.bench.conformance.launch import run_cells
 from odc.bench.conformance.report import read_statuses, write_markdown
 from odc.fsdp_patch.session import Session
 from odc.fsdp_patch.unit import FinalSum, Unit
-from odc.runtime import Runtime
+from odc.minibatch.runtime import Runtime
 
 TABLE = Path(__file__).parent.parent / "docs" / "conformance.md"
 CELLS = all_cells()

@@ -19,8 +19,8 @@ from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, Uni
 from odc.bench.fake import cuda as fake_cuda
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
-from odc.engine import TransferTable
-from odc.topology import Topology
+from odc.engines.base import TransferTable
+from odc.setup.topology import Topology
 
 UNITS = [UnitSpec("layers.0", 1000, torch.float32, (ParamSlice("w", 1000),))]
 

@@ -27,7 +27,7 @@ from stub_cuda import Call, StubCudaTransport, StubRuntime, calls, stub_driver
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.cuda import runtime
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 pytestmark = pytest.mark.skipif(stub_cuda.why_not() is not None, reason=str(stub_cuda.why_not()))
 CUPY = os.environ.get("ODC_TEST_CUPY", "")
@@ -160,7 +160,7 @@ def train(rank: int, world_size: int, library: str, folder: str, broken: str, en
     if rank == 1:
         os.environ.update(env)
     with stub_driver(library, f"{folder}/{rank}.log") as stub, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("odc.leaving._GRACE_S", 30.0)  # a rank may be slow to close
+        patch.setattr("odc.liveness.leaving._GRACE_S", 30.0)  # a rank may be slow to close
         if broken == "host address":
             patch.setattr(runtime, "device_address", lambda address: address)
         elif broken == "offset":

@@ -19,7 +19,7 @@ from host_cuda import HostCuda, interpreted_engine
 from kernel_cases import numbers
 from kernel_driver import no_gpu
 
-from odc.engine import COPY_ENGINE, KERNEL, Addition, TransferTable
+from odc.engines.base import COPY_ENGINE, KERNEL, Addition, TransferTable
 from odc.errors import SetupError
 from odc.kernels import fill, prepare
 from odc.kernels.aot_entry import AotEntry
@@ -341,7 +341,7 @@ def test_a_table_is_written_anew_when_its_launch_is_over(rig: Rig) -> None:
 
 def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On the engine's device, whichever is current, all that is needed is compiled, and one kernel launched."""
-    from odc.cuda.engine import CudaEngine
+    from odc.engines.cuda import CudaEngine
 
     loaded: list[tuple[str, int]] = []
     cuda = HostCuda()
@@ -362,10 +362,10 @@ def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             assert driver.launched == ["_fill_kernel"]
             assert cuda.current_device() == 0
         for where in ("prepare_kernels", "fill"):
-            monkeypatch.setattr(f"odc.cuda.engine.{where}", no_gcc)
+            monkeypatch.setattr(f"odc.engines.cuda.{where}", no_gcc)
             with pytest.raises(SetupError, match=r"RuntimeError: no gcc.*TRITON_CACHE_DIR"):
                 engine.prepare(units)
-            monkeypatch.setattr(f"odc.cuda.engine.{where}", lambda *arguments: 0)
+            monkeypatch.setattr(f"odc.engines.cuda.{where}", lambda *arguments: 0)
 
 
 def no_gcc(*arguments: object) -> None:

@@ -22,14 +22,14 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.accumulators import Arrived
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeEngine, registered_fakes
 from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
 from odc.bench.fake.streams import FakeDeviceError
-from odc.daemon import NUM_SLOTS, AccumulationDaemon
 from odc.errors import OdcError
-from odc.protocol import MinibatchProtocol
+from odc.minibatch.accumulators import Arrived
+from odc.minibatch.daemon import NUM_SLOTS, AccumulationDaemon
+from odc.minibatch.protocol import MinibatchProtocol
 from odc.transports.base import SymmetricBuffer
 from odc.transports.cuda_ipc import CudaIpcTransport
 
@@ -43,7 +43,7 @@ STUCK_S = 0.4
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(AsynchronousFakeCudaTransport, "delay_s", 0.0)
     monkeypatch.setattr(AsynchronousFakeNvshmemTransport, "delay_s", 0.0)
-    monkeypatch.setattr("odc.daemon._PATIENCE_S", 0.005)
+    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 0.005)
     with registered_fakes():
         yield
 
@@ -261,7 +261,7 @@ def test_a_stream_that_waits_for_pushes_ends_in_one(monkeypatch: pytest.MonkeyPa
 
 def test_a_client_that_waits_for_slots_ends_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """However the owner serves: its stream may share a queue with a kernel that waits for that client."""
-    monkeypatch.setattr("odc.daemon._PATIENCE_S", 1e9)
+    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 1e9)
     find_deadlock(monkeypatch)
 
 
@@ -373,7 +373,7 @@ def test_a_slow_owner_slows_its_clients_before_they_keep_more_than_all_gradients
         add_slots(self, *arguments)
 
     monkeypatch.setattr(FakeEngine, "add_slots", add_slowly)
-    monkeypatch.setattr("odc.daemon._PATIENCE_S", 10.0)
+    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 10.0)
     monkeypatch.setattr(AccumulationDaemon, "_await_room", impatient(AccumulationDaemon._await_room))
     for found in values(run_threads(2, lambda exchange: push_past_an_owner(exchange, 20, is_stuck=False))):
         assert found == [210.0] * NUMEL

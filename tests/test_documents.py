@@ -18,7 +18,7 @@ from odc.cli.app import app
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "odc/*.md", "bench/results/*.md")
+    for pattern in ("*.md", "docs/*.md", "odc/*/*.md", "bench/results/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 _QUOTED = re.compile(r"`([\w.]+/[\w./]+\.\w+)`")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from odc.errors import SetupError
-from odc.threads import HelperThread
+from odc.liveness.threads import HelperThread
 from odc.transports._rendezvous import MOST_WAITING, Door
 
 

@@ -16,9 +16,10 @@ from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 from torch.distributed.distributed_c10d import _get_default_store
 
-from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec, exchange
-from odc.exchange import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
-from odc.threads import HelperThread
+from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc.liveness.threads import HelperThread
+from odc.setup import agreement as exchange
+from odc.setup.agreement import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
 
 
 def test_json_arrives_in_rank_order() -> None:
@@ -48,7 +49,8 @@ def test_set_up_is_not_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 LONELY = """
 import sys, time, logging
 import torch.distributed as dist
-from odc import exchange, threads
+from odc.setup import agreement as exchange
+from odc.liveness import threads
 threads.FIRST_REMINDER_S = 1e-6
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -39,7 +39,7 @@ import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench import warm_launch
 from odc.bench.warm_launch import WarmLauncher
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 TIMEOUT = {"ODC_TIMEOUT": "60"}
 # A death or a failure is known everywhere within this time: at once, on a machine that may be busy, and long before any

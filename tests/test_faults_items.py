@@ -16,7 +16,7 @@ from test_faults import NOTICE_S, assert_told, fault, survivors
 from test_links import across
 
 from odc import ItemExchange, RuntimeConfig
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 NUMEL = 100
 

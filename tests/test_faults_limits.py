@@ -23,8 +23,8 @@ from training import build, full_parameters, largest_difference, reference, shar
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.exchange import ProcessGroupExchange
-from odc.gloo import num_connections
+from odc.liveness.gloo import num_connections
+from odc.setup.agreement import ProcessGroupExchange
 
 WORLD_SIZE = 3
 COUNTS = [1, 3, 2]

@@ -17,7 +17,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import registered_fakes
-from odc.daemon import AccumulationDaemon
+from odc.minibatch.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link
 

@@ -22,7 +22,7 @@ from training import build, full_parameters, largest_difference, loss_of, optimi
 
 import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime
-from odc.protocol import State
+from odc.minibatch.protocol import State
 
 # Fault test 18: a rank that leaves, wherever it is in its minibatch
 

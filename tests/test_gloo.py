@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from process_ranks import run_ranks
 
-from odc import gloo
+from odc.liveness import gloo
 
 TIME_LIMIT_S = 60
 

@@ -24,8 +24,8 @@ from odc import (
     RuntimeConfig,
     SetupError,
 )
-from odc.items import Channel
-from odc.routes import Layout
+from odc.items.item_exchange import Channel
+from odc.items.routes import Layout
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)

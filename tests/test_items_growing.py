@@ -21,7 +21,7 @@ from odc import (
     OdcError,
     ProtocolError,
 )
-from odc.items import Channel
+from odc.items.item_exchange import Channel
 
 # Ranks that disagree
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, threads
-from odc.engine import no_op
+from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
+from odc.engines.base import no_op
+from odc.liveness import threads
 from odc.transports import _link
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind

@@ -35,9 +35,9 @@ from odc import (
     SetupError,
     UnitSpec,
 )
-from odc.accumulators import StorePlan
-from odc.exchange import ProcessGroupExchange
-from odc.topology import Topology, route_address
+from odc.minibatch.accumulators import StorePlan
+from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology, route_address
 from odc.transports import _links
 from odc.transports._frames import Frame, Kind
 from odc.transports.tcp import TcpTransport
@@ -508,7 +508,7 @@ def test_addresses_that_lead_to_no_other_machine_are_refused_on_all_ranks(
 ) -> None:
     """Two containers of one machine may share its network, and may be right."""
     boot = threading.local()
-    monkeypatch.setattr(odc.topology, "_boot_id", lambda: boot.id)
+    monkeypatch.setattr(odc.setup.topology, "_boot_id", lambda: boot.id)
 
     def body(exchange: ThreadExchange) -> str:
         boot.id = f"boot{exchange.rank % machines}"

@@ -27,7 +27,7 @@ from odc.balance.multimodal import (
     run_minibatch,
 )
 from odc.balance.multimodal.payload import count_bytes, named
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 OPTIONS: list[dict[str, Any]] = [
     {"policy": None, "balance_encoders": False, "comm": "collective"},

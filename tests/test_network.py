@@ -18,7 +18,7 @@ from training import build, full_parameters, largest_difference, loss_of, optimi
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 pytestmark = pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not()))
 

@@ -221,7 +221,7 @@ def test_a_small_heap_is_refused_before_nvshmem_starts(monkeypatch: pytest.Monke
 def test_a_call_that_never_returns_ends_the_process_and_says_what_to_look_at() -> None:
     script = """
 import threading, time
-from odc import threads
+from odc.liveness import threads
 from odc.cuda import nvshmem as limit
 threads.FIRST_REMINDER_S = 0.2
 warned = threading.Event()

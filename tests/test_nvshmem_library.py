@@ -33,8 +33,8 @@ from odc.config import nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import Nvshmem4pyHeap
 from odc.doctor import nvshmem as doctor
-from odc.exchange import ProcessGroupExchange
 from odc.kernels.nvshmem.bitcode import WHEELS
+from odc.setup.agreement import ProcessGroupExchange
 
 FOLDER = os.environ.get("ODC_TEST_NVSHMEM4PY", "")
 NEEDS_NVSHMEM4PY = pytest.mark.skipif(

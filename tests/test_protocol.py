@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
-from odc.accumulators import AccumulatorStore
-from odc.protocol import End, EndKind, MinibatchProtocol, State
+from odc.minibatch.accumulators import AccumulatorStore
+from odc.minibatch.protocol import End, EndKind, MinibatchProtocol, State
 
 NUMEL = 48
 MODES = [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)]

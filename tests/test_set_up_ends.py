@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from training import Net, build, shard
 
 import odc
-from odc import exchange
+from odc.setup import agreement as exchange
 
 LIMIT_S = 30.0  # two seconds, and a busy machine; far below the limits of set-up and of the process group
 
@@ -130,7 +130,7 @@ def test_who_has_died_is_named_whatever_others_said_in_an_earlier_set_up() -> No
 STOPPED_STORE = """
 import os, signal, sys, time, threading
 import torch.distributed as dist
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)

@@ -28,7 +28,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import registered_fakes
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
 from odc.transports._hosts import HostsTransport

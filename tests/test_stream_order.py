@@ -22,7 +22,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
-from odc.engine import Engine
+from odc.engines.base import Engine
 from odc.errors import OdcError
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
@@ -377,7 +377,7 @@ def test_a_stream_waits_only_for_what_was_submitted(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_left_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.leaving._GRACE_S", 30.0)  # a rank may be slow to close
+    monkeypatch.setattr("odc.liveness.leaving._GRACE_S", 30.0)  # a rank may be slow to close
 
     def body(exchange: ThreadExchange) -> list[str]:
         run = RankRun(replace(ADVERSARY, slow=()), exchange)

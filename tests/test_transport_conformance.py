@@ -22,8 +22,8 @@ from thread_ranks import ThreadExchange, run_threads, values
 from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.errors import ConfigError, UnsupportedError
-from odc.exchange import ProcessGroupExchange
-from odc.topology import Topology
+from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.base import IN_COLLECTIVE, PeerState, Transport
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from odc import waiting
+from odc.liveness import waiting
+from odc.liveness.waiting import Patience
 from odc.transports.base import Signs
-from odc.waiting import Patience
 
 LIMIT_S = 10.0
 

@@ -28,7 +28,7 @@ class _Board:
 
 
 class ThreadExchange:
-    """An :class:`odc.exchange.Exchange` between threads."""
+    """An :class:`odc.setup.agreement.Exchange` between threads."""
 
     def __init__(self, board: _Board, rank: int) -> None:
         self._board = board

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import odc
 from odc.bench.conformance.cells import Cell
 from odc.bench.conformance.training import STEPS, Run, train
-from odc.exchange import ProcessGroupExchange, gather_json
+from odc.setup.agreement import ProcessGroupExchange, gather_json
 from odc.timeline import Stats
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}

@@ -27,10 +27,10 @@ import torch
 
 from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
-from odc.engine import Addition, AfterChunk, CpuEngine, Engine, no_op
+from odc.engines.base import Addition, AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
-from odc.topology import Topology
+from odc.setup.topology import Topology
 from odc.transports import _memfd
 from odc.transports.cuda_ipc import CudaIpcTransport
 

@@ -19,8 +19,8 @@ import torch
 from odc.bench.fake.cuda import FakeCuda, FakeEngine, end_of_fake
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 from odc.errors import SetupError
-from odc.exchange import Exchange, gather_json, raise_together
-from odc.topology import Topology
+from odc.setup.agreement import Exchange, gather_json, raise_together
+from odc.setup.topology import Topology
 from odc.transports import _memfd
 from odc.transports.nvshmem import NvshmemTransport
 

@@ -34,7 +34,7 @@ from odc.bench.gpu.setting import Report, Setting, TableData
 from odc.bench.gpu.timing import Spread, size_text
 from odc.bench.gpu.transfers import choose_accumulate, measure_transfers, transfer_report
 from odc.config import LaunchEnvironment
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 SIZES = tuple(1 << shift for shift in range(20, 29))
 QUICK_SIZES = (1 << 20, 1 << 24)

@@ -19,7 +19,7 @@ from odc.bench.gpu.minibatches import TIMEOUT_S
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting
 from odc.bench.gpu.streams import Verdicts, streams_of
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 ROUNDS, QUICK_ROUNDS = 60, 16
 CAPACITY_BYTES = 1 << 18

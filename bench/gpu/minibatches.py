@@ -16,7 +16,7 @@ import torch
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.gpu.ranks import Rank
 from odc.bench.gpu.streams import Verdicts, engine_of, streams_of
-from odc.exchange import ProcessGroupExchange
+from odc.setup.agreement import ProcessGroupExchange
 
 MODES = {"daemon": ("daemon", False), "direct": ("direct", False), "deterministic": ("auto", True)}
 TIMEOUT_S = 60.0

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from odc.bench.gpu.device import cycles_per_s, new_stream, spin
-from odc.engine import Engine
-from odc.runtime import Runtime
+from odc.engines.base import Engine
+from odc.minibatch.runtime import Runtime
 
 SYNCHRONIZE_LIMIT_S = 60.0
 

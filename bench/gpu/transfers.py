@@ -16,9 +16,9 @@ import torch
 from odc.bench.gpu.ranks import Rank
 from odc.bench.gpu.setting import TableData
 from odc.bench.gpu.timing import size_text
-from odc.engine import COPY_ENGINE, KERNEL, Engine, TransferTable
-from odc.exchange import ProcessGroupExchange
-from odc.topology import Topology
+from odc.engines.base import COPY_ENGINE, KERNEL, Engine, TransferTable
+from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.base import SymmetricBuffer, Transport
 

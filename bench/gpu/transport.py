@@ -18,9 +18,9 @@ import torch
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.bench.gpu.streams import streams_of
-from odc.engine import Addition
-from odc.exchange import ProcessGroupExchange
-from odc.topology import Topology
+from odc.engines.base import Addition
+from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.base import Transport, aligned
 

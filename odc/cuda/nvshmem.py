@@ -25,9 +25,9 @@ from odc.config import NVSHMEM_IBGDA, ibgda_problem, nvshmem_folder, nvshmem_hea
 from odc.cuda import runtime
 from odc.cuda.runtime import extra
 from odc.errors import SetupError
-from odc.exchange import Exchange, gather_json, together
 from odc.kernels.nvshmem import find_bitcode
-from odc.threads import HelperThread, Reminder
+from odc.liveness.threads import HelperThread, Reminder
+from odc.setup.agreement import Exchange, gather_json, together
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -21,7 +21,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from odc._version import DISTRIBUTION
-from odc.engine import Engine
+from odc.engines.base import Engine
 from odc.errors import OdcError, SetupError
 
 # From cuda.h.
@@ -304,7 +304,7 @@ class CupyRuntime:
             self._bound.to_device = True
 
     def engine(self) -> Engine:
-        from odc.cuda.engine import CudaEngine  # needs triton, which a CPU machine may not have
+        from odc.engines.cuda import CudaEngine  # needs triton, which a CPU machine may not have
 
         return CudaEngine(self._device, self._new_stream, self._give_back_stream)
 

@@ -24,7 +24,7 @@ def _choose(device: str, transport: str) -> str:
     """
     import torch
 
-    from odc.topology import Topology
+    from odc.setup.topology import Topology
     from odc.transports import registry
 
     host, pid = os.uname().nodename, os.getpid()
@@ -36,7 +36,7 @@ def variables() -> Finding:
     """Whether the ODC_* variables have values that can be used."""
     from odc.config import RuntimeConfig
     from odc.errors import ConfigError
-    from odc.faults import FaultSpec
+    from odc.liveness.faults import FaultSpec
 
     try:
         config = RuntimeConfig.from_environment()

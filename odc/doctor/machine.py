@@ -220,7 +220,7 @@ def _pass_an_eventfd() -> None:
 
 def process_watching() -> Finding:
     """A pidfd, which tells at once when a rank dies."""
-    from odc.transports._process import WatchedProcess
+    from odc.liveness.process import WatchedProcess
 
     try:
         process = WatchedProcess(os.getpid())

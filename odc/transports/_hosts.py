@@ -11,16 +11,16 @@ from typing import TypeVar
 import torch
 
 from odc.errors import AbortedError, SetupError, UnsupportedError
-from odc.exchange import Exchange, gather_json, raise_together, together
-from odc.leaving import Closable, release_when, run_all
-from odc.threads import in_helper
-from odc.topology import Topology
+from odc.liveness.leaving import Closable, release_when, run_all
+from odc.liveness.process import WatchedProcess
+from odc.liveness.threads import in_helper
+from odc.setup.agreement import Exchange, gather_json, raise_together, together
+from odc.setup.topology import Topology
 from odc.transports import _control, _memfd
 from odc.transports._control import Closing, ControlBlock, SleepWord, control_bytes
 from odc.transports._link import Link
 from odc.transports._links import Links
 from odc.transports._peers import LocalNeighbour, Neighbour, Readers, WatchedExchange
-from odc.transports._process import WatchedProcess
 from odc.transports._rendezvous import Mesh, require_descriptors
 from odc.transports.base import HOST, PeerState, Signs, SymmetricBuffer, Transport
 
@@ -204,7 +204,7 @@ class HostsTransport(Transport):
                 )
 
     def _together(self, action: Callable[[], T]) -> T:
-        """See :func:`odc.exchange.together`."""
+        """See :func:`odc.setup.agreement.together`."""
         return together(self.exchange, action)
 
     @staticmethod

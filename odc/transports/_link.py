@@ -34,10 +34,10 @@ from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Protocol
 
-from odc.engine import AfterChunk, no_op
+from odc.engines.base import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
-from odc.leaving import run_all
-from odc.threads import Reminder
+from odc.liveness.leaving import run_all
+from odc.liveness.threads import Reminder
 from odc.transports._control import Closing
 from odc.transports._frames import (
     CHUNK_BYTES,

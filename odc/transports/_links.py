@@ -18,10 +18,10 @@ from selectors import EVENT_READ
 from typing import Any
 
 from odc.errors import SetupError
-from odc.exchange import OutOfReachError
-from odc.leaving import Closable, run_all
-from odc.threads import HelperThread
-from odc.topology import Topology
+from odc.liveness.leaving import Closable, run_all
+from odc.liveness.threads import HelperThread
+from odc.setup.agreement import OutOfReachError
+from odc.setup.topology import Topology
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
 from odc.transports._link import SLICE_S, Link, LinkOwner
 from odc.transports._peers import ring

@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from odc.errors import SetupError
-from odc.exchange import BrokenExchangeError, Exchange, no_op
-from odc.threads import Reminder
-from odc.topology import Topology
+from odc.liveness.process import WatchedProcess
+from odc.liveness.threads import Reminder
+from odc.setup.agreement import BrokenExchangeError, Exchange, no_op
+from odc.setup.topology import Topology
 from odc.transports._control import Closing, ControlBlock
-from odc.transports._process import WatchedProcess
 from odc.transports.base import Signs
 
 
@@ -187,7 +187,7 @@ _MOMENT_S = 0.5  # for which an exchange goes on without a rank that has ended: 
 
 
 class WatchedExchange:
-    """See :class:`~odc.exchange.Exchange`.
+    """See :class:`~odc.setup.agreement.Exchange`.
 
     Args:
         gone: describes the ranks that have ended.

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from odc.errors import SetupError
-from odc.exchange import OutOfReachError
-from odc.leaving import run_all
-from odc.threads import HelperThread
-from odc.topology import Topology
+from odc.liveness.leaving import run_all
+from odc.liveness.threads import HelperThread
+from odc.setup.agreement import OutOfReachError
+from odc.setup.topology import Topology
 from odc.transports._peers import ring
 
 PER_PEER = 3  # pidfd, and during set-up a socket and a passed descriptor

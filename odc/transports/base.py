@@ -15,10 +15,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from odc.engine import AfterChunk, CpuEngine, Engine, no_op
+from odc.engines.base import AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import UnsupportedError
-from odc.exchange import Exchange
-from odc.topology import Topology
+from odc.setup.agreement import Exchange
+from odc.setup.topology import Topology
 from odc.transports._frames import MAX_RANKS
 
 HOST = torch.device("cpu")
@@ -129,7 +129,7 @@ class Transport(ABC):
         return self._engine
 
     def no_atomics(self) -> str | None:
-        """Why :meth:`odc.engine.Engine.add_to_peers` would not add correctly in the memory of all ranks, or None."""
+        """Why :meth:`odc.engines.base.Engine.add_to_peers` would lose additions in the memory of all ranks, or None."""
         return "processors add under locks"
 
     @property

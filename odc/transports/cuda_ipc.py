@@ -21,8 +21,8 @@ import torch
 
 from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
 from odc.errors import OdcError, SetupError
-from odc.exchange import Exchange, gather_json
-from odc.topology import Topology
+from odc.setup.agreement import Exchange, gather_json
+from odc.setup.topology import Topology
 from odc.transports._control import Closing, order_memory
 from odc.transports._hosts import HostsTransport
 from odc.transports._peers import Neighbour

@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 
 from odc.cuda.nvshmem import Nvshmem4pyHeap, NvshmemHeap, unavailable
-from odc.engine import AfterChunk, no_op
-from odc.exchange import Exchange
-from odc.topology import Topology
+from odc.engines.base import AfterChunk, no_op
+from odc.setup.agreement import Exchange
+from odc.setup.topology import Topology
 from odc.transports._peers import Neighbour
 from odc.transports.base import HOST, SymmetricBuffer
 from odc.transports.cuda_ipc import CudaIpcTransport

@@ -7,8 +7,8 @@ import importlib
 import torch
 
 from odc.errors import ConfigError, SetupError
-from odc.exchange import Exchange, gather_json
-from odc.topology import Topology
+from odc.setup.agreement import Exchange, gather_json
+from odc.setup.topology import Topology
 from odc.transports.base import Transport
 
 # In the order in which "auto" tries them. Classes are imported on use: a transport may need libraries that are

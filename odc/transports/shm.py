@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from odc.topology import Topology
+from odc.setup.topology import Topology
 from odc.transports._hosts import HostsTransport
 from odc.transports.base import SymmetricBuffer
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from odc.engine import AfterChunk
-from odc.topology import Topology
+from odc.engines.base import AfterChunk
+from odc.setup.topology import Topology
 from odc.transports._hosts import HostsTransport
 from odc.transports.base import SymmetricBuffer
 

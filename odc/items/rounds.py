@@ -1,4 +1,4 @@
-"""One round of a channel of an :class:`odc.items.ItemExchange`: what one rank publishes and reads in it."""
+"""One round of a channel of an :class:`odc.ItemExchange`: what one rank publishes and reads in it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from odc.errors import MisuseError
-from odc.routes import Layout, Place
+from odc.items.routes import Layout, Place
+from odc.liveness.waiting import GONE
 from odc.transports.base import SymmetricBuffer
-from odc.waiting import GONE
 
 if TYPE_CHECKING:
-    from odc.items import Channel
+    from odc.items.item_exchange import Channel
 
 
 class Signal(enum.IntEnum):
@@ -44,7 +44,7 @@ class Readers(NamedTuple):
 
 
 class Round:
-    """One round of a channel, as one rank sees it. From :meth:`odc.items.ItemExchange.begin`."""
+    """One round of a channel, as one rank sees it. From :meth:`odc.items.item_exchange.ItemExchange.begin`."""
 
     def __init__(
         self,

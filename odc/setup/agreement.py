@@ -32,9 +32,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, OdcError, SetupError
-from odc.gloo import num_connections
-from odc.threads import HelperThread, Reminder, look_until
-from odc.transports._process import WatchedProcess
+from odc.liveness.gloo import num_connections
+from odc.liveness.process import WatchedProcess
+from odc.liveness.threads import HelperThread, Reminder, look_until
 
 logger = logging.getLogger("odc")
 

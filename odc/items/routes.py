@@ -1,4 +1,4 @@
-"""What moves in one round of an :class:`odc.items.ItemExchange`: plain data, and what one rank makes of it.
+"""What moves in one round of an :class:`odc.ItemExchange`: plain data, and what one rank makes of it.
 
 All ranks are given the same routes, so each knows without communication where in every other rank's memory an item
 lies, and after how many publications of that rank it is there.

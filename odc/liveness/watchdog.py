@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odc.errors import PeerDiedError, PeerSilentError
-from odc.threads import HelperThread
+from odc.liveness.threads import HelperThread
+from odc.liveness.waiting import Failure, Job, Patience
 from odc.transports.base import PeerState, Transport
-from odc.waiting import Failure, Job, Patience
 
 logger = logging.getLogger("odc")
 

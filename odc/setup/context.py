@@ -1,8 +1,8 @@
 """What every context object of a rank has in common: its transport, its waits, its failure, its end.
 
-:class:`odc.runtime.Runtime` (parameters and gradients) and :class:`odc.items.ItemExchange` (outputs of encoders) each
-have a transport, with the rules that go with it: the first failure ends the job on all ranks, misuse changes nothing,
-a closed or forked context refuses every operation, and one that nobody closes tells its peers so.
+:class:`odc.Runtime` (parameters and gradients) and :class:`odc.ItemExchange` (outputs of encoders) each have a
+transport, with the rules that go with it: the first failure ends the job on all ranks, misuse changes nothing, a closed
+or forked context refuses every operation, and one that nobody closes tells its peers so.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from odc._version import __version__
 from odc.config import RuntimeConfig
 from odc.errors import AbortedError, MisuseError, OdcError
-from odc.exchange import Exchange, require_agreement, together
-from odc.faults import FaultInjector
-from odc.leaving import Closable, Leaving, give_up, shut_down
-from odc.topology import Topology
+from odc.liveness.faults import FaultInjector
+from odc.liveness.leaving import Closable, Leaving, give_up, shut_down
+from odc.liveness.waiting import Failure, Waiter, WaitStats
+from odc.liveness.watchdog import StreamWatchdog
+from odc.setup.agreement import Exchange, require_agreement, together
+from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports._rendezvous import require_descriptors
 from odc.transports.base import Transport
-from odc.waiting import Failure, Waiter, WaitStats
-from odc.watchdog import StreamWatchdog
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,7 @@ from typing import Any
 
 from odc.config import ADDRESS, master_address
 from odc.errors import SetupError
-from odc.exchange import Exchange, gather_json
+from odc.setup.agreement import Exchange, gather_json
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _EXPECTED = (

@@ -6,7 +6,7 @@ anew; silence for the whole limit, or death, is an error that says who, what for
 
 On-demand communication runs inside a shard group. With replicas (hybrid sharding) a rank belongs to two groups: its
 shard group, and the ranks with the same place in the other shard groups. Each group has a transport; what is told in
-one group is passed on to the other (:mod:`odc.watchdog`), and so reaches every rank of the mesh in two steps.
+one group is passed on to the other (:mod:`odc.liveness.watchdog`), and so reaches every rank of the mesh in two steps.
 :class:`Job` is what one rank hears of all of them, by their numbers in the job.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from odc.engine import Engine
+from odc.engines.base import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
-from odc.faults import FaultInjector
-from odc.threads import Reminder, look_until
+from odc.liveness.faults import FaultInjector
+from odc.liveness.threads import Reminder, look_until
 from odc.timeline import Stats, Timeline
 from odc.transports.base import IN_COLLECTIVE, PeerState, Signs, Transport
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from odc.exchange import is_known_everywhere
-from odc.threads import in_helper
+from odc.liveness.threads import in_helper
+from odc.setup.agreement import is_known_everywhere
 
 if TYPE_CHECKING:
     from odc.transports.base import Transport

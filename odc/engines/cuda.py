@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from odc.engine import Addition, AfterChunk, Engine, TransferTable, no_op
+from odc.engines.base import Addition, AfterChunk, Engine, TransferTable, no_op
 from odc.errors import SetupError
 from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate, scatter_accumulate_direct
 from odc.kernels.arguments import FLOATS
@@ -42,7 +42,7 @@ def _row(addition: Addition, low: int) -> SlotRow | None:
 
 
 class CudaEngine(Engine):
-    """See :class:`~odc.engine.Engine`. Never waits for the device, but in :meth:`synchronize`."""
+    """See :class:`~odc.engines.base.Engine`. Never waits for the device, but in :meth:`synchronize`."""
 
     has_streams = True
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.accumulators import AccumulatorStore
-from odc.daemon import AccumulationDaemon
 from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
+from odc.liveness.waiting import GONE, Endpoint
+from odc.minibatch.accumulators import AccumulatorStore
+from odc.minibatch.daemon import AccumulationDaemon
 from odc.timeline import Timeline
 from odc.transports.base import IN_COLLECTIVE, PeerState, SymmetricBuffer
 from odc.units import UnitSpec
-from odc.waiting import GONE, Endpoint
 
 
 class State(enum.Enum):

@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import torch
 
-from odc.accumulators import AccumulatorStore, Arrived
 from odc.errors import ProtocolError
-from odc.threads import HelperThread
+from odc.liveness.threads import HelperThread
+from odc.liveness.waiting import GONE, Endpoint
+from odc.minibatch.accumulators import AccumulatorStore, Arrived
 from odc.transports.base import aligned
 from odc.units import UnitSpec
-from odc.waiting import GONE, Endpoint
 
 logger = logging.getLogger("odc")
 

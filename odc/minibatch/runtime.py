@@ -18,23 +18,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from odc.accumulators import AccumulatorStore, StorePlan
 from odc.config import RuntimeConfig
-from odc.context import RankContext, agree, complete, connect, weak_abort
-from odc.daemon import AccumulationDaemon
-from odc.engine import TransferTable
+from odc.engines.base import TransferTable
 from odc.errors import ConfigError, MisuseError, OdcError
-from odc.exchange import Exchange, gather_json, raise_together, together
-from odc.gloo import is_of_collective
-from odc.leaving import Closable
-from odc.protocol import End, MinibatchProtocol, State
+from odc.liveness.gloo import is_of_collective
+from odc.liveness.leaving import Closable
+from odc.liveness.waiting import Endpoint
+from odc.liveness.watchdog import JobWatchdog, Outside, StreamWatchdog
+from odc.minibatch.accumulators import AccumulatorStore, StorePlan
+from odc.minibatch.daemon import AccumulationDaemon
+from odc.minibatch.protocol import End, MinibatchProtocol, State
+from odc.setup.agreement import Exchange, gather_json, raise_together, together
+from odc.setup.context import RankContext, agree, complete, connect, weak_abort
+from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
-from odc.topology import Topology
 from odc.transports import registry
 from odc.transports.base import HOST, IN_COLLECTIVE, Transport, aligned
 from odc.units import UnitSpec
-from odc.waiting import Endpoint
-from odc.watchdog import JobWatchdog, Outside, StreamWatchdog
 
 
 class Runtime(RankContext):
@@ -192,30 +192,30 @@ class Runtime(RankContext):
 
     @property
     def ends(self) -> list[End]:
-        """See :attr:`odc.protocol.MinibatchProtocol.ends`."""
+        """See :attr:`odc.minibatch.protocol.MinibatchProtocol.ends`."""
         return self._protocol.ends
 
     def at_home(self) -> AbstractContextManager[object]:
-        """See :meth:`odc.engine.Engine.at_home`."""
+        """See :meth:`odc.engines.base.Engine.at_home`."""
         return self._transport.engine.at_home()
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object] | None) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.publish`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`."""
         with self.reporting:
             self._protocol.publish(unit, fill)
 
     def open_sums(self) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.open_sums`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.open_sums`."""
         with self.reporting:
             self._protocol.open_sums()
 
     def begin(self) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.begin`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.begin`."""
         with self.reporting:
             self._protocol.begin()
 
     def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.gather`.
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gather`.
 
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
@@ -230,7 +230,7 @@ class Runtime(RankContext):
             raise
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.scatter_accumulate`.
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.scatter_accumulate`.
 
         Raises:
             ValueError: ``grads`` or ``present`` does not fit the unit.
@@ -252,7 +252,7 @@ class Runtime(RankContext):
             raise
 
     def finish(self, how: End | None = None) -> None:
-        """See :meth:`odc.protocol.MinibatchProtocol.finish`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.finish`."""
         with self.reporting:
             self._protocol.finish(how)
         if self._has_refused:  # and has gone on
@@ -272,12 +272,12 @@ class Runtime(RankContext):
             self._waiter.job.set_refusal(f"{self._waiter.where()}: {type(error).__name__}: {error}")
 
     def fence(self, how: End, *, patience_s: float = math.inf) -> bool:
-        """See :meth:`odc.protocol.MinibatchProtocol.fence`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.fence`."""
         with self.reporting:
             return self._protocol.fence(how, patience_s=patience_s)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
-        """See :meth:`odc.protocol.MinibatchProtocol.gradient`."""
+        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gradient`."""
         self._require_open()
         return self._protocol.gradient(unit)
 

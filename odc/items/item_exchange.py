@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from odc.config import RuntimeConfig
-from odc.context import RankContext, agree, complete, connect, weak_abort
 from odc.errors import MisuseError, OdcError, PeerClosedError, PeerDiedError, ProtocolError, SetupError
-from odc.exchange import Exchange, together
-from odc.rounds import Readers, Round, Signal
-from odc.routes import Layout, Routes
+from odc.items.rounds import Readers, Round, Signal
+from odc.items.routes import Layout, Routes
+from odc.liveness.watchdog import StreamWatchdog
+from odc.setup.agreement import Exchange, together
+from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.timeline import Timeline
 from odc.transports.base import HOST, SymmetricBuffer, Transport, aligned
-from odc.watchdog import StreamWatchdog
 
 _RING = 4  # rounds whose words are kept, see [Note: Words of four rounds]
 _WORDS = 3  # round, and two of the digest of all routes so far
@@ -145,7 +145,7 @@ class ItemExchange(RankContext):
             routes: ``routes[rank][part]``: (item, bytes, consumer) of what that rank publishes at once.
 
         Raises:
-            ValueError: no channel has this name, or the routes cannot be (see :meth:`odc.routes.Layout.of`).
+            ValueError: no channel has this name, or the routes cannot be (see :meth:`odc.items.routes.Layout.of`).
             MisuseError: this rank has not published all of the last round, or not ended the one before it.
             ProtocolError: on all ranks: where the channel has to grow, ranks have come with different routes, or to
                 different places of their scripts.
@@ -185,7 +185,7 @@ class ItemExchange(RankContext):
         self._waiter.check()
 
     def explain(self, error: OdcError, what: str) -> OdcError:
-        """See :meth:`odc.waiting.Waiter.explain`."""
+        """See :meth:`odc.liveness.waiting.Waiter.explain`."""
         return self._waiter.explain(error, what)
 
     def record(self, kind: str, label: str, started_ns: int) -> float:
@@ -204,7 +204,7 @@ class ItemExchange(RankContext):
 
         Raises:
             ProtocolError: it never will be for one of them.
-            what :meth:`odc.waiting.Waiter.wait` raises.
+            what :meth:`odc.liveness.waiting.Waiter.wait` raises.
         """
         late = [rank for rank in ranks if not is_there(rank)]
         if not late:
@@ -298,7 +298,7 @@ class Channel:
             self.transport.order_after(ranks, self._first_signal + signal, count)
 
     def take(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """See :meth:`odc.engine.Engine.take`."""
+        """See :meth:`odc.engines.base.Engine.take`."""
         return self.transport.engine.take(f"items of channel {self._first_signal}: {what}")
 
     # Beginning a round

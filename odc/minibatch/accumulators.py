@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 
 from odc.config import RuntimeConfig
-from odc.engine import Addition, Engine
+from odc.engines.base import Addition, Engine
 from odc.errors import ConfigError, ProtocolError
+from odc.liveness.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec, segments
-from odc.waiting import Endpoint
 
 _LOCK_SLICE_S = 0.05
 _WORD_BYTES = 8

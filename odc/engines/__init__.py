@@ -1,0 +1,1 @@
+"""Who moves and adds bytes: plain torch on a CPU, streams and kernels on a GPU."""

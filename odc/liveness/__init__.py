@@ -1,0 +1,1 @@
+"""Who waits for whom, who is dead, and how it ends: waits, watchdogs, helper threads, injected faults."""

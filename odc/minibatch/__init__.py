@@ -1,0 +1,1 @@
+"""The minibatch protocol of one rank, where its gradients are summed, and the runtime that holds both."""
