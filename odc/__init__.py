@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from odc.fsdp_patch import Session, patch_fsdp, session_of
-    from odc.items.item_exchange import ItemExchange, ItemStats
+    from odc.items.channel import ItemStats
+    from odc.items.item_exchange import ItemExchange
     from odc.items.rounds import Round
     from odc.items.routes import Item
     from odc.minibatch.runtime import Runtime
@@ -65,7 +66,7 @@ _HOMES = {
     "ConfigError": "odc.errors",
     "Item": "odc.items.routes",
     "ItemExchange": "odc.items.item_exchange",
-    "ItemStats": "odc.items.item_exchange",
+    "ItemStats": "odc.items.channel",
     "MisuseError": "odc.errors",
     "OdcError": "odc.errors",
     "ParamSlice": "odc.units",

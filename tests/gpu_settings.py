@@ -13,7 +13,7 @@ import torch
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
-from odc.items.rounds import Signal
+from odc.items.channel import Signal
 from odc.minibatch.accumulators import AccumulatorStore, SharedStore
 from odc.transports._hosts import HostsTransport
 from odc.transports.cuda_ipc import CudaIpcTransport

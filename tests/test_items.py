@@ -24,7 +24,7 @@ from odc import (
     RuntimeConfig,
     SetupError,
 )
-from odc.items.item_exchange import Channel
+from odc.items.channel import Channel
 from odc.items.routes import Layout
 
 

@@ -21,7 +21,7 @@ from odc import (
     OdcError,
     ProtocolError,
 )
-from odc.items.item_exchange import Channel
+from odc.items.channel import Channel
 
 # Ranks that disagree
 

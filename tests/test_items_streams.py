@@ -22,8 +22,7 @@ from thread_ranks import ThreadExchange, values
 
 from odc import ItemExchange
 from odc.bench.fake.cuda import FakeEngine, registered_fakes
-from odc.items.item_exchange import Channel
-from odc.items.rounds import Readers, Signal
+from odc.items.channel import Channel, Readers, Signal
 
 NEAR, FAR = {"transport": "fake_cuda_streams"}, {"transport": "fake_nvshmem_streams", "hosts": 2}
 A_MOMENT_S = 0.3  # for a stream that nothing holds back

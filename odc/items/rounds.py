@@ -2,74 +2,32 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from odc.errors import MisuseError
-from odc.items.routes import Layout, Place
+from odc.items.channel import Channel, RoundState, Signal
+from odc.items.routes import Place
 from odc.liveness.waiting import GONE
-from odc.transports.base import SymmetricBuffer
-
-if TYPE_CHECKING:
-    from odc.items.item_exchange import Channel
-
-
-class Signal(enum.IntEnum):
-    """Of each channel: a counter that each rank advances; see PROTOCOL.md."""
-
-    BEGUN = 0
-    """Rounds whose routes this rank has been given."""
-    PUBLISHED = 1
-    """Parts, of all rounds."""
-    DONE = 2
-    """Rounds of which this rank reads nothing any more."""
-    GROWING = 3
-    """Times that the channel was to grow."""
-
 
 Row = tuple[Place, torch.Tensor]
 """An item, and where it is copied to."""
 
 
-class Readers(NamedTuple):
-    """Who reads from this rank in one round."""
-
-    round: int
-    ranks: Sequence[int]
-
-
 class Round:
     """One round of a channel, as one rank sees it. From :meth:`odc.items.item_exchange.ItemExchange.begin`."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        number: int,
-        layout: Layout,
-        buffer: SymmetricBuffer,
-        start_bytes: int,
-        overwritten: Readers | None,
-        before: Sequence[int],
-        digest: bytes,
-    ) -> None:
-        self.number = number
+    def __init__(self, channel: Channel, state: RoundState) -> None:
+        self.number = state.number
         """In its channel, from 1."""
-        self.layout = layout
-        self.buffer = buffer
-        self.digest = digest
-        """Of the routes of this round and all before it."""
+        self.layout = state.layout
+        self._state, self._buffer = state, state.buffer
         self._channel = channel
         self._items = channel.items
         self._rank = channel.transport.topology.rank
-        self._start_bytes = start_bytes
-        self._overwritten = overwritten  # who reads what was there before
-        self._before = before  # parts that each rank has published before this round
-        self._next_part = 0
         self._streams: set[str] = set()  # that have read in it
 
     @property
@@ -81,15 +39,6 @@ class Round:
     def is_done(self) -> bool:
         """Whether this rank reads nothing of it any more."""
         return self._channel.done >= self.number
-
-    @property
-    def unpublished(self) -> list[int]:
-        """This rank's parts that it has yet to publish: those that have items."""
-        return [part for part in range(self._next_part, len(self.layout.parts)) if self.layout.parts[part]]
-
-    @property
-    def readers(self) -> Readers:
-        return Readers(self.number, self.layout.consumers)
 
     # Publishing
 
@@ -126,26 +75,26 @@ class Round:
     def _publish(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
         channel, items = self._channel, self._items
         items.check()
-        earlier = [one for one in self.unpublished if one < part]
-        if part < self._next_part or earlier:
+        earlier = [one for one in self._state.unpublished if one < part]
+        if part < self._state.next_part or earlier:
             turn = f"publish part {earlier[0]} first" if earlier else "it has been published, or left out, already"
             raise MisuseError(f"{self._part(part)} cannot be published now: {turn}")
         started_ns = time.monotonic_ns()
         items.faults.hit("items.publish.before")
         places = self.layout.parts[part]
         if places:
-            if self._overwritten is not None:
-                channel.await_done(self._overwritten, lambda: self._part(part))
+            if self._state.overwritten is not None:
+                channel.await_done(self._state.overwritten, lambda: self._part(part))
             # [Note: Posts in one order] A signal's posts must not overtake each other, whatever streams they come from.
             with channel.take("published"):
-                if self._overwritten is not None:
-                    channel.order_after_done(self._overwritten)
+                if self._state.overwritten is not None:
+                    channel.order_after_done(self._state.overwritten)
                 for place, tensor in zip(places, tensors, strict=True):
                     self._copy_in(place, tensor.detach())
                 items.faults.hit("items.publish.before_post")
                 channel.post(Signal.PUBLISHED)
             channel.transport.engine.note_use()  # close() waits for this stream
-        self._next_part = part + 1
+        self._state.next_part = part + 1
         channel.transport.tick()
         for place in places:
             items.stats.published_bytes[place.consumer] += place.num_bytes
@@ -154,8 +103,8 @@ class Round:
     def _copy_in(self, place: Place, tensor: torch.Tensor) -> None:
         if not place.num_bytes:
             return
-        engine, start = self._channel.transport.engine, self._start_bytes + place.offset_bytes
-        out = self.buffer.local[start : start + place.num_bytes].view(tensor.dtype)
+        engine, start = self._channel.transport.engine, self._state.start_bytes + place.offset_bytes
+        out = self._buffer.local[start : start + place.num_bytes].view(tensor.dtype)
         if tensor.is_contiguous():
             engine.copy(out, tensor.view(-1), self._channel.transport.tick)
         else:
@@ -216,7 +165,7 @@ class Round:
             items.wait([producer], partial(self.is_published, posts=posts), partial(self._item, rows[0][0]))
             stream = f"read by stream {engine.stream_key()} in round {self.number % 2}"
             with channel.take(stream):
-                channel.order_after([producer], Signal.PUBLISHED, self._before[producer] + posts)
+                channel.order_after([producer], Signal.PUBLISHED, self._state.before[producer] + posts)
                 self._copy_out(producer, rows)
             self._streams.add(stream)
         engine.note_use()  # close() waits for this stream
@@ -232,16 +181,16 @@ class Round:
         """
         if producer != self._rank and not self._channel.has_begun(producer, self.number):
             return False
-        return self._channel.has_published(producer, self._before[producer] + posts)
+        return self._channel.has_published(producer, self._state.before[producer] + posts)
 
     def _copy_out(self, producer: int, rows: Sequence[Row]) -> None:
         transport, after_chunk = self._channel.transport, self._items.after_chunk
-        runs = [[row] for row in rows] if self.buffer.reaches(producer) else _runs(rows)
+        runs = [[row] for row in rows] if self._buffer.reaches(producer) else _runs(rows)
         for run in runs:
-            start = self._start_bytes + run[0][0].offset_bytes
+            start = self._state.start_bytes + run[0][0].offset_bytes
             try:
                 if len(run) == 1:
-                    transport.read(run[0][1], self.buffer, producer, start, after_chunk)
+                    transport.read(run[0][1], self._buffer, producer, start, after_chunk)
                 else:
                     self._read_run(producer, start, run)
             except GONE as error:
@@ -253,8 +202,8 @@ class Round:
         """Several items that lie side by side, by way of memory that holds them all."""
         transport, first, last = self._channel.transport, run[0][0], run[-1][0]
         num_bytes = last.offset_bytes + last.num_bytes - first.offset_bytes
-        whole = torch.empty(num_bytes, dtype=torch.uint8, device=self.buffer.local.device)
-        transport.read(whole, self.buffer, producer, start, self._items.after_chunk)
+        whole = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer.local.device)
+        transport.read(whole, self._buffer, producer, start, self._items.after_chunk)
         for place, out in run:
             low = place.offset_bytes - first.offset_bytes
             transport.engine.copy(out.view(torch.uint8), whole[low : low + place.num_bytes])
