@@ -6,17 +6,14 @@ Plain Python on sorted lists. There are about as many exchanges as ranks, and ea
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.layout import split
-from odc.balance.partition.differencing import Parts
+from odc.balance.rearrange.rearrangement import batches, owners
 
 # An exchange must bring the giving rank down by this part of the goal: less could be rounding, and go on forever.
 _MIN_GAIN = 1e-6
@@ -38,23 +35,20 @@ class Loads:
     ) -> None:
         self.goal = goal
         self.tolerance = tolerance
-        sizes = np.array([items.size for items in home])
-        items, owners = np.concatenate(home), _ranks(np.repeat(np.arange(sizes.size), sizes))
-        self._owners = np.empty_like(owners)
-        self._owners[items] = owners
-        by_cost = np.argsort(costs[items], kind="stable")
-        order = by_cost[np.argsort(owners[by_cost], kind="stable")]  # within each rank from the cheapest on
-        # Lists of numbers: many small tuples would keep the garbage collector busy.
-        ends = np.cumsum([0, *sizes.tolist()])
-        self._costs: list[list[float]] = [mine.tolist() for mine in split(costs[items[order]], ends)]
-        self._items: list[list[int]] = [mine.tolist() for mine in split(items[order], ends)]
-        self.loads: list[float] = (np.bincount(owners, costs[items], minlength=sizes.size) + beside).tolist()
+        self._owners = owners(home)
+        # Of each rank from the cheapest on. Lists of numbers: small tuples would keep the garbage collector busy.
+        self._costs: list[list[float]] = []
+        self._items: list[list[int]] = []
+        for items in home:
+            of_items = costs[items]
+            order = np.argsort(of_items, kind="stable")
+            self._costs.append(of_items[order].tolist())
+            self._items.append(items[order].tolist())
+        self.loads: list[float] = (np.bincount(self._owners, costs, minlength=len(home)) + beside).tolist()
 
-    def parts(self) -> Parts:
+    def parts(self) -> list[IntArray]:
         """The items of each rank, ascending."""
-        items = np.argsort(self._owners, kind="stable").tolist()
-        ends = itertools.accumulate(map(len, self._items), initial=0)
-        return [items[a:b] for a, b in itertools.pairwise(ends)]
+        return batches(self._owners, len(self.loads))
 
     def even_out_nodes(self, ranks_per_node: int) -> None:
         """Exchange between nodes until the ranks of each have the goal on average, or nothing helps.
@@ -183,8 +177,3 @@ class Loads:
         self._costs[rank].insert(at, cost)
         self._items[rank].insert(at, item)
         self._owners[item] = rank
-
-
-def _ranks(numbers: IntArray) -> npt.NDArray[np.integer]:
-    """Ranks as small integers, which sort in linear time."""
-    return numbers.astype(np.uint16) if not numbers.size or numbers[-1] < 2**16 else numbers

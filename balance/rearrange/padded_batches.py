@@ -63,7 +63,13 @@ class Items:
 
 
 def contiguous_batches(items: Items) -> Parts:
-    """The runs of consecutive items, at most ``num_ranks``, with the smallest makespan: exact, to the last bit.
+    """The runs of :func:`best_runs`."""
+    return [list(range(start, end)) for start, end in itertools.pairwise([*best_runs(items), items.lengths.size])]
+
+
+def best_runs(items: Items) -> list[int]:
+    """Where they start: the runs of consecutive items, at most ``num_ranks``, with the smallest makespan: exact, to the
+    last bit.
 
     Whether a bound can be met is decided by a greedy: from the longest item on, each batch takes as many as it can. No
     other division into runs gets further with as many batches: a run that starts later has no longer items, so it
@@ -90,7 +96,7 @@ def contiguous_batches(items: Items) -> Parts:
             low = next_cost
         else:
             starts, high = found, makespan
-    return [list(range(start, end)) for start, end in itertools.pairwise([*starts, items.lengths.size])]
+    return starts
 
 
 class _Greedy:
