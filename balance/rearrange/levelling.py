@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
+from odc.balance.layout import split
 from odc.balance.rearrange.rearrangement import batches, owners
 
 # An exchange must bring the giving rank down by this part of the goal: less could be rounding, and go on forever.
@@ -35,15 +36,13 @@ class Loads:
     ) -> None:
         self.goal = goal
         self.tolerance = tolerance
-        self._owners = owners(home)
+        self._owners, items = owners(home), np.concatenate(home)
+        ends, of_items = np.cumsum([0, *map(len, home)]), costs[items]
         # Of each rank from the cheapest on. Lists of numbers: small tuples would keep the garbage collector busy.
-        self._costs: list[list[float]] = []
-        self._items: list[list[int]] = []
-        for items in home:
-            of_items = costs[items]
-            order = np.argsort(of_items, kind="stable")
-            self._costs.append(of_items[order].tolist())
-            self._items.append(items[order].tolist())
+        order = np.concatenate([mine.argsort(kind="stable") for mine in split(of_items, ends)])
+        order += np.repeat(ends[:-1], np.diff(ends))
+        self._costs: list[list[float]] = [mine.tolist() for mine in split(of_items[order], ends)]
+        self._items: list[list[int]] = [mine.tolist() for mine in split(items[order], ends)]
         self.loads: list[float] = (np.bincount(self._owners, costs, minlength=len(home)) + beside).tolist()
 
     def parts(self) -> list[IntArray]:

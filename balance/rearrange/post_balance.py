@@ -79,14 +79,11 @@ def post_balanced(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, la
         if attention is None:
             # What the longest item costs is all there is.
             starts = best_runs(Items(ordered, costs[longest_first], 0.0, num_ranks))
-            num_found = len(starts)
-            batch[longest_first] = np.repeat(np.arange(num_found), np.diff([*starts, tokens.size]))
+            batch[longest_first] = np.repeat(np.arange(len(starts)), np.diff([*starts, tokens.size]))
         else:
             assert isinstance(cost, QuadraticCost)
-            found = few_batches(Items(ordered, attention[longest_first], cost.b, num_ranks))
-            num_found = len(found)
-            batch[longest_first] = owners(found)
-        if num_found < num_ranks:
+            batch[longest_first] = owners(few_batches(Items(ordered, attention[longest_first], cost.b, num_ranks)))
+        if not np.bincount(batch, minlength=num_ranks).all():
             # A batch that gives an item away costs less, a new one of one item no more than where it was.
             parts = [mine.tolist() for mine in batches(batch, num_ranks)]
             fill_empty(costs, parts)
