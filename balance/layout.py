@@ -66,6 +66,25 @@ class FlatMicrobatches(Sequence[list[list[int]]]):
         ranks = np.repeat(np.arange(self.counts.size), self.counts)
         return ranks, np.arange(self.sizes.size) - self._firsts[ranks]
 
+    def largest(self, values: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+        """Of each microbatch the largest of what its samples have, values of at least 0; 0 without samples."""
+        found, has_some = np.zeros(self.sizes.size, dtype=values.dtype), self.sizes > 0
+        if self.samples.size:
+            found[has_some] = np.maximum.reduceat(values[self.samples], self._starts[:-1][has_some])
+        return found
+
+    def table(self, values: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+        """What each microbatch has, (num_microbatches,), as (num_ranks, largest number); 0 where there is none."""
+        found = np.zeros((len(self), int(self.counts.max())), dtype=values.dtype)
+        found[self.places()] = values
+        return found
+
+    def reordered(self, order: IntArray) -> FlatMicrobatches:
+        """Microbatch ``order[i]`` in place i, (num_microbatches,): another one of the same rank."""
+        parts = split(self.samples, self._starts)
+        samples = np.concatenate([self.samples[:0], *(parts[number] for number in order.tolist())])
+        return FlatMicrobatches(samples, self.sizes[order], self.counts)
+
     def __len__(self) -> int:
         return int(self.counts.size)
 
@@ -148,17 +167,10 @@ def microbatch_costs(
 
 def _of_microbatches(microbatches: Microbatches, values: FloatArray, lengths: IntArray, layout: Layout) -> FloatArray:
     flat = FlatMicrobatches.of(microbatches)
-    ranks, numbers = flat.places()
     of_sample = np.repeat(np.arange(flat.sizes.size), flat.sizes)
-    table = np.zeros((len(flat), int(flat.counts.max())))
     if layout != "padded":
-        table[ranks, numbers] = np.bincount(of_sample, weights=values[flat.samples], minlength=flat.sizes.size)
-    elif flat.samples.size:
-        tokens, has_some = lengths[flat.samples], flat.sizes > 0
-        most = np.zeros(flat.sizes.size, dtype=np.int64)
-        most[has_some] = np.maximum.reduceat(tokens, _starts(flat.sizes)[:-1][has_some])
-        longest = np.flatnonzero(tokens == most[of_sample])
-        found = np.zeros(flat.sizes.size)
-        found[of_sample[longest]] = values[flat.samples[longest]]  # of several the last one
-        table[ranks, numbers] = flat.sizes * found
-    return table
+        return flat.table(np.bincount(of_sample, values[flat.samples], flat.sizes.size).astype(np.float64, copy=False))
+    longest = np.flatnonzero(lengths[flat.samples] == flat.largest(lengths)[of_sample])
+    found = np.zeros(flat.sizes.size)
+    found[of_sample[longest]] = values[flat.samples[longest]]  # of several the last one
+    return flat.table(flat.sizes * found)

@@ -50,6 +50,16 @@ def test_arrays_hold_what_lists_do(given_lists: Ranks, seed: int) -> None:
     assert [given_lists[r][m] for r, m in zip(ranks, numbers, strict=True)] == [
         part for mine in given_lists for part in mine
     ]
+    values = np.arange(1, number + 1)
+    most = flat.largest(values)
+    assert most.tolist() == [max((sample + 1 for sample in part), default=0) for mine in given_lists for part in mine]
+    assert flat.table(most).tolist() == [
+        [max((sample + 1 for sample in part), default=0) for part in mine] + [0] * (width - len(mine))
+        for width in [max(map(len, given_lists))]
+        for mine in given_lists
+    ]
+    backwards = np.lexsort((-numbers, ranks))
+    assert flat.reordered(backwards) == [mine[::-1] for mine in given_lists]
     # Few different lengths: of several longest samples the last one counts.
     rng = np.random.default_rng(seed)
     lengths, costs = rng.integers(1, 4, number), rng.random(number)

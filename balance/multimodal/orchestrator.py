@@ -14,9 +14,9 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
 from odc.balance.costs import QuadraticCost, attention_costs, evaluate
-from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens
+from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens, split
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
-from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, in_order
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends, in_order
 from odc.balance.multimodal.simulate import step_times
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
@@ -44,23 +44,24 @@ def _in_time(language: Plan, encoders: Mapping[str, Plan], lengths: MinibatchLen
     What an encoder makes is there after its forward, and the encoder's backward waits for its gradient: so microbatches
     with items run as soon as all of these are there, the costliest items first, and those without fill the gaps.
     """
+    flat = FlatMicrobatches.of(language.microbatches)
+    if flat.counts.max() <= 1:
+        return language
     ready, weight = np.zeros((2, language.num_samples))
     clocks = np.zeros(language.world_size)
     for name, plan in encoders.items():
-        times, sample_of = plan.microbatch_times(), lengths.items[name].sample
-        np.add.at(weight, sample_of, plan.costs)
-        for rank, mine in enumerate(plan.microbatches):
-            for number, items in enumerate(mine):
-                clocks[rank] += FORWARD_SHARE * times[rank, number]
-                ready[sample_of[items]] = np.maximum(ready[sample_of[items]], clocks[rank])
-    times = language.microbatch_times()
-    microbatches = []
-    for rank, mine in enumerate(language.microbatches):
-        starts = [float(ready[samples].max(initial=0.0)) for samples in mine]
-        weights = [float(weight[samples].sum()) for samples in mine]
-        order = _list_schedule(float(clocks[rank]), starts, weights, times[rank].tolist())
-        microbatches.append([mine[number] for number in order])
-    return replace(language, microbatches=microbatches)
+        encoder, sample_of = FlatMicrobatches.of(plan.microbatches), lengths.items[name].sample
+        weight += np.bincount(sample_of, plan.costs, minlength=weight.size)
+        ends, clocks = forward_ends(plan, clocks)
+        np.maximum.at(ready, sample_of[encoder.samples], np.repeat(ends, encoder.sizes))
+    starts, times = flat.largest(ready), language.microbatch_times()
+    weights = np.bincount(np.repeat(np.arange(flat.sizes.size), flat.sizes), weight[flat.samples], flat.sizes.size)
+    order = np.arange(flat.sizes.size)
+    for rank, mine in enumerate(split(order, np.cumsum([0, *flat.counts.tolist()]))):
+        if mine.size > 1:
+            jobs = starts[mine].tolist(), weights[mine].tolist(), times[rank].tolist()
+            mine[:] = mine[_list_schedule(float(clocks[rank]), *jobs)]
+    return replace(language, microbatches=flat.reordered(order))
 
 
 def _list_schedule(clock: float, starts: list[float], weights: list[float], times: list[float]) -> list[int]:
@@ -173,38 +174,42 @@ class Orchestrator:
         if self.policy != "joint" or not self.balance_encoders:
             return self._schedule(lengths, None)
         # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
-        has = lengths.by_rank()
-        first = self._schedule(lengths, self._plan_encoders(lengths, has, has))
+        read = self._items_of(lengths, lengths.by_rank())
+        first = self._schedule(lengths, self._plan_encoders(lengths, read, read))
         second = self._schedule(lengths, None)
         return min(first, second, key=lambda schedule: step_times(schedule, "odc").makespan)
 
     def _schedule(self, lengths: MinibatchLengths, encoders: dict[str, Plan] | None) -> MinibatchSchedule:
         """A schedule; its language model makes up for what ``encoders`` that are planned already cost."""
         has = lengths.by_rank()
+        read = self._items_of(lengths, has)
         if encoders is not None:
             language = self._plan_language(lengths, has, self._loads(encoders))
         else:
             language = self._plan_language(lengths, has, np.zeros(self.num_ranks))
-            encoders = self._plan_encoders(lengths, has, in_order(language))
+            encoders = self._plan_encoders(lengths, read, self._items_of(lengths, in_order(language)))
         if self.comm == "odc":
             language = _in_time(language, encoders, lengths)
         wants = in_order(language)
+        needed = self._items_of(lengths, wants)
         inputs, outputs = {}, {}
         for name, plan in encoders.items():
-            items = lengths.items[name]
-            inputs[name] = Rearrangement.between(items.of_ranks(has), in_order(plan))
-            outputs[name] = Rearrangement.between(inputs[name].target, items.of_ranks(wants))
+            inputs[name] = Rearrangement.between(read[name], in_order(plan))
+            outputs[name] = Rearrangement.between(inputs[name].target, needed[name])
         samples = Rearrangement.between(has, wants)
         frozen = {name: phase.frozen for name, phase in self.encoders.items()}
         return MinibatchSchedule(lengths, language, encoders, samples, inputs, outputs, frozen)
 
-    def _plan_encoders(self, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]) -> dict[str, Plan]:
-        """Of each encoder; samples are read by who ``has`` them, and their sequences are of who ``wants`` them."""
+    def _items_of(self, lengths: MinibatchLengths, samples: list[IntArray]) -> dict[str, list[IntArray]]:
+        """Of each encoder, the items of the samples of each rank."""
+        return {name: lengths.items[name].of_ranks(samples) for name in self.encoders}
+
+    def _plan_encoders(
+        self, lengths: MinibatchLengths, has: Mapping[str, list[IntArray]], wants: Mapping[str, list[IntArray]]
+    ) -> dict[str, Plan]:
+        """Of each encoder; items are read by who ``has`` them, and their sequences are of who ``wants`` them."""
         return {
-            name: self._plan_encoder(
-                phase, lengths, lengths.items[name].of_ranks(has), lengths.items[name].of_ranks(wants)
-            )
-            for name, phase in self.encoders.items()
+            name: self._plan_encoder(phase, lengths, has[name], wants[name]) for name, phase in self.encoders.items()
         }
 
     def _loads(self, encoders: Mapping[str, Plan]) -> FloatArray:

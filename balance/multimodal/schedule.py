@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odc.balance.checks import IntArray, fingerprint
+from odc.balance.checks import FloatArray, IntArray, fingerprint
 from odc.balance.layout import FlatMicrobatches, by_rank
 from odc.balance.multimodal.lengths import MinibatchLengths
 from odc.balance.plan import Plan
@@ -83,6 +83,14 @@ class MinibatchSchedule:
 def in_order(plan: Plan) -> list[IntArray]:
     """What each rank has, in the order of its microbatches."""
     return by_rank(plan.microbatches)
+
+
+def forward_ends(plan: Plan, clocks: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """When the forward of each microbatch of an encoder ends, (num_microbatches,), and all of those of each rank,
+    (num_ranks,), if ranks begin at ``clocks``; in units of cost."""
+    ends = np.cumsum(np.column_stack([clocks, FORWARD_SHARE * plan.microbatch_times()]), axis=1)
+    ranks, numbers = FlatMicrobatches.of(plan.microbatches).places()
+    return ends[ranks, numbers + 1], ends[:, -1]
 
 
 def _places(microbatches: FlatMicrobatches) -> tuple[IntArray, IntArray]:
