@@ -133,36 +133,38 @@ class Loads:
         most = min(max(most, least), limit)
         best, closest = (-1, -1), float("inf")
         # Items of the giver from the cheapest on that will do, and for each the cheapest one of the taker's that makes
-        # up for what is too much: both rise. 0 is none, i is the one before i.
+        # up for what is too much: both rise. Place 0 there is none, i is the one before i, and the last one is endless.
         first = bisect_left(mine, least)
         if first and smallest <= mine[first - 1] <= limit:
             best, closest = (first - 1, 0), least - mine[first - 1]
-        other, num_theirs = 0, len(theirs)
-        for index in range(first, len(mine)):
-            cost = mine[index]
-            if cost <= most:
-                best = index, 0
-                break
-            while other < num_theirs and cost - theirs[other] > most:
-                other += 1
-            given = cost - theirs[other - 1] if other else cost
-            if given - most < closest and given <= limit:
-                best, closest = (index, other), given - most
-            if other < num_theirs:
-                given = cost - theirs[other]
+        if first < len(mine) and mine[first] <= most:
+            best = first, 0
+        else:
+            back, other, before = [0.0, *theirs, float("inf")], 1, -1.0
+            for index in range(first, len(mine)):
+                cost = mine[index]
+                if cost == before:  # as the one before
+                    continue
+                before = cost
+                while cost - back[other] > most:
+                    other += 1
+                given = cost - back[other - 1]
+                if given - most < closest and given <= limit:
+                    best, closest = (index, other - 1), given - most
+                given = cost - back[other]
                 if given >= least:
-                    best = index, other + 1
+                    best = index, other
                     break
                 if least - given < closest and given >= smallest:
-                    best, closest = (index, other + 1), least - given
+                    best, closest = (index, other), least - given
         index, other = best
         if index < 0:
             return 0.0
         item = self._items[giver].pop(index)
         given = mine.pop(index)
         if other:
-            back, cost = self._items[taker].pop(other - 1), theirs.pop(other - 1)
-            self._put(giver, back, cost)
+            cost = theirs.pop(other - 1)
+            self._put(giver, self._items[taker].pop(other - 1), cost)
             self._put(taker, item, given)
             given -= cost
         else:
