@@ -269,7 +269,7 @@ class Plan:
             )
 
     def _checked_microbatches(self) -> Sequence[Parts]:
-        """The plan's own copy, where it is packed already."""
+        """The plan's own copy, where they are lists."""
         if not len(self.microbatches):
             raise ValueError("the plan has no rank: expected at least one")
         if self.costs.size != self.num_samples:

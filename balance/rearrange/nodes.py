@@ -276,7 +276,7 @@ def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:
         gives, takes = given * num_nodes, taken * num_nodes
         rows = np.concatenate([gives + home, takes + others, takes + home, gives + others])
         moved = of_batch.take(rows, axis=0).reshape(2, -1, ranks_per_node)
-        now = np.concatenate([np.broadcast_to(sent[home], (given.size, ranks_per_node)), sent[others]])
+        now = sent[np.concatenate([np.full(given.size, home), others])]
         after = now + moved[0] - moved[1]
         at_home, there, before = excess(np.concatenate([after, now[given.size :]])).reshape(3, -1)
         chosen = int(np.argmin(at_home + there - before))
