@@ -86,8 +86,9 @@ class Plan:
     """
 
     microbatches: Sequence[Parts]
-    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. Where ranks pack for
-    themselves, a rank's are packed, and their tokens checked, when they are first looked at."""
+    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. A rank's lists may
+    be made when they are looked at; where ranks pack for themselves, a rank's are packed, and their tokens checked,
+    only then."""
 
     lengths: IntArray
     """Tokens of each sample, (num_samples,) int64."""
