@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,98 @@ Microbatches = Sequence[Sequence[Sequence[int]]]
 """``microbatches[rank][m]``: samples of microbatch m of a rank."""
 
 
+class FlatMicrobatches(Sequence[list[list[int]]]):
+    """Microbatches of all ranks in three arrays: a rank's are made into lists when they are asked for.
+
+    Of thousands of ranks that is no hundred thousand objects, which would take time to make and to be gone through by
+    the garbage collector, for the few lists that one rank needs.
+
+    Args:
+        samples: of all microbatches, one behind the other, (num_samples,) int64.
+        sizes: samples of each microbatch, rank by rank, (num_microbatches,) int64.
+        counts: microbatches of each rank, (num_ranks,) int64.
+    """
+
+    def __init__(self, samples: IntArray, sizes: IntArray, counts: IntArray) -> None:
+        self.samples, self.sizes, self.counts = samples, sizes, counts
+        self._starts, self._firsts = _starts(sizes), _starts(counts)
+
+    @classmethod
+    def of(cls, microbatches: Microbatches) -> FlatMicrobatches:
+        """The same ones."""
+        if isinstance(microbatches, cls):
+            return microbatches
+        parts = list(itertools.chain.from_iterable(microbatches))
+        sizes = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        counts = np.fromiter(map(len, microbatches), dtype=np.int64, count=len(microbatches))
+        samples = itertools.chain.from_iterable(parts)
+        return cls(np.fromiter(samples, dtype=np.int64, count=int(sizes.sum())), sizes, counts)
+
+    @classmethod
+    def one_each(cls, batches: Sequence[IntArray], *, keep_empty: bool) -> FlatMicrobatches:
+        """One microbatch for each rank, of its batch; none for a rank without samples, but with ``keep_empty``, if any
+        rank has some."""
+        sizes = np.fromiter(map(len, batches), dtype=np.int64, count=len(batches))
+        has_one = np.full(sizes.size, True) if keep_empty and sizes.any() else sizes > 0
+        return cls(np.concatenate(batches), sizes[has_one], has_one.astype(np.int64))
+
+    def by_rank(self) -> list[IntArray]:
+        """What each rank has, in the order of its microbatches."""
+        return split(self.samples, self._starts[self._firsts])
+
+    def places(self) -> tuple[IntArray, IntArray]:
+        """The rank and the number there of each microbatch, (num_microbatches,) both."""
+        ranks = np.repeat(np.arange(self.counts.size), self.counts)
+        return ranks, np.arange(self.sizes.size) - self._firsts[ranks]
+
+    def largest(self, values: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+        """Of each microbatch the largest of what its samples have, values of at least 0; 0 without samples."""
+        found, has_some = np.zeros(self.sizes.size, dtype=values.dtype), self.sizes > 0
+        if self.samples.size:
+            found[has_some] = np.maximum.reduceat(values[self.samples], self._starts[:-1][has_some])
+        return found
+
+    def table(self, values: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+        """What each microbatch has, (num_microbatches,), as (num_ranks, largest number); 0 where there is none."""
+        found = np.zeros((len(self), int(self.counts.max())), dtype=values.dtype)
+        found[self.places()] = values
+        return found
+
+    def reordered(self, order: IntArray) -> FlatMicrobatches:
+        """Microbatch ``order[i]`` in place i, (num_microbatches,): another one of the same rank."""
+        parts = split(self.samples, self._starts)
+        samples = np.concatenate([self.samples[:0], *(parts[number] for number in order.tolist())])
+        return FlatMicrobatches(samples, self.sizes[order], self.counts)
+
+    def __len__(self) -> int:
+        return int(self.counts.size)
+
+    @overload
+    def __getitem__(self, rank: int) -> list[list[int]]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[list[list[int]]]: ...
+
+    def __getitem__(self, rank: int | slice) -> list[list[int]] | list[list[list[int]]]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(len(self))[rank]]
+        rank = range(len(self))[rank]
+        ends = self._starts[self._firsts[rank] : self._firsts[rank + 1] + 1].tolist()
+        return [self.samples[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _starts(sizes: IntArray) -> IntArray:
+    """Where each part starts, and where the last one ends."""
+    starts = np.zeros(sizes.size + 1, dtype=np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
+
+
 def as_layout(layout: str) -> Layout:
     """``layout``, checked.
 
@@ -34,18 +126,12 @@ def as_layout(layout: str) -> Layout:
 
 def by_rank(microbatches: Microbatches) -> list[IntArray]:
     """What each rank has, in the order of its microbatches."""
-    sizes = [sum(map(len, mine)) for mine in microbatches]
-    return split(_samples(microbatches, sum(sizes)), np.cumsum([0, *sizes]))
+    return FlatMicrobatches.of(microbatches).by_rank()
 
 
 def split(items: npt.NDArray[ScalarT], ends: IntArray) -> list[npt.NDArray[ScalarT]]:
     """Part i from ``ends[i]`` to ``ends[i + 1]``. (``np.split`` takes ten times as long.)"""
     return [items[a:b] for a, b in itertools.pairwise(ends.tolist())]
-
-
-def _samples(microbatches: Microbatches, number: int) -> IntArray:
-    chain = itertools.chain.from_iterable
-    return np.fromiter(chain(chain(microbatches)), dtype=np.int64, count=number)
 
 
 def microbatch_tokens(microbatches: Microbatches, lengths: IntArray, layout: Layout) -> IntArray:
@@ -80,16 +166,11 @@ def microbatch_costs(
 
 
 def _of_microbatches(microbatches: Microbatches, values: FloatArray, lengths: IntArray, layout: Layout) -> FloatArray:
-    width = max(map(len, microbatches))
-    parts = [part for mine in microbatches for part in (*mine, *((),) * (width - len(mine)))]
-    counts = np.array([len(part) for part in parts], dtype=np.int64)
-    samples = _samples(microbatches, int(counts.sum()))
-    owners = np.repeat(np.arange(len(parts)), counts)
+    flat = FlatMicrobatches.of(microbatches)
+    of_sample = np.repeat(np.arange(flat.sizes.size), flat.sizes)
     if layout != "padded":
-        found = np.bincount(owners, weights=values[samples], minlength=len(parts)).astype(np.float64, copy=False)
-    else:
-        found = np.zeros(len(parts))
-        by_length = samples[np.lexsort((lengths[samples], owners))]
-        longest = by_length[np.cumsum(counts)[counts > 0] - 1]
-        found[counts > 0] = counts[counts > 0] * values[longest]
-    return found.reshape(len(microbatches), width)
+        return flat.table(np.bincount(of_sample, values[flat.samples], flat.sizes.size).astype(np.float64, copy=False))
+    longest = np.flatnonzero(lengths[flat.samples] == flat.largest(lengths)[of_sample])
+    found = np.zeros(flat.sizes.size)
+    found[of_sample[longest]] = values[flat.samples[longest]]  # of several the last one
+    return flat.table(flat.sizes * found)

@@ -7,12 +7,13 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
-from odc.balance.layout import Layout, as_layout, microbatch_costs, microbatch_tokens
+from odc.balance.layout import FlatMicrobatches, Layout, as_layout, microbatch_costs, microbatch_tokens
 from odc.balance.partition.differencing import Parts
 from odc.errors import shown
 
@@ -85,8 +86,9 @@ class Plan:
     """
 
     microbatches: Sequence[Parts]
-    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. Where ranks pack for
-    themselves, a rank's are packed, and their tokens checked, when they are first looked at."""
+    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. A rank's lists may
+    be made when they are looked at; where ranks pack for themselves, a rank's are packed, and their tokens checked,
+    only then."""
 
     lengths: IntArray
     """Tokens of each sample, (num_samples,) int64."""
@@ -158,7 +160,7 @@ class Plan:
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Number of microbatches of each rank, empty ones included."""
-        return tuple(len(mine) for mine in self.microbatches)
+        return tuple(FlatMicrobatches.of(self.microbatches).counts.tolist())
 
     def tokens(self, rank: int) -> int:
         """Number of tokens that ``rank`` trains on, without padding."""
@@ -268,38 +270,39 @@ class Plan:
             )
 
     def _checked_microbatches(self) -> Sequence[Parts]:
-        """The plan's own copy, where it is packed already."""
+        """The plan's own copy, where they are lists."""
         if not len(self.microbatches):
             raise ValueError("the plan has no rank: expected at least one")
         if self.costs.size != self.num_samples:
             raise ValueError(f"{self.costs.size} costs for {self.num_samples} lengths: expected one per sample")
         check = partial(_check_limit, self.policy, self.lengths, self.layout, int(self.max_tokens))
         if isinstance(self.microbatches, PackedOnDemand):
-            self._check_samples(list(itertools.chain.from_iterable(self.microbatches.ranks)))
+            self._check_samples(np.array([sample for mine in self.microbatches.ranks for sample in mine]))
             return self.microbatches.checked(check)
         chain = itertools.chain.from_iterable
-        if set(map(type, chain(chain(self.microbatches)))) <= {int}:
-            microbatches = [list(map(list, mine)) for mine in self.microbatches]
+        microbatches: Sequence[Parts]
+        if isinstance(self.microbatches, FlatMicrobatches):
+            microbatches, samples = self.microbatches, self.microbatches.samples
         else:
-            index = operator.index
-            microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
-        self._check_samples(list(chain(chain(microbatches))))
+            if set(map(type, chain(chain(self.microbatches)))) <= {int}:
+                microbatches = [list(map(list, mine)) for mine in self.microbatches]
+            else:
+                index = operator.index
+                microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
+            samples = np.array(list(chain(chain(microbatches))))
+        self._check_samples(samples)
         tokens = microbatch_tokens(microbatches, self.lengths, self.layout)
         for rank in np.flatnonzero((tokens > self.max_tokens).any(axis=1)).tolist():
             check(rank, microbatches[rank])
         return microbatches
 
-    def _check_samples(self, samples: list[int]) -> None:
+    def _check_samples(self, found: npt.NDArray[Any]) -> None:
         number = self.num_samples
-        if not samples and not number:
-            return
-        if (
-            len(samples) == number
-            and 0 <= min(samples) <= max(samples) < number
-            and np.bincount(samples, minlength=number).all()
+        if found.size == number and (
+            not number or (found.min() >= 0 and found.max() < number and np.bincount(found, minlength=number).all())
         ):
             return
-        samples = sorted(samples)
+        samples: list[int] = sorted(found.tolist())
         unknown = sorted({s for s in samples if not 0 <= s < number})
         missing = sorted(set(range(number)) - set(samples))
         repeated = sorted({a for a, b in itertools.pairwise(samples) if a == b})

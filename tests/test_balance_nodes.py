@@ -176,3 +176,14 @@ def test_bad_arguments() -> None:
     for ranks_per_node in (4, 12):
         with pytest.raises(ValueError, match=f"ranks_per_node={ranks_per_node} with 6 ranks: expected a divisor"):
             place_on_nodes(np.zeros((6, 6)), ranks_per_node)
+
+
+def test_what_the_search_gives_up_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience = []
+    for steps in (0, nodes_module._PATIENCE, nodes_module._NUM_STEPS):
+        monkeypatch.setattr(nodes_module, "_PATIENCE", steps)
+        volumes = [rearranged(law, 64, seed) for law in ("sharegpt4o", "longalign") for seed in (0, 1)]
+        patience.append([sent_to_other_nodes(v, place_on_nodes(v, 8), 8).max() for v in volumes])
+    none, as_is, all_steps = np.array(patience)
+    assert (as_is / all_steps).max() <= 1.01
+    assert (none / all_steps).max() > 1.01

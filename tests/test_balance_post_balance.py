@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from odc.balance import LinearCost, QuadraticCost, karmarkar_karp, post_balance, sample_lengths
 from odc.balance.layout import Layout
+from odc.balance.rearrange import padded_batches
 from odc.balance.rearrange.padded_batches import (
     Items,
     contiguous_batches,
@@ -184,6 +185,23 @@ def test_runs_are_the_best_runs_to_the_last_bit(lengths: list[int], num_ranks: i
     assert len(runs) <= num_ranks
     assert items.makespan(runs) == min(spans)
     assert items.makespan(few_batches(items)) <= min(spans)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    costs=st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.7, 1 / 3, 1e-30, 2.5]), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 8),
+    of_items=st.integers(1, 12),
+    share=st.sampled_from([1.0, 1 + 1e-15, 1.1, 3.0]),
+)
+def test_runs_of_costs_are_cut_as_one_item_after_the_other(
+    costs: list[float], num_ranks: int, of_items: int, share: float
+) -> None:
+    ordered = np.sort(np.array(costs))[::-1].copy()
+    items = Items(np.ones(len(costs), dtype=np.int64), ordered, 0.0, num_ranks)
+    # Bounds that some run just meets, where products are rounded.
+    bound = max(float(ordered[0]), of_items * float(ordered[len(costs) // 2])) * share
+    assert padded_batches._GreedyOfLongest(items)(bound) == padded_batches._Greedy(items)(bound)
 
 
 def test_each_start_and_its_bound() -> None:

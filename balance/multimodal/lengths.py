@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +92,11 @@ class Items:
         """How many there are."""
         return int(self.sample.size)
 
+    @cached_property
+    def _starts(self) -> IntArray:
+        """The first item of each sample up to the last one that has some, and then how many items there are."""
+        return np.concatenate([[0], np.cumsum(np.bincount(self.sample))])
+
     def of_samples(self, samples: Sequence[int]) -> list[int]:
         """The items of these samples, sample by sample."""
         found: list[int] = self.of_ranks([np.asarray(samples, dtype=np.int64)])[0].tolist()
@@ -99,8 +105,9 @@ class Items:
     def of_ranks(self, ranks: Sequence[IntArray]) -> list[IntArray]:
         """The items of the samples of each rank, sample by sample."""
         samples = np.concatenate(ranks)
-        starts = np.searchsorted(self.sample, np.arange(samples.max(initial=-1) + 2))
-        first, counts = starts[samples], np.diff(starts)[samples]
+        # Samples behind the last one that has items begin and end where all items end.
+        first = self._starts.take(samples, mode="clip")
+        counts = self._starts.take(samples + 1, mode="clip") - first
         ends = np.concatenate([[0], np.cumsum(counts)])
         items = np.repeat(first - ends[:-1], counts) + np.arange(ends[-1])
         return split(items, ends[np.cumsum([0, *map(len, ranks)])])

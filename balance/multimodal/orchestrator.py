@@ -14,9 +14,9 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
 from odc.balance.costs import QuadraticCost, attention_costs, evaluate
-from odc.balance.layout import microbatch_tokens
+from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens, split
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
-from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, in_order
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends, in_order
 from odc.balance.multimodal.simulate import step_times
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
@@ -25,9 +25,9 @@ from odc.balance.policies.base import costliest_first, renumber
 from odc.balance.policies.mini import LBMini
 from odc.balance.policies.packing import pack, pack_together
 from odc.balance.rearrange.nodes import place_items
-from odc.balance.rearrange.post_balance import post_balance
+from odc.balance.rearrange.post_balance import post_balanced
 from odc.balance.rearrange.rearrangement import Rearrangement, owners
-from odc.balance.rearrange.rebalance import rebalance
+from odc.balance.rearrange.rebalance import rebalanced
 from odc.errors import shown
 
 T = TypeVar("T")
@@ -44,23 +44,24 @@ def _in_time(language: Plan, encoders: Mapping[str, Plan], lengths: MinibatchLen
     What an encoder makes is there after its forward, and the encoder's backward waits for its gradient: so microbatches
     with items run as soon as all of these are there, the costliest items first, and those without fill the gaps.
     """
+    flat = FlatMicrobatches.of(language.microbatches)
+    if flat.counts.max() <= 1:
+        return language
     ready, weight = np.zeros((2, language.num_samples))
     clocks = np.zeros(language.world_size)
     for name, plan in encoders.items():
-        times, sample_of = plan.microbatch_times(), lengths.items[name].sample
-        np.add.at(weight, sample_of, plan.costs)
-        for rank, mine in enumerate(plan.microbatches):
-            for number, items in enumerate(mine):
-                clocks[rank] += FORWARD_SHARE * times[rank, number]
-                ready[sample_of[items]] = np.maximum(ready[sample_of[items]], clocks[rank])
-    times = language.microbatch_times()
-    microbatches = []
-    for rank, mine in enumerate(language.microbatches):
-        starts = [float(ready[samples].max(initial=0.0)) for samples in mine]
-        weights = [float(weight[samples].sum()) for samples in mine]
-        order = _list_schedule(float(clocks[rank]), starts, weights, times[rank].tolist())
-        microbatches.append([mine[number] for number in order])
-    return replace(language, microbatches=microbatches)
+        encoder, sample_of = FlatMicrobatches.of(plan.microbatches), lengths.items[name].sample
+        weight += np.bincount(sample_of, plan.costs, minlength=weight.size)
+        ends, clocks = forward_ends(plan, clocks)
+        np.maximum.at(ready, sample_of[encoder.samples], np.repeat(ends, encoder.sizes))
+    starts, times = flat.largest(ready), language.microbatch_times()
+    weights = np.bincount(np.repeat(np.arange(flat.sizes.size), flat.sizes), weight[flat.samples], flat.sizes.size)
+    order = np.arange(flat.sizes.size)
+    for rank, mine in enumerate(split(order, np.cumsum([0, *flat.counts.tolist()]))):
+        if mine.size > 1:
+            jobs = starts[mine].tolist(), weights[mine].tolist(), times[rank].tolist()
+            mine[:] = mine[_list_schedule(float(clocks[rank]), *jobs)]
+    return replace(language, microbatches=flat.reordered(order))
 
 
 def _list_schedule(clock: float, starts: list[float], weights: list[float], times: list[float]) -> list[int]:
@@ -173,38 +174,42 @@ class Orchestrator:
         if self.policy != "joint" or not self.balance_encoders:
             return self._schedule(lengths, None)
         # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
-        has = lengths.by_rank()
-        first = self._schedule(lengths, self._plan_encoders(lengths, has, has))
+        read = self._items_of(lengths, lengths.by_rank())
+        first = self._schedule(lengths, self._plan_encoders(lengths, read, read))
         second = self._schedule(lengths, None)
         return min(first, second, key=lambda schedule: step_times(schedule, "odc").makespan)
 
     def _schedule(self, lengths: MinibatchLengths, encoders: dict[str, Plan] | None) -> MinibatchSchedule:
         """A schedule; its language model makes up for what ``encoders`` that are planned already cost."""
         has = lengths.by_rank()
+        read = self._items_of(lengths, has)
         if encoders is not None:
             language = self._plan_language(lengths, has, self._loads(encoders))
         else:
             language = self._plan_language(lengths, has, np.zeros(self.num_ranks))
-            encoders = self._plan_encoders(lengths, has, in_order(language))
+            encoders = self._plan_encoders(lengths, read, self._items_of(lengths, in_order(language)))
         if self.comm == "odc":
             language = _in_time(language, encoders, lengths)
         wants = in_order(language)
+        needed = self._items_of(lengths, wants)
         inputs, outputs = {}, {}
         for name, plan in encoders.items():
-            items = lengths.items[name]
-            inputs[name] = Rearrangement.between(items.of_ranks(has), in_order(plan))
-            outputs[name] = Rearrangement.between(inputs[name].target, items.of_ranks(wants))
+            inputs[name] = Rearrangement.between(read[name], in_order(plan))
+            outputs[name] = Rearrangement.between(inputs[name].target, needed[name])
         samples = Rearrangement.between(has, wants)
         frozen = {name: phase.frozen for name, phase in self.encoders.items()}
         return MinibatchSchedule(lengths, language, encoders, samples, inputs, outputs, frozen)
 
-    def _plan_encoders(self, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]) -> dict[str, Plan]:
-        """Of each encoder; samples are read by who ``has`` them, and their sequences are of who ``wants`` them."""
+    def _items_of(self, lengths: MinibatchLengths, samples: list[IntArray]) -> dict[str, list[IntArray]]:
+        """Of each encoder, the items of the samples of each rank."""
+        return {name: lengths.items[name].of_ranks(samples) for name in self.encoders}
+
+    def _plan_encoders(
+        self, lengths: MinibatchLengths, has: Mapping[str, list[IntArray]], wants: Mapping[str, list[IntArray]]
+    ) -> dict[str, Plan]:
+        """Of each encoder; items are read by who ``has`` them, and their sequences are of who ``wants`` them."""
         return {
-            name: self._plan_encoder(
-                phase, lengths, lengths.items[name].of_ranks(has), lengths.items[name].of_ranks(wants)
-            )
-            for name, phase in self.encoders.items()
+            name: self._plan_encoder(phase, lengths, has[name], wants[name]) for name, phase in self.encoders.items()
         }
 
     def _loads(self, encoders: Mapping[str, Plan]) -> FloatArray:
@@ -219,24 +224,24 @@ class Orchestrator:
         phase = self.language
         costs = evaluate(phase.cost, lengths.language)
         microbatches: Sequence[Parts] = lengths.microbatches
-        name = "as loaded"
         limit = phase.max_tokens
         if limit is None:  # and so no policy
             limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
         else:
             self._check_language(lengths, limit)
         if self.policy == "local":
-            batches = [mine.tolist() for mine in has]
-            microbatches, name = self._packed(lengths.language, costs, batches, limit), "local"
+            microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
         elif self.policy in ("joint", "whole") or type(self.policy) is LBMini:
             shared = self._whole_costs(lengths, costs) if self.policy == "whole" else costs
-            batches = rebalance(shared, has, loads=loads, ranks_per_node=self.ranks_per_node)
+            batches = rebalanced(shared, has, loads=loads, ranks_per_node=self.ranks_per_node)
             name = self.policy if isinstance(self.policy, str) else LBMini.name
             microbatches = self._packed(lengths.language, costs, batches, limit)
         elif isinstance(self.policy, Policy):
             plan = self.policy.plan(lengths.language, world_size=self.num_ranks, max_tokens=limit, cost=phase.cost)
-            microbatches, name = self._at_home(plan, has), plan.policy
-        return Plan(self._filled(microbatches), lengths.language, costs, max(limit, 1), name)
+            microbatches, name = self._filled(self._at_home(plan, has)), plan.policy
+        else:
+            microbatches, name = self._filled(microbatches), "as loaded"
+        return Plan(microbatches, lengths.language, costs, max(limit, 1), name)
 
     def _whole_costs(self, lengths: MinibatchLengths, costs: FloatArray) -> FloatArray:
         """Of each sample in all phases, padding apart, given those in the language model."""
@@ -247,16 +252,16 @@ class Orchestrator:
             np.add.at(found, items.sample, share * evaluate(phase.cost, items.encoder))
         return found
 
-    def _packed(self, lengths: IntArray, costs: FloatArray, batches: Parts, limit: int) -> Sequence[Parts]:
+    def _packed(self, lengths: IntArray, costs: FloatArray, batches: Sequence[IntArray], limit: int) -> Sequence[Parts]:
         """Each rank's samples in microbatches; of collectives all ranks need as many."""
-        if lengths.size and np.bincount(owners(batches), lengths).max() <= limit:  # also without packing
-            return self._filled([[mine] if mine else [] for mine in batches])
-        ranks = [np.array(mine, dtype=np.int64) for mine in batches]
+        together = self._one_each(batches)
+        if lengths.size and microbatch_tokens(together, lengths, "packed").max() <= limit:  # also without packing
+            return together
         if self.comm == "collective":
-            parts = pack_together([lengths[mine] for mine in ranks], [costs[mine] for mine in ranks], limit)
+            parts = pack_together([lengths[mine] for mine in batches], [costs[mine] for mine in batches], limit)
         else:
-            parts = [pack(lengths[mine], costs[mine], limit) for mine in ranks]
-        return [costliest_first(renumber(found, mine), costs) for found, mine in zip(parts, ranks, strict=True)]
+            parts = [pack(lengths[mine], costs[mine], limit) for mine in batches]
+        return [costliest_first(renumber(found, mine), costs) for found, mine in zip(parts, batches, strict=True)]
 
     def _at_home(self, plan: Plan, has: list[IntArray]) -> list[Parts]:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
@@ -270,24 +275,24 @@ class Orchestrator:
         items = lengths.items[phase.name]
         self._check_fit(phase, lengths)
         costs = evaluate(phase.cost, items.encoder)
-        if self.balance_encoders:
-            batches = self._balanced(phase, items, costs, has, wants)
+        batches = self._balanced(phase, items, costs, has, wants) if self.balance_encoders else wants
+        if phase.max_tokens is None:
+            microbatches: Sequence[Parts] = self._one_each(batches)
+            limit = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
         else:
-            batches = [mine.tolist() for mine in wants]
-        microbatches = self._filled([_cut(phase, items.encoder, costs, batch) for batch in batches])
-        peak = int(microbatch_tokens(microbatches, items.encoder, phase.layout).max(initial=1))
-        limit = phase.max_tokens or peak
+            limit = phase.max_tokens
+            microbatches = self._filled([_cut(phase.layout, limit, items.encoder, costs, batch) for batch in batches])
         attention = attention_costs(phase.cost, items.encoder) if phase.layout == "padded-attention" else None
         name = "post-balancing" if self.balance_encoders else "as the language model"
         return Plan(microbatches, items.encoder, costs, limit, name, layout=phase.layout, attention_costs=attention)
 
     def _balanced(
         self, phase: Phase, items: Items, costs: FloatArray, has: list[IntArray], wants: list[IntArray]
-    ) -> Parts:
+    ) -> list[IntArray]:
         if phase.layout == "packed":
             # From where outputs are wanted: these and their gradients are more than what was read.
-            return rebalance(costs, wants, ranks_per_node=self.ranks_per_node)
-        batches = post_balance(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
+            return rebalanced(costs, wants, ranks_per_node=self.ranks_per_node)
+        batches = post_balanced(items.encoder, self.num_ranks, cost=phase.cost, layout=phase.layout)
         # Inputs come from where samples were read; outputs go to where sequences are, and their gradients come back.
         has_bytes = bool(items.num_bytes.any())
         into, out = (items.num_bytes if has_bytes else items.encoder), items.output
@@ -303,6 +308,9 @@ class Orchestrator:
             self.ranks_per_node or self.num_ranks,
         )
         return _permuted(batches, placed)
+
+    def _one_each(self, batches: Sequence[IntArray]) -> FlatMicrobatches:
+        return FlatMicrobatches.one_each(batches, keep_empty=self.comm == "collective")
 
     def _filled(self, microbatches: Sequence[Parts]) -> Sequence[Parts]:
         """Under collectives all ranks have as many microbatches: those with fewer get empty ones."""
@@ -338,20 +346,17 @@ def _identity(phase: Phase) -> dict[str, object]:
     return {**{field.name: getattr(phase, field.name) for field in fields(phase)}, "cost": costs}
 
 
-def _cut(phase: Phase, lengths: IntArray, costs: FloatArray, batch: list[int]) -> Parts:
+def _cut(layout: Layout, max_tokens: int, lengths: IntArray, costs: FloatArray, items: IntArray) -> Parts:
     """One rank's items of an encoder in microbatches that keep its limit."""
-    if phase.max_tokens is None or not batch:
-        return [batch] if batch else []
-    items = np.array(batch, dtype=np.int64)
-    if phase.layout == "packed":
-        return costliest_first(renumber(pack(lengths[items], costs[items], phase.max_tokens), items), costs)
+    if layout == "packed":
+        return costliest_first(renumber(pack(lengths[items], costs[items], max_tokens), items), costs)
     # Neighbours in length go together, so that little is padding.
     parts: Parts = []
     total = 0
     for item in items[np.argsort(-lengths[items], kind="stable")].tolist():
         longest = int(lengths[parts[-1][0]]) if parts else 0
-        total = longest * (len(parts[-1]) + 1) if parts and phase.layout == "padded" else total + int(lengths[item])
-        if not parts or total > phase.max_tokens:
+        total = longest * (len(parts[-1]) + 1) if parts and layout == "padded" else total + int(lengths[item])
+        if not parts or total > max_tokens:
             parts.append([])
             total = int(lengths[item])
         parts[-1].append(item)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from odc.balance.layout import FlatMicrobatches
 from odc.balance.multimodal.carriers import Cargo, Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
 from odc.balance.multimodal.payload import SampleParts, Tensors, from_bytes, from_named, named, to_bytes
 from odc.balance.multimodal.schedule import MinibatchSchedule
@@ -129,8 +130,9 @@ class _Runner:
             )
         for name, plan in schedule.encoders.items():
             # On all ranks, whichever has such a microbatch: those that have none would wait for it.
-            empty = [rank for rank, mine in enumerate(plan.microbatches) if not all(mine)]
-            if empty and encoders[name].dummy is None:
+            microbatches = FlatMicrobatches.of(plan.microbatches)
+            empty = microbatches.places()[0][microbatches.sizes == 0]
+            if empty.size and encoders[name].dummy is None:
                 raise ValueError(
                     f"phase {name!r}: rank {empty[0]} has a microbatch without items, as collectives need it, and the "
                     "encoder has no dummy: give it one, or use ODC and comm='odc'"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odc.balance.checks import IntArray, fingerprint
-from odc.balance.layout import by_rank
+from odc.balance.checks import FloatArray, IntArray, fingerprint
+from odc.balance.layout import FlatMicrobatches, by_rank
 from odc.balance.multimodal.lengths import MinibatchLengths
 from odc.balance.plan import Plan
 from odc.balance.rearrange.rearrangement import Rearrangement
@@ -56,10 +56,8 @@ class MinibatchSchedule:
         """All decisions as numbers: two schedules are the same exactly if these are."""
         parts: list[IntArray] = []
         for plan in (self.language, *self.encoders.values()):
-            ranks, places = _places(plan)
-            counts = np.array(plan.num_microbatches, dtype=np.int64)
-            order = [np.array(microbatch, dtype=np.int64) for mine in plan.microbatches for microbatch in mine]
-            parts += [ranks, places, counts, *order]
+            flat = FlatMicrobatches.of(plan.microbatches)
+            parts += [*_places(flat), flat.counts, flat.samples]
         return np.concatenate(parts)
 
     def fingerprint(self) -> int:
@@ -70,7 +68,7 @@ class MinibatchSchedule:
         """The first decision in which this schedule differs from that of another rank, given :meth:`as_vector`."""
         at = 0
         for name, plan in (("language model", self.language), *self.encoders.items()):
-            ranks, _ = _places(plan)
+            ranks, _ = _places(FlatMicrobatches.of(plan.microbatches))
             theirs = other[at : at + ranks.size]
             at += 3 * ranks.size + self.num_ranks
             if theirs.size != ranks.size:
@@ -87,10 +85,16 @@ def in_order(plan: Plan) -> list[IntArray]:
     return by_rank(plan.microbatches)
 
 
-def _places(plan: Plan) -> tuple[IntArray, IntArray]:
+def forward_ends(plan: Plan, clocks: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """When the forward of each microbatch of an encoder ends, (num_microbatches,), and all of those of each rank,
+    (num_ranks,), if ranks begin at ``clocks``; in units of cost."""
+    ends = np.cumsum(np.column_stack([clocks, FORWARD_SHARE * plan.microbatch_times()]), axis=1)
+    ranks, numbers = FlatMicrobatches.of(plan.microbatches).places()
+    return ends[ranks, numbers + 1], ends[:, -1]
+
+
+def _places(microbatches: FlatMicrobatches) -> tuple[IntArray, IntArray]:
     """The rank of each item of a plan, and its microbatch there."""
-    ranks, microbatches = np.zeros((2, plan.num_samples), dtype=np.int64)
-    for rank, mine in enumerate(plan.microbatches):
-        for number, microbatch in enumerate(mine):
-            ranks[microbatch], microbatches[microbatch] = rank, number
-    return ranks, microbatches
+    found = np.zeros((2, microbatches.samples.size), dtype=np.int64)
+    found[:, microbatches.samples] = np.repeat(microbatches.places(), microbatches.sizes, axis=1)
+    return found[0], found[1]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule
+from odc.balance.layout import FlatMicrobatches
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends
 from odc.balance.plan import Comm
 
 
@@ -73,36 +74,23 @@ def _on_demand(
     is_frozen: Mapping[str, bool],
 ) -> float:
     clock = np.zeros(schedule.num_ranks)
-    # When each item's output is there, and then when its gradient is.
-    ready = {name: np.zeros(plan.num_samples) for name, plan in schedule.encoders.items()}
-    for name, plan in schedule.encoders.items():
-        for rank, mine in enumerate(plan.microbatches):
-            for number, items in enumerate(mine):
-                clock[rank] += FORWARD_SHARE * encoders[name][rank, number]
-                ready[name][items] = clock[rank]
-    ends = {name: np.zeros_like(times) for name, times in ready.items()}
-    owner = {name: _item_order(schedule, name) for name in ready}
-    for rank, microbatches in enumerate(schedule.language.microbatches):
-        for number in range(len(microbatches)):
-            needs = [(name, owner[name][rank][number]) for name in ready]
-            latest = [float(ready[name][items].max()) for name, items in needs if items]
-            clock[rank] = max([float(clock[rank]), *latest]) + language[rank, number]
-            for name, items in needs:
-                ends[name][items] = clock[rank]
+    plan, items = FlatMicrobatches.of(schedule.language.microbatches), schedule.lengths.items
+    # When all outputs of a sample are there, and then when its gradients are.
+    ready, ends = np.zeros((2, schedule.language.num_samples))
+    for name, encoder in schedule.encoders.items():
+        flat = FlatMicrobatches.of(encoder.microbatches)
+        forwards, clock = forward_ends(encoder, clock)
+        np.maximum.at(ready, items[name].sample[flat.samples], np.repeat(forwards, flat.sizes))
+    # Of microbatches that a rank does not have, nothing is awaited and nothing computed.
+    done = np.zeros_like(language)
+    for number, awaited in enumerate(plan.table(plan.largest(ready)).T):
+        clock = done[:, number] = np.maximum(clock, awaited) + language[:, number]
+    ends[plan.samples] = np.repeat(done[plan.places()], plan.sizes)
     for name in reversed(list(schedule.encoders)):
         if is_frozen[name]:
             continue
-        for rank, mine in enumerate(schedule.encoders[name].microbatches):
-            for number in reversed(range(len(mine))):
-                awaited = float(ends[name][mine[number]].max()) if mine[number] else 0.0
-                took = (1 - FORWARD_SHARE) * encoders[name][rank, number]
-                clock[rank] = max(float(clock[rank]), awaited) + took
+        flat = FlatMicrobatches.of(schedule.encoders[name].microbatches)
+        awaited = flat.table(flat.largest(ends[items[name].sample]))
+        for number in reversed(range(awaited.shape[1])):
+            clock = np.maximum(clock, awaited[:, number]) + (1 - FORWARD_SHARE) * encoders[name][:, number]
     return float(clock.max())
-
-
-def _item_order(schedule: MinibatchSchedule, modality: str) -> list[list[list[int]]]:
-    """``[rank][microbatch]``: the items that a microbatch of the language model needs."""
-    return [
-        [schedule.lengths.items[modality].of_samples(samples) for samples in mine]
-        for mine in schedule.language.microbatches
-    ]

@@ -6,17 +6,15 @@ Plain Python on sorted lists. There are about as many exchanges as ranks, and ea
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.layout import split
-from odc.balance.partition.differencing import Parts
+from odc.balance.rearrange.rearrangement import batches, owners
 
 # An exchange must bring the giving rank down by this part of the goal: less could be rounding, and go on forever.
 _MIN_GAIN = 1e-6
@@ -38,23 +36,18 @@ class Loads:
     ) -> None:
         self.goal = goal
         self.tolerance = tolerance
-        sizes = np.array([items.size for items in home])
-        items, owners = np.concatenate(home), _ranks(np.repeat(np.arange(sizes.size), sizes))
-        self._owners = np.empty_like(owners)
-        self._owners[items] = owners
-        by_cost = np.argsort(costs[items], kind="stable")
-        order = by_cost[np.argsort(owners[by_cost], kind="stable")]  # within each rank from the cheapest on
-        # Lists of numbers: many small tuples would keep the garbage collector busy.
-        ends = np.cumsum([0, *sizes.tolist()])
-        self._costs: list[list[float]] = [mine.tolist() for mine in split(costs[items[order]], ends)]
+        self._owners, items = owners(home), np.concatenate(home)
+        ends, of_items = np.cumsum([0, *map(len, home)]), costs[items]
+        # Of each rank from the cheapest on. Lists of numbers: small tuples would keep the garbage collector busy.
+        order = np.concatenate([mine.argsort(kind="stable") for mine in split(of_items, ends)])
+        order += np.repeat(ends[:-1], np.diff(ends))
+        self._costs: list[list[float]] = [mine.tolist() for mine in split(of_items[order], ends)]
         self._items: list[list[int]] = [mine.tolist() for mine in split(items[order], ends)]
-        self.loads: list[float] = (np.bincount(owners, costs[items], minlength=sizes.size) + beside).tolist()
+        self.loads: list[float] = (np.bincount(self._owners, costs, minlength=len(home)) + beside).tolist()
 
-    def parts(self) -> Parts:
+    def parts(self) -> list[IntArray]:
         """The items of each rank, ascending."""
-        items = np.argsort(self._owners, kind="stable").tolist()
-        ends = itertools.accumulate(map(len, self._items), initial=0)
-        return [items[a:b] for a, b in itertools.pairwise(ends)]
+        return batches(self._owners, len(self.loads))
 
     def even_out_nodes(self, ranks_per_node: int) -> None:
         """Exchange between nodes until the ranks of each have the goal on average, or nothing helps.
@@ -140,36 +133,38 @@ class Loads:
         most = min(max(most, least), limit)
         best, closest = (-1, -1), float("inf")
         # Items of the giver from the cheapest on that will do, and for each the cheapest one of the taker's that makes
-        # up for what is too much: both rise. 0 is none, i is the one before i.
+        # up for what is too much: both rise. Place 0 there is none, i is the one before i, and the last one is endless.
         first = bisect_left(mine, least)
         if first and smallest <= mine[first - 1] <= limit:
             best, closest = (first - 1, 0), least - mine[first - 1]
-        other, num_theirs = 0, len(theirs)
-        for index in range(first, len(mine)):
-            cost = mine[index]
-            if cost <= most:
-                best = index, 0
-                break
-            while other < num_theirs and cost - theirs[other] > most:
-                other += 1
-            given = cost - theirs[other - 1] if other else cost
-            if given - most < closest and given <= limit:
-                best, closest = (index, other), given - most
-            if other < num_theirs:
-                given = cost - theirs[other]
+        if first < len(mine) and mine[first] <= most:
+            best = first, 0
+        else:
+            back, other, before = [0.0, *theirs, float("inf")], 1, -1.0
+            for index in range(first, len(mine)):
+                cost = mine[index]
+                if cost == before:  # as the one before
+                    continue
+                before = cost
+                while cost - back[other] > most:
+                    other += 1
+                given = cost - back[other - 1]
+                if given - most < closest and given <= limit:
+                    best, closest = (index, other - 1), given - most
+                given = cost - back[other]
                 if given >= least:
-                    best = index, other + 1
+                    best = index, other
                     break
                 if least - given < closest and given >= smallest:
-                    best, closest = (index, other + 1), least - given
+                    best, closest = (index, other), least - given
         index, other = best
         if index < 0:
             return 0.0
         item = self._items[giver].pop(index)
         given = mine.pop(index)
         if other:
-            back, cost = self._items[taker].pop(other - 1), theirs.pop(other - 1)
-            self._put(giver, back, cost)
+            cost = theirs.pop(other - 1)
+            self._put(giver, self._items[taker].pop(other - 1), cost)
             self._put(taker, item, given)
             given -= cost
         else:
@@ -183,8 +178,3 @@ class Loads:
         self._costs[rank].insert(at, cost)
         self._items[rank].insert(at, item)
         self._owners[item] = rank
-
-
-def _ranks(numbers: IntArray) -> npt.NDArray[np.integer]:
-    """Ranks as small integers, which sort in linear time."""
-    return numbers.astype(np.uint16) if not numbers.size or numbers[-1] < 2**16 else numbers

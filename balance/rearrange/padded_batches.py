@@ -63,7 +63,13 @@ class Items:
 
 
 def contiguous_batches(items: Items) -> Parts:
-    """The runs of consecutive items, at most ``num_ranks``, with the smallest makespan: exact, to the last bit.
+    """The runs of :func:`best_runs`."""
+    return [list(range(start, end)) for start, end in itertools.pairwise([*best_runs(items), items.lengths.size])]
+
+
+def best_runs(items: Items) -> list[int]:
+    """Where they start: the runs of consecutive items, at most ``num_ranks``, with the smallest makespan: exact, to the
+    last bit.
 
     Whether a bound can be met is decided by a greedy: from the longest item on, each batch takes as many as it can. No
     other division into runs gets further with as many batches: a run that starts later has no longer items, so it
@@ -79,7 +85,7 @@ def contiguous_batches(items: Items) -> Parts:
     mean = (items.linear * int(items.lengths.sum()) + float(items.quad.sum())) / items.num_ranks
     low = max(low, mean * (1 - 1e-9))
     even = -(-items.lengths.size // items.num_ranks)
-    cut = _Greedy(items)
+    cut = _Greedy(items) if items.linear else _GreedyOfLongest(items)
     # This can be met by batches of equal numbers, but for rounding.
     starts, high, _ = cut(even * (items.linear * int(items.lengths[0]) + float(items.quad[0])) * (1 + 1e-9))
     assert starts is not None
@@ -90,7 +96,7 @@ def contiguous_batches(items: Items) -> Parts:
             low = next_cost
         else:
             starts, high = found, makespan
-    return [list(range(start, end)) for start, end in itertools.pairwise([*starts, items.lengths.size])]
+    return starts
 
 
 class _Greedy:
@@ -129,13 +135,6 @@ class _Greedy:
     def _reach(self, start: int, bound: float) -> tuple[int, float]:
         """The end of the longest run from ``start`` on that the bound allows, and its cost."""
         end, cost, num_items = start, 0.0, len(self._lengths)
-        if not self._linear and (each := self._quad[start]):  # as below, where all cost the same
-            end = min(num_items, start + max(1, int(bound / each)))
-            while (end - start) * each > bound:
-                end -= 1
-            while end < num_items and (end + 1 - start) * each <= bound:
-                end += 1
-            return end, (end - start) * each
         while end < num_items:
             # At least so many more fit, since none is longer than the next one, but for rounding.
             each = self._linear * self._lengths[end] + self._quad[start]
@@ -146,6 +145,32 @@ class _Greedy:
                 break
             end, cost = further, then
         return end, cost
+
+
+class _GreedyOfLongest:
+    """:class:`_Greedy` where the longest item of a run sets the cost of each: how many a run takes depends on that cost
+    alone, and items of few different lengths have few different costs."""
+
+    def __init__(self, items: Items) -> None:
+        self._costs, group = np.unique(items.quad, return_inverse=True)
+        self._group, self._num_ranks = group.tolist(), items.num_ranks
+
+    def __call__(self, bound: float) -> tuple[list[int] | None, float, float]:
+        costs, group, num_items = self._costs, self._group, len(self._group)
+        found = np.divide(bound, costs, out=np.full(costs.size, float(num_items)), where=costs > 0)
+        takes = np.clip(found, 1, num_items).astype(np.int64)
+        # The quotient is rounded, and so are the products that the bound is compared with.
+        takes -= takes * costs > bound
+        takes += (takes + 1) * costs <= bound
+        steps, starts, start = takes.tolist(), list[int](), 0
+        while start < num_items and len(starts) < self._num_ranks:
+            starts.append(start)
+            start += steps[group[start]]
+        of_run = np.array([group[each] for each in starts])
+        ends = np.array([*starts[1:], min(start, num_items)])
+        sizes, each = ends - starts, costs[of_run]
+        next_cost = ((sizes + 1) * each)[ends < num_items].min(initial=np.inf)
+        return (starts if start >= num_items else None), float((sizes * each).max()), float(next_cost)
 
 
 def filled_batches(items: Items, bound: float) -> Parts | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import MAX_PARTS, as_count, as_lengths
+from odc.balance.checks import MAX_PARTS, IntArray, as_count, as_lengths
 from odc.balance.costs.models import CostModel, QuadraticCost, attention_costs, evaluate
-from odc.balance.layout import Layout, as_layout, microbatch_costs
-from odc.balance.partition.kway import canonical, fill_empty, split_by_cost
-from odc.balance.rearrange.padded_batches import Items, contiguous_batches, few_batches
+from odc.balance.layout import FlatMicrobatches, Layout, as_layout, microbatch_costs
+from odc.balance.partition.kway import fill_empty, split_by_cost
+from odc.balance.rearrange.padded_batches import Items, best_runs, few_batches
+from odc.balance.rearrange.rearrangement import batches, owners
 from odc.errors import shown
 
 
@@ -49,6 +50,11 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
     Raises:
         ValueError: an argument is not as described.
     """
+    return [batch.tolist() for batch in post_balanced(lengths, num_ranks, cost=cost, layout=layout)]
+
+
+def post_balanced(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, layout: Layout) -> list[IntArray]:
+    """:func:`post_balance`, as arrays: of thousands of ranks, lists take longer to make."""
     tokens = as_lengths(lengths)
     num_ranks = as_count(num_ranks, "num_ranks", maximum=MAX_PARTS)
     layout = as_layout(layout)
@@ -64,24 +70,37 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
             "layout='packed'"
         )
     if tokens.size <= num_ranks:
-        return [[item] for item in range(tokens.size)] + [[] for _ in range(num_ranks - tokens.size)]
+        return batches(np.arange(tokens.size), num_ranks)
+    batch = np.empty(tokens.size, dtype=np.int64)  # of each item
     if layout == "packed" or (attention is not None and not attention.any()):
-        parts = split_by_cost(costs, num_ranks, equal_size=False)
+        batch = owners(split_by_cost(costs, num_ranks, equal_size=False))
     else:
         ordered = tokens[longest_first]
         if attention is None:
             # What the longest item costs is all there is.
-            found = contiguous_batches(Items(ordered, costs[longest_first], 0.0, num_ranks))
+            starts = best_runs(Items(ordered, costs[longest_first], 0.0, num_ranks))
+            batch[longest_first] = np.repeat(np.arange(len(starts)), np.diff([*starts, tokens.size]))
         else:
             assert isinstance(cost, QuadraticCost)
-            found = few_batches(Items(ordered, attention[longest_first], cost.b, num_ranks))
-        parts = [longest_first[part].tolist() for part in found] + [[] for _ in range(num_ranks - len(found))]
-        # A batch that gives an item away costs less, a new one of one item no more than where it was.
-        fill_empty(costs, parts)
-        parts = canonical(parts)
-    in_turn = [list(range(rank, tokens.size, num_ranks)) for rank in range(num_ranks)]
-    spans = [
-        float(microbatch_costs([[part] for part in each], costs, tokens, layout, attention).max())
-        for each in (parts, in_turn)
-    ]
-    return parts if spans[0] <= spans[1] else in_turn
+            batch[longest_first] = owners(few_batches(Items(ordered, attention[longest_first], cost.b, num_ranks)))
+        if not np.bincount(batch, minlength=num_ranks).all():
+            # A batch that gives an item away costs less, a new one of one item no more than where it was.
+            parts = [mine.tolist() for mine in batches(batch, num_ranks)]
+            fill_empty(costs, parts)
+            batch = owners(parts)
+        batch = _by_lowest_item(batch, num_ranks)
+    candidates = [batches(each, num_ranks) for each in (batch, np.arange(tokens.size) % num_ranks)]
+    spans = []
+    for each in candidates:
+        one_each = FlatMicrobatches.one_each(each, keep_empty=True)
+        spans.append(float(microbatch_costs(one_each, costs, tokens, layout, attention).max()))
+    return candidates[0] if spans[0] <= spans[1] else candidates[1]
+
+
+def _by_lowest_item(batch: IntArray, num_batches: int) -> IntArray:
+    """The batch of each item, numbered anew in the order of their lowest items; none is empty."""
+    lowest = np.empty(num_batches, dtype=np.int64)
+    lowest[batch[::-1]] = np.arange(batch.size)[::-1]  # of several the last one
+    number = np.empty(num_batches, dtype=np.int64)
+    number[np.argsort(lowest)] = np.arange(num_batches)
+    return number[batch]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import MAX_COUNT, MAX_PARTS, IntArray, as_integer
+from odc.balance.layout import split
 from odc.errors import shown
 
 _SHOWN = 5
@@ -167,8 +168,7 @@ def _checked(ranks: Sequence[Items], num_items: int, name: str) -> tuple[IntArra
             f"repeated: {_few(repeated)}, unknown: {_few(unknown)}"
         )
     together.flags.writeable = False  # and so its parts
-    ends = itertools.accumulate(map(len, ranks), initial=0)
-    return tuple(together[a:b] for a, b in itertools.pairwise(ends))
+    return tuple(split(together, np.cumsum([0, *map(len, ranks)])))
 
 
 def _all_items(ranks: Sequence[Items], name: str) -> IntArray:
@@ -200,6 +200,13 @@ def owners(ranks: Sequence[Items]) -> IntArray:
     found = np.zeros(sum(sizes), dtype=np.int64)
     found[_all_items(ranks, "ranks")] = np.repeat(np.arange(len(ranks)), sizes)
     return found
+
+
+def batches(owner: IntArray, num_ranks: int) -> list[IntArray]:
+    """The items of each rank, ascending, given the rank of each, (num_items,)."""
+    small = owner.astype(np.uint16) if num_ranks <= 2**16 else owner  # sorts in linear time
+    ends = np.cumsum(np.concatenate([[0], np.bincount(owner, minlength=num_ranks)]))
+    return split(np.argsort(small, kind="stable"), ends)
 
 
 def _few(items: IntArray) -> str:

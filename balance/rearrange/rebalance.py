@@ -19,7 +19,7 @@ from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
 from odc.balance.rearrange.levelling import Loads
 from odc.balance.rearrange.nodes import place_items
-from odc.balance.rearrange.rearrangement import Items, as_ranks, owners
+from odc.balance.rearrange.rearrangement import Items, as_ranks, batches, owners
 
 _EVEN_ENOUGH = 5e-4
 """So much later (relative) than the least possible nobody waits for: no cost model is that exact."""
@@ -59,6 +59,17 @@ def rebalance(
     Raises:
         ValueError: an argument is not as described.
     """
+    return [mine.tolist() for mine in rebalanced(costs, home, loads=loads, ranks_per_node=ranks_per_node)]
+
+
+def rebalanced(
+    costs: npt.ArrayLike,
+    home: Sequence[Items],
+    *,
+    loads: npt.ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+) -> list[IntArray]:
+    """:func:`rebalance`, as arrays: of thousands of ranks, lists take longer to make."""
     values = as_costs(costs)
     num_ranks = len(home)
     beside = np.zeros(num_ranks) if loads is None else as_costs(loads, "loads")
@@ -71,19 +82,22 @@ def rebalance(
     if values.size != num_items:
         raise ValueError(f"{values.size} costs for {num_items} items: expected one per item")
     if not num_items:
-        return [[] for _ in home]
+        return list(has)
     bound = _bound(values, beside)
     target = bound * (1 + _EVEN_ENOUGH)
     moved = _evened_out(values, has, beside, ranks_per_node or num_ranks, bound)
     if max(moved.loads) <= target:
         return moved.parts()
-    stuck = refine(values, moved.parts(), equal_size=False, loads=beside, target=target)
+    parts = [mine.tolist() for mine in moved.parts()]
+    stuck = refine(values, parts, equal_size=False, loads=beside, target=target)
     makespan = _makespan(values, stuck, beside)
     if makespan > bound * (1 + _WORTH_MOVING):
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
         if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
-            return anew if beside.any() else _placed(values, has, anew, ranks_per_node or num_ranks)
-    return [sorted(part) for part in stuck]
+            if not beside.any():
+                anew = _placed(values, has, anew, ranks_per_node or num_ranks)
+            return batches(owners(anew), num_ranks)
+    return batches(owners(stuck), num_ranks)
 
 
 def _evened_out(
@@ -112,9 +126,9 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
 
 
-def _placed(values: FloatArray, has: Sequence[IntArray], batches: Parts, ranks_per_node: int) -> Parts:
-    found: Parts = [[] for _ in batches]
-    placed = place_items(owners(has), owners(batches), values, len(batches), ranks_per_node)
-    for batch, rank in zip(batches, placed, strict=True):
-        found[rank] = sorted(batch)
+def _placed(values: FloatArray, has: Sequence[IntArray], parts: Parts, ranks_per_node: int) -> Parts:
+    found: Parts = [[] for _ in parts]
+    placed = place_items(owners(has), owners(parts), values, len(parts), ranks_per_node)
+    for part, rank in zip(parts, placed, strict=True):
+        found[rank] = part
     return found
