@@ -23,10 +23,8 @@ from transformers import Trainer, set_seed
 from odc.balance import LinearCost, policy_names
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, install, minibatches
-from odc.trainers.batches import BalancedBatches
-from odc.trainers.bundles import Bundle, counted_batches_of, cut, microbatches_of
-from odc.trainers.lengths import sample_lengths
-from odc.trainers.loader import balanced_loader
+from odc.trainers.batches import BalancedBatches, Bundle, counted_batches_of, cut, microbatches_of
+from odc.trainers.loader import balanced_loader, sample_lengths
 from odc.trainers.options import Planner, Tally
 from odc.trainers.overrides import Overrides
 from odc.trainers.packing import collate_alone, pack

@@ -20,10 +20,9 @@ from transformers import DataCollatorForLanguageModeling
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, minibatches
-from odc.trainers.bundles import Bundle
+from odc.trainers.batches import Bundle
 from odc.trainers.checks import check_rows, configs_of
-from odc.trainers.lengths import sample_lengths
-from odc.trainers.loader import balanced_loader
+from odc.trainers.loader import balanced_loader, sample_lengths
 from odc.trainers.packing import collate_alone, pack
 
 Rows = list[dict[str, Any]]

@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 from odc.balance.grouping.alignment import Alignment
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
-from odc.trainers.bundles import Bundle, StepEnd, check_step
+from odc.trainers.batches import Bundle, StepEnd, check_step
 from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
 
 KNOWN = [sample["input_ids"] for sample in samples(37)]

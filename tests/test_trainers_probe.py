@@ -14,9 +14,7 @@ from transformers import Trainer, set_seed
 
 from odc.errors import UnsupportedError
 from odc.trainers import balance
-from odc.trainers.probe import check_packing
-from odc.trainers.probe_samples import identity_of, probe_samples
-from odc.trainers.rounding import Rounding
+from odc.trainers.probe import Rounding, check_packing, identity_of, probe_samples
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,8 @@
 Nothing is imported from those libraries until it is used.
 """
 
-from odc.trainers.launched import Launched, install
 from odc.trainers.loop import Minibatches, minibatches
 from odc.trainers.options import BalanceOptions
-from odc.trainers.trainer import balance
+from odc.trainers.trainer import Launched, balance, install
 
 __all__ = ["BalanceOptions", "Launched", "Minibatches", "balance", "install", "minibatches"]

@@ -17,12 +17,12 @@ from odc.balance import CostModel
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import is_patching
 from odc.fsdp_patch.session import Session
-from odc.trainers.bundles import Bundle, Microbatch, StepEnd, microbatches_of
+from odc.trainers.batches import Bundle, Microbatch, StepEnd, microbatches_of
 from odc.trainers.checks import check_sharded, configs_of
-from odc.trainers.launched import current
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
+from odc.trainers.trainer import current
 
 
 class Minibatches:

@@ -14,7 +14,7 @@ from odc.balance import CostModel, LinearCost, Plan, Policy, TransformerCost, ge
 from odc.balance.checks import IntArray
 from odc.balance.policies.base import Job
 from odc.errors import ConfigError
-from odc.trainers.bundles import Bundle
+from odc.trainers.batches import Bundle
 
 logger = logging.getLogger("odc")
 

@@ -22,8 +22,7 @@ from odc.balance.data.ahead import Later
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
 from odc.balance.data.reader import name_samples
 from odc.errors import ConfigError, UnsupportedError
-from odc.trainers.batches import Part
-from odc.trainers.bundles import Bundle, Microbatch, StepEnd, cut
+from odc.trainers.batches import Bundle, Microbatch, Part, StepEnd, cut
 from odc.trainers.options import Planner
 
 logger = logging.getLogger("odc")

@@ -10,7 +10,12 @@ a row and attention in chunks are refused by configuration, :func:`odc.trainers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +24,199 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import OdcError
-from odc.trainers.aside import aside
-from odc.trainers.bundles import Microbatch
-from odc.trainers.checks import refusal
+from odc.trainers.batches import Microbatch
+from odc.trainers.checks import base_model, refusal
+from odc.trainers.overrides import Overrides
 from odc.trainers.packing import pack
-from odc.trainers.probe_samples import Identity, ProbeSamples, probe_samples
-from odc.trainers.rounding import Rounding, rounding
+
+# Forwards beside the training, of which nothing is left behind
+
+
+@contextmanager
+def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """In the block ``model`` and ``trainer.compute_loss`` can be called as in an evaluation.
+
+    Without gradients, so nothing is reduced and no minibatch begins. Behind it random states, every module's mode and
+    TRL's metrics are what they were.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device: torch.device = trainer.args.device
+    devices = [] if device.type in ("cpu", "mps") else [device]
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type=device.type),
+        _uncompiled(),
+        Overrides(trainer) as of_trainer,
+        Overrides(trainer.accelerator) as of_accelerator,
+    ):
+        if hasattr(trainer, "_metrics"):
+            of_trainer.set("_metrics", copy.deepcopy(trainer._metrics))
+            of_accelerator.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
+        try:
+            for module, _ in modes:
+                module.training = False  # not eval(): some modules do more in it (merge adapters)
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A few tiny shapes are not worth compiling, and each would count towards dynamo's limit of recompilations."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+# How much two computations of the same logits may differ
+
+
+_LEAST, _MOST = 2e-4, 0.15
+"""A tolerance's range: positions that are not honoured show by 0.3 and more."""
+
+_TF32 = 2.0**-10
+"""Rounding of float32 matrix products on GPUs that may use TF32."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Of logits computed in several dtypes, of which the coarsest counts."""
+
+    epsilon: float
+    """From 1 to the next number."""
+
+    @property
+    def tolerance(self) -> float:
+        """For :meth:`difference` of a row and a shorter one, which other kernels may compute."""
+        return min(max(_LEAST, 8 * self.epsilon), _MOST)
+
+    def difference(self, given: torch.Tensor, expected: torch.Tensor) -> float:
+        """Of the token that differs most, relative to its logits' size.
+
+        Logits (..., num_classes) in float64. Their mean is left out, since no loss sees it, except for its rounding:
+        some models' logits are all near -100.
+        """
+        size = _centred(expected).norm(dim=-1) + expected.norm(dim=-1) * (self.epsilon / self.tolerance)
+        return float((_centred(given - expected).norm(dim=-1) / size).max())
+
+
+def rounding(trainer: Any, model: nn.Module, logits: torch.Tensor) -> Rounding:
+    """Of this model as this trainer runs it: its parameters' dtypes, autocast, FSDP's mixed precision."""
+    dtypes: set[torch.dtype | None] = {logits.dtype, *(p.dtype for p in model.parameters())}
+    dtypes.add({"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision))
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    dtypes.add(getattr(getattr(plugin, "mixed_precision_policy", None), "param_dtype", None))
+    epsilons = [torch.finfo(dtype).eps for dtype in dtypes if dtype is not None and dtype.is_floating_point]
+    return Rounding(max(*epsilons, 0.0 if logits.device.type == "cpu" else _TF32))
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    return logits - logits.mean(dim=-1, keepdim=True)
+
+
+# Tiny samples that any language model takes
+
+
+_NUM_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is asked of a model before it is wrapped, after which it has another class and another ``forward``."""
+
+    name: str
+    vocab_size: int
+    special: frozenset[int]
+    """Tokens with a meaning of their own: padding, images."""
+
+    takes_mask: bool
+    rounds_by_row: bool
+    """What a token's logits round to depends on the other tokens of the row: those that go to the same expert, or those
+    that are quantized by one scale."""
+
+    options: Mapping[str, Any]
+    """Arguments with which the trainer calls the model besides the batch."""
+
+
+@dataclass(frozen=True)
+class ProbeSamples:
+    """As :func:`~odc.trainers.packing.collate_alone` gives them."""
+
+    first: Microbatch
+    """Four tokens."""
+
+    second: Microbatch
+    """Five others, except the fourth: what a model makes of it in each sample tells how far it depends on the tokens
+    before."""
+
+    other_first: Microbatch
+    """Four others again, to stand in the place of the first."""
+
+
+def identity_of(trainer: Any) -> Identity:
+    """Of the trainer's model.
+
+    Raises:
+        UnsupportedError: its configuration does not tell the size of the vocabulary.
+    """
+    model = base_model(trainer.model)
+    whole: Any = getattr(model, "config", None)
+    config: Any = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    if whole is None or getattr(config, "vocab_size", None) is None or not hasattr(config, "to_dict"):
+        raise refusal(
+            trainer,
+            f"whether {type(model).__name__} tells packed samples apart cannot be measured: its config is a "
+            f"{type(config).__name__}; expected a transformers configuration with a vocab_size",
+        )
+    values = {**whole.to_dict(), **config.to_dict()}
+    special = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
+    return Identity(
+        name=type(model).__name__,
+        vocab_size=int(config.vocab_size),
+        special=frozenset(v for v in special if isinstance(v, int)),
+        rounds_by_row=_rounds_by_row(values),
+        takes_mask="attention_mask" in inspect.signature(type(model).forward).parameters,
+        options={"use_cache": False} if _is_trls(trainer) else {},
+    )
+
+
+def probe_samples(identity: Identity, example: Mapping[str, torch.Tensor]) -> ProbeSamples:
+    """The same on all ranks. Every token has a label. Columns that only the collator knows come from ``example``."""
+    a, b, c, d, *others = _spread(identity, _NUM_TOKENS)
+    first, second, other = [a, b, c, d], [*others[:3], d, others[3]], others[4:]
+    return ProbeSamples(*(_sample(tokens, example) for tokens in (first, second, other)))
+
+
+def _spread(identity: Identity, count: int) -> list[int]:
+    """Ordinary tokens from all over the vocabulary."""
+    usable = [token for token in range(identity.vocab_size) if token not in identity.special]
+    return [usable[(2 * i + 1) * len(usable) // (2 * count)] for i in range(count)]
+
+
+def _sample(tokens: list[int], example: Mapping[str, torch.Tensor]) -> Microbatch:
+    ids = torch.tensor([tokens])
+    own = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(tokens))[None]}
+    further = {k: v[:, torch.arange(len(tokens)) % v.shape[1]] for k, v in example.items() if k not in own}
+    return {**further, **own}
+
+
+def _rounds_by_row(config: Mapping[str, Any]) -> bool:
+    experts = [value for name, value in config.items() if "expert" in name and isinstance(value, int)]
+    return any(value > 1 for value in experts) or bool(config.get("quantization_config"))
+
+
+def _is_trls(trainer: Any) -> bool:
+    """TRL switches the cache off in every call, and not in the configuration."""
+    if "trl" not in sys.modules:
+        return False
+    from trl import SFTTrainer
+
+    return isinstance(trainer, SFTTrainer)
+
+
+# The question
+
 
 _NUM_ITEMS = 8.0
 _SHUT_OFF = 1e9

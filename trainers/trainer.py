@@ -1,7 +1,7 @@
 """Balanced minibatches inside a transformers ``Trainer`` or one of its subclasses, TRL's ``SFTTrainer`` for one.
 
 The trainer's loop is left alone. It takes batches from its loader, so many per optimizer step, and gets as many bundles
-instead (:mod:`odc.trainers.bundles`); the four methods that look into a batch learn what a bundle is. They are replaced
+instead (:mod:`odc.trainers.batches`); the four methods that look into a batch learn what a bundle is. They are replaced
 on the trainer, not on its class, and for the time of ``train()`` only.
 
 The loss of a step needs no correction: the trainer divides the sum over tokens by the number of tokens of all batches
@@ -11,10 +11,11 @@ of the step on all ranks, whatever microbatch they are in.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,38 @@ import torch
 
 from odc.balance import CostModel
 from odc.errors import UnsupportedError
-from odc.trainers.bundles import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
+from odc.fsdp_patch.automatic import AutomaticPatching, is_patching
+from odc.fsdp_patch.patching import patch_fsdp
+from odc.trainers.batches import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
 from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
-from odc.trainers.overrides import Overrides
-from odc.trainers.patching import patched_fsdp
-from odc.trainers.probe import check_packing
-from odc.trainers.probe_samples import identity_of
-from odc.trainers.resuming import load_stream, save_stream
-from odc.trainers.streamed import StreamedBatches, streamed_loader
-from odc.trainers.trl_metrics import RankMetrics
+from odc.trainers.overrides import Overrides, RankMetrics
+from odc.trainers.probe import check_packing, identity_of
+from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, streamed_loader
 
 logger = logging.getLogger("odc")
+
 _MARK = "_odc_balance"
+
+
+@contextmanager
+def patched_fsdp(options: Mapping[str, Any]) -> Iterator[None]:
+    """Patch each FSDP model at its first forward in the block; plain FSDP again behind it.
+
+    An error in the block is told to the other ranks. Under ``odc run`` all of this is done already.
+    """
+    if is_patching():
+        yield
+        return
+    patching = AutomaticPatching(functools.partial(patch_fsdp, **options), logger.info)
+    try:
+        yield
+    except BaseException as error:
+        patching.abort(error)
+        raise
+    finally:
+        patching.close()
 
 
 def balance(
@@ -226,3 +245,73 @@ class _Balanced:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+# ``odc run --balance``: every ``Trainer`` of a script that knows nothing of it
+
+
+_current: Launched | None = None
+
+
+class Launched:
+    """What :func:`install` did to this process; :meth:`close` undoes it."""
+
+    def __init__(self, options: BalanceOptions) -> None:
+        self.options = options
+        self.used = False
+        """Whether anything was balanced."""
+
+        self.tally = Tally()
+
+        self._trainer: Any = None
+        self._train: Any = None
+
+    def enter(self) -> None:
+        """Into ``Trainer.train``, if transformers is installed."""
+        global _current
+        _current = self
+        if importlib.util.find_spec("transformers") is None:
+            return
+        from transformers import Trainer
+
+        original = Trainer.train
+
+        @functools.wraps(original)
+        def train(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self.used = True
+            return train_balanced(
+                trainer, self.options, self.tally, functools.partial(original, trainer, *args, **kwargs)
+            )
+
+        self._trainer, self._train = Trainer, original
+        Trainer.train = train
+
+    def close(self) -> None:
+        """Leave the class as it was. Idempotent."""
+        global _current
+        if _current is self:
+            _current = None
+        if self._trainer is not None:
+            self._trainer.train = self._train
+            self._trainer = None
+
+
+def install(
+    policy: str | None = None, max_tokens: int | None = None, *, online: bool = False, pool_size: int | None = None
+) -> Launched:
+    """Balance every ``Trainer.train()`` of this process from now on, and every :func:`~odc.trainers.minibatches`.
+
+    Args:
+        policy, max_tokens, online, pool_size: see :class:`~odc.trainers.BalanceOptions`.
+
+    Raises:
+        ValueError: the policy is not known, or an option is out of range.
+    """
+    launched = Launched(BalanceOptions.choose(policy, online=online, max_tokens=max_tokens, pool_size=pool_size))
+    launched.enter()
+    return launched
+
+
+def current() -> Launched | None:
+    """What ``odc run --balance`` installed in this process; None: nothing."""
+    return _current
