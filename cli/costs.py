@@ -1,4 +1,4 @@
-"""From command-line options to a cost model in seconds, and a memory estimate."""
+"""From command-line options to a cost model in seconds, and a memory estimate; published figures of accelerators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,27 @@ import numpy.typing as npt
 
 from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost, preset_names
 from odc.balance.checks import FloatArray
-from odc.cli.devices import DEVICES, Device
 from odc.cli.lengths import MOST_TOKENS, check_ends
 from odc.errors import shorten, shown
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the data sheet says."""
+
+    flops_per_s: float
+    """Dense bfloat16 peak."""
+
+    memory_bytes: int
+
+
+DEVICES = {
+    "a100": Device(312e12, 80 * 10**9),
+    "h100": Device(989e12, 80 * 10**9),
+    "h200": Device(989e12, 141 * 10**9),
+    "b200": Device(2250e12, 180 * 10**9),
+}
+
 
 _LARGEST_FILE = 2**26  # bytes of what is read whole
 
@@ -73,7 +91,7 @@ def make_training(
 
     Args:
         model: preset or path of a config.json.
-        device: one of :data:`~odc.cli.devices.DEVICES`.
+        device: one of :data:`~odc.cli.costs.DEVICES`.
         mfu: model FLOPs utilization: achieved over peak FLOPs, recomputation not counted as achieved.
         world_size: number of ranks that share parameters, gradients and optimizer state.
         recompute: the backward computes activations anew.

@@ -1,4 +1,5 @@
-"""How a comparison of phases is printed: a table, a few sentences, JSON."""
+"""How a comparison of phases is printed: a table, a few sentences, JSON; what to balance, with what, and what holds it
+back."""
 
 from __future__ import annotations
 
@@ -10,19 +11,145 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from odc.balance.plan import Comm
 from odc.cli.comparison import COMM_NAMES, duration
+from odc.cli.lengths import describe
 from odc.cli.modalities import LANGUAGE
 from odc.cli.output import output, progress_bar, significant
-from odc.cli.phase_advice import recommend_phases
-from odc.cli.phases import Moved, Outcome, PhaseComparison
-from odc.cli.samples import describe
+from odc.cli.phases import BALANCES_ENCODERS, Balanced, Moved, Outcome, PhaseComparison, Pieces
+
+# What to make of it
+
+
+# A gain below this is within what a cost model can be wrong about.
+_NOT_WORTH_IT = 0.02
+# What balancing a phase must gain to be worth moving its items.
+_LITTLE = 0.01
+# Waiting and padding below this are not what holds anything back.
+_WORTH_A_WORD = 0.05
+_WHAT: dict[Balanced, str] = {
+    "none": "nothing",
+    "language": "the language model only",
+    "whole": "whole samples over all phases",
+    "all": "all phases",
+    "joint": "the sum of all phases",
+}
+
+# What is shared out so that the sum of all phases is even.
+_PIECES: dict[Balanced, tuple[str, str]] = {
+    "whole": ("whole sample", "whole samples"),
+    "joint": ("item or sample", "items and samples"),
+}
+
+
+def recommend_phases(found: PhaseComparison) -> str:
+    """What to balance and why, in a few sentences."""
+    fsdp, odc = _simplest(found, "collective"), _simplest(found, "odc")
+    chosen = odc if odc.speedup(fsdp) - 1 >= _NOT_WORTH_IT else fsdp
+    gain = chosen.speedup(found.baseline) - 1
+    if gain < _NOT_WORTH_IT:
+        best = max(found.outcomes, key=lambda outcome: outcome.samples_per_s)
+        more = best.speedup(found.baseline) - 1
+        would = f"bring {more:.1%} more samples/s" if more >= 0.0005 else "be no faster"
+        what = _WHAT[best.balanced if best.balanced != "none" else "all"]
+        text = (
+            f"Leave minibatches as they are: ranks wait for {found.baseline.bubble_rate:.1%} of the time, and "
+            f"balancing {what} with {COMM_NAMES[best.comm]} would {would}."
+        )
+        return text + _what_is_left(found, best)
+    choice = f"Balance {_WHAT[chosen.balanced]}, with" if chosen.balanced != "none" else "Use"
+    text = (
+        f"{choice} {COMM_NAMES[chosen.comm]}: {1 + gain:.2f}x speedup over none with FSDP, waiting "
+        f"{found.baseline.bubble_rate:.1%} -> {chosen.bubble_rate:.1%}"
+    )
+    if chosen.balanced not in ("none", "language"):
+        part = found.of("language", chosen.comm).speedup(found.baseline)
+        text += f" (the language model only: {part:.2f}x)"
+    return f"{text}.{_about_small_encoders(found, chosen)}{_about_other(odc, chosen)}{_what_is_left(found, chosen)}"
+
+
+def _simplest(found: PhaseComparison, comm: Comm) -> Outcome:
+    """The choice that moves least, of those that are nearly as fast as the fastest with this communication."""
+    candidates = [outcome for outcome in found.outcomes if outcome.comm == comm]
+    best = max(candidates, key=lambda outcome: outcome.samples_per_s)
+    fast = [outcome for outcome in candidates if best.speedup(outcome) - 1 < _LITTLE]
+    return min(fast, key=lambda outcome: outcome.moved.total)  # of equals the first
+
+
+def _about_other(odc: Outcome, chosen: Outcome) -> str:
+    """What ODC would add where FSDP is recommended."""
+    if chosen is odc:
+        return ""
+    more = odc.speedup(chosen) - 1
+    return f" ODC would bring {more:.1%} more." if more >= 0.0005 else " ODC would be no faster."
+
+
+def _about_small_encoders(found: PhaseComparison, chosen: Outcome) -> str:
+    """Encoders that need no balancing."""
+    if chosen.balanced == "none":
+        return ""
+    apart, balanced = found.of("language", chosen.comm), found.of("all", chosen.comm)
+    gains = (np.array(apart.spans) - np.array(balanced.spans)).sum(axis=0)[:-1] / apart.total
+    shares = (apart.work / apart.work.sum())[:-1]
+    small = [
+        f"{name} ({share:.1%} of the work)"
+        for name, gain, share in zip(found.phases, gains.tolist(), shares.tolist(), strict=False)
+        if gain < _LITTLE
+    ]
+    if chosen.balanced != "language" and len(small) == len(gains):
+        return ""  # they gain by what they add up to
+    return f" Balancing {' and '.join(small)} gains under 1%." if small else ""
+
+
+def _what_is_left(found: PhaseComparison, outcome: Outcome) -> str:
+    """A sentence about what is still waited for, and one about padding, if it is much."""
+    text = ""
+    if outcome.bubble_rate > _WORTH_A_WORD and outcome.waiting.any():
+        text += f" {_what_is_awaited(found, outcome)}"
+    padding = outcome.padding / (found.num_ranks * outcome.total)
+    if padding.max() > _WORTH_A_WORD:
+        worst = int(padding.argmax())
+        text += f" Padding of {found.phases[worst]} takes {padding[worst]:.0%} of the time."
+    return text
+
+
+def _what_is_awaited(found: PhaseComparison, outcome: Outcome) -> str:
+    worst = int(outcome.waiting.argmax())
+    name = found.phases[worst]
+    what = "the language model" if name == LANGUAGE else name
+    pieces = Pieces(found, outcome.balanced, worst)
+    held = pieces.held_by_one(found.minibatch_size)
+    if held >= 0.5:
+        size = pieces.size_that_hides_one()
+        way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide it"
+        unit, where = _PIECES.get(outcome.balanced, ("sample" if name == LANGUAGE else "item", what))
+        share = "all phases" if outcome.balanced in _PIECES else "that phase"
+        return (
+            f"What holds it back is {where}: one {unit} alone takes longer than a rank's fair share of {share} in "
+            f"{held:.0%} of the minibatches; {way_out}."
+        )
+    own = np.array([loads.sum(axis=0).max() for loads in outcome.loads]).sum()
+    mean = float(outcome.work.sum()) / found.num_ranks
+    if outcome.comm == "odc" and outcome.total - own > own - mean:
+        return "Most of the waiting that is left is for what other ranks' encoders make."
+    if outcome.balanced in _PIECES:  # which leave each phase uneven, and that is not what is waited for
+        stay = ", whose items stay with them," if outcome.balanced == "whole" else ""
+        return (
+            f"Most of the waiting that is left is what {_PIECES[outcome.balanced][1]}{stay} do not even out; a larger "
+            "minibatch has more of them."
+        )
+    stays = name != LANGUAGE and outcome.balanced not in BALANCES_ENCODERS
+    return f"Most of the waiting that is left is in {what}{', whose items stay with their samples' if stays else ''}."
+
+
+# How it is printed
 
 
 def report_phases(found: PhaseComparison, *, as_json: bool, plot: Path | None) -> None:
     """Print a comparison, and save its picture."""
     recommendation = recommend_phases(found)
     if plot is not None:
-        from odc.cli.phase_plots import plot_phases  # matplotlib takes a while to import
+        from odc.cli.plots import plot_phases  # matplotlib takes a while to import
 
         with progress_bar() as progress:
             progress.add_task("drawing", total=None)

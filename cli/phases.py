@@ -18,8 +18,8 @@ from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.policies.packing import pack_together
 from odc.cli.costs import Training
+from odc.cli.lengths import draw
 from odc.cli.modalities import LANGUAGE, Dataset, Modality
-from odc.cli.samples import draw
 
 Balanced = Literal["none", "language", "whole", "all", "joint"]
 _OUTPUT_BYTES = 2  # of a number in a row that an encoder makes: bf16

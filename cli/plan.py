@@ -15,17 +15,14 @@ from odc.balance import Machine, Scenario, policy_names
 from odc.balance.checks import IntArray
 from odc.balance.plan import Comm
 from odc.cli import options
-from odc.cli.advice import memory_note, recommend
-from odc.cli.comparison import Comparison, compare, table, to_json
-from odc.cli.costs import Training, make_training
-from odc.cli.devices import DEVICES
-from odc.cli.lengths import read_lengths
+from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
+from odc.cli.costs import DEVICES, Training, make_training
+from odc.cli.lengths import check_enough, cut, describe, read_lengths, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
 from odc.cli.phase_report import report_phases
 from odc.cli.phases import compare_phases
 from odc.cli.records import TokenCounter
-from odc.cli.samples import check_enough, cut, describe, some_of
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
 _TEXT_ONLY = (

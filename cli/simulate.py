@@ -17,10 +17,9 @@ from odc.balance.checks import IntArray
 from odc.balance.simulate.studies import FACTORS, Point, Setting, study
 from odc.cli import options
 from odc.cli.costs import make_training
-from odc.cli.lengths import Lengths, read_lengths
+from odc.cli.lengths import Lengths, check_enough, describe, read_lengths, some_of
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
 from odc.cli.records import TokenCounter
-from odc.cli.samples import check_enough, describe, some_of
 
 PAPER_FACTORS = ("minibatch_size", "max_length", "packing_ratio", "devices")
 _LARGEST_VALUE = 10**12

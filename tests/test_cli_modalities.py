@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from odc.balance import Scenario, TransformerCost
 from odc.cli.app import app
 from odc.cli.costs import make_training
+from odc.cli.lengths import some_of
 from odc.cli.modalities import encoder_flops, parse_modalities, read_dataset
 from odc.cli.phases import compare_phases
 from odc.cli.records import TokenCounter
-from odc.cli.samples import some_of
 
 VISION = "vision:layers=24,hidden=1024,ffn=4096"
 AUDIO = "audio:layers=32,hidden=1280,ffn=5120,layout=padded"
@@ -361,7 +361,7 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
 
-    from odc.cli.phase_plots import _LANGUAGE
+    from odc.cli.plots import _LANGUAGE
 
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))

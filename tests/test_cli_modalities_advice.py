@@ -11,7 +11,7 @@ from test_cli_modalities import mix as mix  # a fixture
 
 from odc.cli.costs import make_training
 from odc.cli.modalities import parse_modalities, read_dataset
-from odc.cli.phase_advice import _about_small_encoders, _what_is_awaited, recommend_phases
+from odc.cli.phase_report import _about_small_encoders, _what_is_awaited, recommend_phases
 from odc.cli.phases import Balanced, Pieces, compare_phases
 from odc.cli.records import TokenCounter
 

@@ -16,7 +16,7 @@ from odc.balance import Machine, Scenario, even_lengths
 from odc.cli import plots
 from odc.cli.comparison import Comparison, at_minibatch_sizes, compare
 from odc.cli.costs import make_training
-from odc.cli.samples import some_of
+from odc.cli.lengths import some_of
 
 POLICIES = ("lb-micro", "lb-mini")
 
