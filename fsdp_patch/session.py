@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc import limits
 from odc.errors import MisuseError, OdcError, UnsupportedError
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
@@ -32,8 +33,6 @@ from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
 
 logger = logging.getLogger("odc")
-
-_LOAD_PATIENCE_S = 5.0  # for other ranks to load as well; ranks may take turns (a lock, a barrier)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Session:
         """The script enters a collective of its own, to which others may come behind their forward; or has left one,
         and what it has loaded before may be complete on all ranks now."""
         if not self._closed and self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
-            self._publish_loaded(patience_s=_LOAD_PATIENCE_S if is_entering else 0.0)
+            self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S if is_entering else 0.0)
 
     def require_no_unfreezing(self, what: str) -> None:
         """Refuse to be patched anew by ``what``, the use of a gradient of before.
@@ -376,7 +375,7 @@ class Session:
         # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
         # Where ranks load one after the other, at the next use.
         if self._runtime.state is not State.OPEN:
-            self._publish_loaded(patience_s=_LOAD_PATIENCE_S)
+            self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S)
 
     def end_evaluation(self) -> None:
         """A forward of the model without a graph has returned."""

@@ -86,7 +86,7 @@ def test_without_memory_to_keep_a_push_in_it_waits_for_a_slot(monkeypatch: pytes
         for number in range(4) if exchange.rank == 0 else ():
             runtime.scatter_accumulate(0, torch.full((2 * NUMEL,), 10.0**number))
 
-    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 0.01)
+    monkeypatch.setattr("odc.limits.DAEMON_PATIENCE_S", 0.01)
     monkeypatch.setattr("odc.minibatch.daemon.torch.empty_like", refuse)
     run_two(1, push)
     assert asked

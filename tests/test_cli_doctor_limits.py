@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
 
+from odc import limits
 from odc.doctor import Finding, Status, machine
 from odc.doctor.machine import UNLIMITED, Limit
 from odc.transports import _control
@@ -103,7 +104,7 @@ def test_ptrace(tmp_path: Path) -> None:
     ],
 )
 def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_SLEEP_S", 60.0)  # a thread may be slow to wake
+    monkeypatch.setattr(limits, "DOCTOR_SLEEP_S", 60.0)  # a thread may be slow to wake
     assert check().status is OK  # whatever the first use opens for good
     before = set(os.listdir("/proc/self/fd"))
     assert check().status is OK
@@ -162,7 +163,7 @@ def test_signals_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_futexes_that_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SleepWord, "advance", lambda _: None)
-    monkeypatch.setattr(machine, "_SLEEP_S", 0.2)
+    monkeypatch.setattr(limits, "DOCTOR_SLEEP_S", 0.2)
     says(machine.signals(), ERROR, "does not wake", "FUTEX_WAKE_OP")
 
 

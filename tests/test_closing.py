@@ -21,7 +21,7 @@ from training import build, loss_of, shard, tokens, train, wrap
 
 import odc
 from odc.bench.warm_launch import WarmLauncher
-from odc.transports._peers import STAY_S
+from odc.limits import STAY_S
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence
 STEPS = 3

@@ -160,7 +160,7 @@ def train(rank: int, world_size: int, library: str, folder: str, broken: str, en
     if rank == 1:
         os.environ.update(env)
     with stub_driver(library, f"{folder}/{rank}.log") as stub, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("odc.liveness.leaving._GRACE_S", 30.0)  # a rank may be slow to close
+        patch.setattr("odc.limits.CLOSE_GRACE_S", 30.0)  # a rank may be slow to close
         if broken == "host address":
             patch.setattr(runtime, "device_address", lambda address: address)
         elif broken == "offset":

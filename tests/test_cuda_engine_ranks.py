@@ -230,7 +230,7 @@ def test_minibatches(k: SimpleNamespace, mode: tuple[str, bool], dtype: torch.dt
 
 def test_pushes_that_no_slot_was_free_for(k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept in memory of the client's, from which other streams send them."""
-    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 0.0)
+    monkeypatch.setattr("odc.limits.DAEMON_PATIENCE_S", 0.0)
     hold, held = k.engine.CudaEngine.hold, list[int]()
 
     def noted(engine: Any, tensor: torch.Tensor) -> None:

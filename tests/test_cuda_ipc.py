@@ -251,7 +251,7 @@ def test_one_rank_that_cannot_use_a_transport_keeps_all_from_it(monkeypatch: pyt
 
 
 def test_close_gives_everything_back_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.liveness.leaving._GRACE_S", 30.0)  # a rank may be slow to close
+    monkeypatch.setattr("odc.limits.CLOSE_GRACE_S", 30.0)  # a rank may be slow to close
 
     def body(exchange: ThreadExchange) -> list[str]:
         with create(exchange) as runtime:
@@ -264,7 +264,7 @@ def test_close_gives_everything_back_on_every_rank(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_that_a_peer_still_reads_is_freed_when_it_has_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.liveness.leaving._GRACE_S", 0.05)
+    monkeypatch.setattr("odc.limits.CLOSE_GRACE_S", 0.05)
 
     def body(exchange: ThreadExchange) -> tuple[bool, float, list[str]]:
         runtime = create(exchange)

@@ -43,7 +43,7 @@ STUCK_S = 0.4
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(AsynchronousFakeCudaTransport, "delay_s", 0.0)
     monkeypatch.setattr(AsynchronousFakeNvshmemTransport, "delay_s", 0.0)
-    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 0.005)
+    monkeypatch.setattr("odc.limits.DAEMON_PATIENCE_S", 0.005)
     with registered_fakes():
         yield
 
@@ -246,7 +246,7 @@ def wait_for_what_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def find_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.transports.cuda_ipc._CLOSE_S", 0.1)
+    monkeypatch.setattr("odc.limits.CLOSE_DEVICE_S", 0.1)
     for queues in (1, 2):
         monkeypatch.setattr(streams, "WAIT_LIMIT_S", STUCK_S)
         raised = (AssertionError, FakeDeviceError, OdcError)
@@ -261,7 +261,7 @@ def test_a_stream_that_waits_for_pushes_ends_in_one(monkeypatch: pytest.MonkeyPa
 
 def test_a_client_that_waits_for_slots_ends_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """However the owner serves: its stream may share a queue with a kernel that waits for that client."""
-    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 1e9)
+    monkeypatch.setattr("odc.limits.DAEMON_PATIENCE_S", 1e9)
     find_deadlock(monkeypatch)
 
 
@@ -373,7 +373,7 @@ def test_a_slow_owner_slows_its_clients_before_they_keep_more_than_all_gradients
         add_slots(self, *arguments)
 
     monkeypatch.setattr(FakeEngine, "add_slots", add_slowly)
-    monkeypatch.setattr("odc.minibatch.daemon._PATIENCE_S", 10.0)
+    monkeypatch.setattr("odc.limits.DAEMON_PATIENCE_S", 10.0)
     monkeypatch.setattr(AccumulationDaemon, "_await_room", impatient(AccumulationDaemon._await_room))
     for found in values(run_threads(2, lambda exchange: push_past_an_owner(exchange, 20, is_stuck=False))):
         assert found == [210.0] * NUMEL

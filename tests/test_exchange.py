@@ -16,9 +16,8 @@ from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 from torch.distributed.distributed_c10d import _get_default_store
 
-from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
+from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec, limits
 from odc.liveness.threads import HelperThread
-from odc.setup import agreement as exchange
 from odc.setup.agreement import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
 
 
@@ -50,8 +49,8 @@ LONELY = """
 import sys, time, logging
 import torch.distributed as dist
 from odc.setup import agreement as exchange
-from odc.liveness import threads
-threads.FIRST_REMINDER_S = 1e-6
+from odc import limits
+limits.FIRST_REMINDER_S = 1e-6
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 if rank == 1:
@@ -199,7 +198,7 @@ def test_a_wait_without_a_thread_can_be_ended() -> None:
 
 def failing_and_going_on(rank: int, world_size: int) -> str:
     """Rank 1 fails between two exchanges, and its script goes on."""
-    exchange._WORDS_S = 0.2
+    limits.WORDS_LOOK_S = 0.2
     group, said = ProcessGroupExchange(), ""
     group.all_gather(b"")
     if rank == 1:

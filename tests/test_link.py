@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 
-from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
+from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limits
 from odc.engines.base import no_op
-from odc.liveness import threads
-from odc.transports import _link
 from odc.transports._control import Closing
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
@@ -155,7 +153,7 @@ def test_what_does_not_fit_ends_the_link_and_touches_nothing(
     data: bytes, words: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault test 21, once connected: garbage, HTTP, a pickle, lengths, offsets and numbers that lie."""
-    monkeypatch.setattr(_link, "_EXPLANATION_S", 0.1)  # nothing will explain it
+    monkeypatch.setattr(limits, "LINK_EXPLANATION_S", 0.1)  # nothing will explain it
     with Pair() as pair:
         getattr(pair, by).sendall(data)
         pair.until(lambda: pair.link.is_dead)
@@ -202,7 +200,7 @@ def test_an_answer_that_does_not_come_is_silence() -> None:
 def test_a_long_wait_is_warned_of_and_known_to_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threads, "FIRST_REMINDER_S", 0.4)
+    monkeypatch.setattr(limits, "FIRST_REMINDER_S", 0.4)
     with Pair() as pair:
 
         def answer() -> None:
@@ -392,7 +390,7 @@ def test_the_end_of_the_connection_wakes_a_reader() -> None:
 
 
 def test_a_rank_that_has_closed_is_told_from_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "_EXPLANATION_S", 30.0)  # however long the farewell is on its way
+    monkeypatch.setattr(limits, "LINK_EXPLANATION_S", 30.0)  # however long the farewell is on its way
     with Pair() as pair:
         pair.far.close()  # the data's end may be seen before the farewell
         pair.control.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())

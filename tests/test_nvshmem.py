@@ -221,9 +221,9 @@ def test_a_small_heap_is_refused_before_nvshmem_starts(monkeypatch: pytest.Monke
 def test_a_call_that_never_returns_ends_the_process_and_says_what_to_look_at() -> None:
     script = """
 import threading, time
-from odc.liveness import threads
+from odc import limits
 from odc.cuda import nvshmem as limit
-threads.FIRST_REMINDER_S = 0.2
+limits.FIRST_REMINDER_S = 0.2
 warned = threading.Event()
 limit.logger.addFilter(lambda record: warned.set() or True)
 with limit.time_limit("NVSHMEM's start", 60.0):

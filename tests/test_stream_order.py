@@ -377,7 +377,7 @@ def test_a_stream_waits_only_for_what_was_submitted(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_left_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.liveness.leaving._GRACE_S", 30.0)  # a rank may be slow to close
+    monkeypatch.setattr("odc.limits.CLOSE_GRACE_S", 30.0)  # a rank may be slow to close
 
     def body(exchange: ThreadExchange) -> list[str]:
         run = RankRun(replace(ADVERSARY, slow=()), exchange)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from odc import limits
 from odc.doctor.finding import Finding, error, not_needed, ok, warning
 from odc.doctor.nvshmem import DOCKER
 
@@ -166,7 +167,6 @@ def _words(path: Path) -> list[str]:
 
 
 _BYTES = 4096
-_SLEEP_S = 10.0  # it takes no time, but a machine may be busy
 _SANDBOX = "Allow it in the sandbox: docker run --security-opt seccomp=unconfined; gVisor may not have it at all."
 
 
@@ -253,10 +253,10 @@ def signals() -> Finding:
         if block is None:
             return error(f"does not work: {problem}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
         ticket = block.events.ticket
-        sleeper = threading.Thread(target=block.events.sleep, args=(ticket, _SLEEP_S), name="odc-doctor")
+        sleeper = threading.Thread(target=block.events.sleep, args=(ticket, limits.DOCTOR_SLEEP_S), name="odc-doctor")
         sleeper.start()
         block.post(0)
-        sleeper.join(_SLEEP_S / 2)
+        sleeper.join(limits.DOCTOR_SLEEP_S / 2)
         is_asleep, count = sleeper.is_alive(), block.count(0)
         sleeper.join()
     if is_asleep or block.events.ticket == ticket:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from odc import limits
 from odc.engines.base import Addition, AfterChunk, Engine, TransferTable, no_op
 from odc.errors import SetupError
 from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate, scatter_accumulate_direct
@@ -22,7 +23,6 @@ from odc.kernels.prepare import UnitDtypes, prepare_kernels
 from odc.kernels.scatter import scatter_to_peers
 from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
 
-_POLL_S = 1e-3
 _ROW_TABLES, _ROWS = 128, 64
 
 
@@ -176,7 +176,7 @@ class CudaEngine(Engine):
         table, done = self._row_tables[0]
         self._row_tables.rotate(-1)
         while not done.query():  # type: ignore[no-untyped-call]  # as many launches ago as there are tables
-            time.sleep(_POLL_S)
+            time.sleep(limits.STREAM_PAUSE_S)
         aligned = write_rows(table, rows, slots, slot_bytes, total_dtype=total, addend_dtype=addend)
         accumulate_slots(
             table.data_ptr(),
@@ -265,7 +265,7 @@ class CudaEngine(Engine):
         while not all(event.query() for event in events):
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(limits.STREAM_PAUSE_S)
         return True
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from odc import limits
 from odc.liveness.threads import in_helper
 from odc.setup.agreement import is_known_everywhere
 
@@ -68,8 +69,6 @@ def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transp
         logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
 
 
-_GRACE_S = 2.0  # for which close() itself waits for the others to close, too
-_POLL_S = 2e-3
 _CLOSING = "odc-close"
 
 
@@ -85,7 +84,7 @@ def release_when(is_unused: Callable[[bool], bool], release: Callable[[], object
     earlier_error = id(_last_error())
 
     def wait(limit_s: float) -> bool:
-        deadline, pause_s = time.monotonic() + limit_s, _POLL_S
+        deadline, pause_s = time.monotonic() + limit_s, limits.CLOSE_PAUSE_S
         while not is_unused(not threading.main_thread().is_alive()) and not _has_failed_at_exit(earlier_error):
             if time.monotonic() > deadline:
                 return False
@@ -102,7 +101,7 @@ def release_when(is_unused: Callable[[bool], bool], release: Callable[[], object
         wait(math.inf)
 
     try:
-        is_released = wait(_GRACE_S)
+        is_released = wait(limits.CLOSE_GRACE_S)
     except BaseException:  # Ctrl-C
         wait_behind()
         raise

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from odc import limits
 from odc.errors import SetupError
 
-FIRST_REMINDER_S = 10.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 2e-3
 _CGROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/sys/kernel/threads-max")
@@ -93,7 +92,7 @@ class Reminder:
     """Says when to warn of a wait: after ten seconds, and each time it has doubled since."""
 
     def __init__(self) -> None:
-        self.due_s = FIRST_REMINDER_S
+        self.due_s = limits.FIRST_REMINDER_S
 
     def is_due(self, waited_s: float) -> bool:
         """Whether to warn now, ``waited_s`` seconds into the wait; if so, the next time is twice as far."""
@@ -110,8 +109,8 @@ def look_until(is_completed: Callable[[], bool], look: Callable[[float], None]) 
         is_completed: cheap; it may raise.
         look: called with the seconds waited so far after each look in vain; ends the wait by raising.
     """
-    started, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    started, pause_s = time.monotonic(), limits.LOOK_PAUSES_S[0]
     while not is_completed():
         look(time.monotonic() - started)
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, limits.LOOK_PAUSES_S[1])

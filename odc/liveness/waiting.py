@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from odc import limits
 from odc.engines.base import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.faults import FaultInjector
@@ -26,17 +27,6 @@ from odc.timeline import Stats, Timeline
 from odc.transports.base import IN_COLLECTIVE, PeerState, Signs, Transport
 
 logger = logging.getLogger("odc")
-
-_SLICE_S = 0.5  # longest time between two looks at the clock and at progress
-_SLEEP_S = 0.1  # longest sleep: a death wakes nobody
-_EXPLANATION_S, _FAREWELL_S, _BETWEEN_LOOKS_S = (
-    3.0,
-    1.0,
-    0.02,
-)  # a connection may end before the news that explain it have come
-_LAG_S = 2.0  # of looks that are told once a second to another host
-_FIRST_LOOK_S = 0.1  # before it, a collective is looked at only for failures
-_ABSENCE_S = 4 * _SLICE_S  # between two looks: this process was not running
 
 
 GONE = (PeerClosedError, PeerDiedError, PeerSilentError)
@@ -132,7 +122,7 @@ class Waiter:
         transport = among or self._transport
         started_ns = time.monotonic_ns()
         patience, reminder = Patience(self.job, self._timeout_s), Reminder()
-        pause = min(_SLEEP_S, self._timeout_s / 4)
+        pause = min(limits.WAIT_SLEEP_S, self._timeout_s / 4)
         try:
             while ranks:
                 self._faults.hit("wait")
@@ -179,7 +169,7 @@ class Waiter:
         def look(waited_s: float) -> None:
             self._faults.hit("wait")
             self.check()
-            if waited_s < _FIRST_LOOK_S:
+            if waited_s < limits.COLLECTIVE_FIRST_LOOK_S:
                 return
             for rank in others:
                 if self.job.state(rank) is not PeerState.ALIVE and not is_completed():
@@ -200,7 +190,7 @@ class Waiter:
         """Why a collective of torch has failed here; None if nothing is heard of it within a moment."""
         looks, left = 0, list[int]()  # who has closed and ended, in this order
         while True:
-            looked_s = looks * _BETWEEN_LOOKS_S
+            looked_s = looks * limits.EXPLANATION_PAUSE_S
             try:
                 self.check()
                 for rank in self.job.others:
@@ -209,17 +199,18 @@ class Waiter:
                         self._fail_gone(rank, lambda: what, waited_s)
                     if state is PeerState.CLOSED and rank not in left and self.job.has_ended(rank):
                         left.append(rank)
-                if left and looked_s > _FAREWELL_S:  # they may have come to all that they had to, so others come first
+                # They may have come to all that they had to, so others come first.
+                if left and looked_s > limits.FAREWELL_S:
                     self._fail_gone(left[0], lambda: what, waited_s)
             except PeerClosedError as cause:  # which of them it was, nobody can tell
                 others = f"; so are ranks {left[1:]}" if len(left) > 1 else ""
                 return PeerClosedError(f"{cause}{others}")
             except OdcError as cause:
                 return cause
-            if looked_s >= _EXPLANATION_S:
+            if looked_s >= limits.EXPLANATION_S:
                 return None
             looks += 1
-            time.sleep(_BETWEEN_LOOKS_S)
+            time.sleep(limits.EXPLANATION_PAUSE_S)
 
     def explain(self, error: OdcError, what: str) -> OdcError:
         """The error of a transfer that found its rank gone (one of :data:`GONE`), with what was being done, and when.
@@ -341,7 +332,7 @@ class Patience:
             if silence_s > self.limit_s(blamed):
                 return rank, blamed, self.describe_silence(blamed, silence_s)
             stuck_s = self._stuck_s(rank, chain) if is_circle else self._not_stuck(rank)
-            if stuck_s > self._timeout_s + 2 * _LAG_S:  # one that is stopped is found before
+            if stuck_s > self._timeout_s + 2 * limits.STATUS_LAG_S:  # one that is stopped is found before
                 return rank, blamed, f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
         return None
 
@@ -353,14 +344,14 @@ class Patience:
 
     def limit_s(self, rank: int) -> float:
         """Silence of ``rank`` beyond which it is to blame. That a rank still looks is heard with some delay."""
-        return self._timeout_s + (_LAG_S if self._job.waiting_on(rank) is not None else 0.0)
+        return self._timeout_s + (limits.STATUS_LAG_S if self._job.waiting_on(rank) is not None else 0.0)
 
     def forgive_own_absence(self) -> None:
         """If this process itself was suspended (Ctrl-Z, a paused container), the others may have been too."""
         now = time.monotonic()
         absence_s = now - self._last_look
         self._last_look = now
-        if absence_s > _ABSENCE_S:
+        if absence_s > limits.ABSENCE_S:
             self._seen = {rank: (signs, since + absence_s) for rank, (signs, since) in self._seen.items()}
             self._circles.clear()
 

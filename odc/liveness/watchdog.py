@@ -20,16 +20,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from odc import limits
 from odc.errors import PeerDiedError, PeerSilentError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import Failure, Job, Patience
 from odc.transports.base import PeerState, Transport
 
 logger = logging.getLogger("odc")
-
-_BEAT_S = 0.5
-_GRACE_S = 1.0  # for which a failure is left to the training loop, which can say better what it was doing
-_LOOK_S = 1.0  # a death wakes at once, an error that a living rank has told of is found by looking
 
 
 class StreamWatchdog:
@@ -46,7 +43,7 @@ class StreamWatchdog:
     def _run(self) -> None:
         released = False
         while not self._stopping.is_set():
-            lost = None if released else self._transport.wait_for_loss(self._stop_fd, _LOOK_S)
+            lost = None if released else self._transport.wait_for_loss(self._stop_fd, limits.DEATH_LOOK_S)
             if lost is not None:
                 self._report(lost)
             # After a reported error every operation raises, so nothing valid can come of what still waits. Again and
@@ -54,7 +51,7 @@ class StreamWatchdog:
             released = released or lost is not None or self._transport.abort_notice() is not None
             if released:
                 self._transport.release_streams()
-                self._stopping.wait(_LOOK_S)
+                self._stopping.wait(limits.DEATH_LOOK_S)
 
     def _report(self, rank: int) -> None:
         if self._transport.abort_notice() is not None:
@@ -123,7 +120,7 @@ class JobWatchdog:
 
     def _run(self) -> None:
         patience: Patience | None = None
-        while not self._stopping.wait(_BEAT_S):
+        while not self._stopping.wait(limits.BEAT_S):
             self._job.beat()
             self._look_for_losses()
             if self._look_for_failures():
@@ -143,7 +140,7 @@ class JobWatchdog:
         now = time.monotonic()
         if self._failed_since is None:
             self._failed_since = now
-        elif now - self._failed_since > _GRACE_S and self._end_collectives() and not self._has_said_so:
+        elif now - self._failed_since > limits.FAILURE_GRACE_S and self._end_collectives() and not self._has_said_so:
             self._has_said_so = True
             logger.error(
                 "rank %d ends its collectives because %s",
@@ -159,7 +156,11 @@ class JobWatchdog:
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
-        elif now - self._lost_since > _GRACE_S and self._failure.error is None and self._job.abort_notice() is None:
+        elif (
+            now - self._lost_since > limits.FAILURE_GRACE_S
+            and self._failure.error is None
+            and self._job.abort_notice() is None
+        ):
             self._on_failure(PeerDiedError(self._describe(lost[0], "is dead")))
 
     def _look_for_silence(self, patience: Patience) -> None:

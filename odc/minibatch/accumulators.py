@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from odc import limits
 from odc.config import RuntimeConfig
 from odc.engines.base import Addition, Engine
 from odc.errors import ConfigError, ProtocolError
@@ -27,7 +28,6 @@ from odc.liveness.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
 from odc.units import UnitSpec, segments
 
-_LOCK_SLICE_S = 0.05
 _WORD_BYTES = 8
 
 
@@ -383,7 +383,7 @@ class SharedStore(AccumulatorStore):
             self._end.waiter.wait(
                 pending,
                 lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {self._end.name(owner)}",
-                block=lambda timeout_s: try_it(min(timeout_s, _LOCK_SLICE_S)),
+                block=lambda timeout_s: try_it(min(timeout_s, limits.LOCK_SLICE_S)),
             )
         except BaseException:
             if is_held:  # Ctrl-C, say, between the lock and here

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from odc import limits
 from odc.errors import ProtocolError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import GONE, Endpoint
@@ -39,11 +40,6 @@ NUM_SLOTS = 2
 # Header of a slot. The number counts the client's pushes, from 1, each of which goes to all owners; "whole" says that
 # all parameters are in it, else a byte for each says whether it is.
 _HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
-_IDLE_S = 1.0
-_PATIENCE_S = 1.0  # on a device; on a host nothing can hold up an owner's thread
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 500e-6  # between looks for what a device has yet to do: it wakes nobody
-_PAUSE_S = 200e-6  # the same, of a client: what it waits for takes a while
-_GLANCE_S = 2e-3
 
 
 class _Push(NamedTuple):
@@ -81,7 +77,7 @@ class AccumulationDaemon:
         self._rank = end.rank
         self._world = range(end.world_size)
         self._on_failure = on_failure
-        self._patience_s = _PATIENCE_S if end.engine.has_streams else float("inf")
+        self._patience_s = limits.DAEMON_PATIENCE_S if end.engine.has_streams else float("inf")
         self._posted, self._acked_at = signals_at, signals_at + 1
         self._slot_bytes = self.slot_bytes(units)
         self._header_bytes = aligned(_HEADER.size + max((len(u.params) for u in units), default=0))
@@ -220,7 +216,7 @@ class AccumulationDaemon:
 
         poll = self._poll(late)
         if poll is not None:
-            poll(_GLANCE_S)  # mostly it takes no longer, and the care of a wait costs more than that
+            poll(limits.DAEMON_GLANCE_S)  # mostly it takes no longer, and the care of a wait costs more than that
         self._end.waiter.wait(late, what, block=poll)
         return self._has_room()
 
@@ -230,10 +226,10 @@ class AccumulationDaemon:
             return None
 
         def poll(limit_s: float) -> None:
-            deadline, pause_s = time.monotonic() + limit_s, _PAUSE_S
+            deadline, pause_s = time.monotonic() + limit_s, limits.SLOT_PAUSE_S
             while pending() and time.monotonic() < deadline:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, limits.DEVICE_PAUSES_S[1])
 
         return poll
 
@@ -294,7 +290,7 @@ class AccumulationDaemon:
         self._progress.wait(limit_s)
 
     def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s = limits.DEVICE_PAUSES_S[0]
         try:
             with self._end.engine.background():
                 while True:
@@ -307,12 +303,12 @@ class AccumulationDaemon:
                     is_forwarding = self._transport.forward_arrivals()
                     self._progress.set()
                     if arrived:
-                        pause_s = _FIRST_PAUSE_S
+                        pause_s = limits.DEVICE_PAUSES_S[0]
                     elif is_forwarding or announced:
                         time.sleep(pause_s)
-                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                        pause_s = min(2 * pause_s, limits.DEVICE_PAUSES_S[1])
                     else:
-                        self._transport.sleep(None, ticket, _IDLE_S)
+                        self._transport.sleep(None, ticket, limits.DAEMON_IDLE_S)
         except BaseException as error:  # whatever it is must reach the training loop
             if not self._stopping.is_set():  # which has closed: an acknowledgement under way was given up
                 self._on_failure(error)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from odc import limits
 from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore
@@ -79,7 +80,6 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
-_AWAY_S = 1.0
 _END_WORDS = 4 + NUM_NOTES  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
 _SENT = _END_WORDS - 1
 _END_FORMAT = f"={_END_WORDS}q"
@@ -517,7 +517,7 @@ class MinibatchProtocol:
         if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
             seen.pop(rank, None)
             return False
-        return now - seen.setdefault(rank, (progress, now))[1] > _AWAY_S  # one that is on its way waits for less
+        return now - seen.setdefault(rank, (progress, now))[1] > limits.FENCE_AWAY_S
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from odc import limits
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, OdcError, SetupError
 from odc.liveness.gloo import num_connections
@@ -39,16 +40,8 @@ from odc.liveness.threads import HelperThread, Reminder, look_until
 logger = logging.getLogger("odc")
 
 MAX_PAYLOAD_BYTES = 64 << 20
-_LEAST_TIMEOUT_S = 600.0
 _KNOWN = "odc_is_known_everywhere"
 _BOOT_ID, _PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-_MOMENT_S, _POLL_S = 2.0, 0.1  # for others to come, or to end, which they may be about to
-_PATIENCE_S = 2.0  # with the store, where there is something else to say
-_BEGIN_S = 60.0  # with the store, where there is not
-_SLICE_S = 0.02  # between two looks at failures
-_LOSSES_S = 0.5  # between two looks for ranks that have ended
-_WORDS_S = 5.0  # between two looks for ranks that have failed and go on
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3  # between two looks at who has come
 _NO_STORE = (RuntimeError, ValueError)  # it has gone with rank 0, or is not to be had
 T = TypeVar("T")
 
@@ -129,7 +122,7 @@ class ProcessGroupExchange:
         number = self._round
         swap = _Swap(store, number, self.rank, self.world_size, payload)
         reminder, started = Reminder(), time.monotonic()
-        next_look, next_word = started + _LOSSES_S, started + _WORDS_S
+        next_look, next_word = started + limits.LOSSES_LOOK_S, started + limits.WORDS_LOOK_S
 
         def look() -> None:
             nonlocal next_look, next_word
@@ -137,15 +130,15 @@ class ProcessGroupExchange:
             now = time.monotonic()
             self._remind(now - started, reminder, lambda: self._roll_call.missing(store, number))
             if now > next_look:
-                next_look = now + _LOSSES_S
+                next_look = now + limits.LOSSES_LOOK_S
                 self._look_for_losses(swap)
             if now > next_word:
-                next_word = now + _WORDS_S
+                next_word = now + limits.WORDS_LOOK_S
                 self._look_for_words()
 
         try:
             if swap.start():
-                while not swap.done.wait(_SLICE_S):
+                while not swap.done.wait(limits.STORE_SLICE_S):
                     look()
             else:
                 swap.here(look)
@@ -157,7 +150,7 @@ class ProcessGroupExchange:
 
     def _enter(self, check: Callable[[], None]) -> Store:
         """Come to a set-up with all other ranks, and give it a place of its own in the store."""
-        patience_s = min(self._timeout_s, _BEGIN_S)
+        patience_s = min(self._timeout_s, limits.STORE_BEGIN_S)
         self._roll_call.enter(patience_s)  # before the barrier: who waits must be known to have come
         self._meet(check)
         self._connections = num_connections() or 0
@@ -219,7 +212,8 @@ class ProcessGroupExchange:
         lost = self._roll_call.ended()
         left = num_connections()
         is_cut_off = left is not None and left < self._connections
-        if (lost is None and not is_cut_off) or swap.done.wait(_LOSSES_S):  # it may have brought its part, and ended
+        # It may have brought its part, and ended.
+        if (lost is None and not is_cut_off) or swap.done.wait(limits.LOSSES_LOOK_S):
             return
         raise BrokenExchangeError(
             f"set-up cannot go on: {lost or self._roll_call.account() or 'a rank has ended or is out of reach'}"
@@ -256,7 +250,7 @@ class _Swap:
         """Give it up, if it is not over; a thread that a store holds up is not waited for."""
         self.given_up.set()
         if self._thread.is_alive():
-            self._thread.join(_SLICE_S)
+            self._thread.join(limits.STORE_SLICE_S)
 
     def here(self, look: Callable[[], None]) -> None:
         """In the place of a thread; ``look`` ends it by raising."""
@@ -282,12 +276,12 @@ class _Swap:
             store.delete_key(f"{old}{self._rank}")
             if self._rank == 0:
                 store.delete_key(f"{old}arrived")
-        arrived, pause_s = store.add(f"{prefix}arrived", 1), _FIRST_PAUSE_S
+        arrived, pause_s = store.add(f"{prefix}arrived", 1), limits.STORE_PAUSES_S[0]
         while arrived < self._world_size:
             if self.given_up.wait(pause_s):
                 return
             look()
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, limits.STORE_PAUSES_S[1])
             arrived = store.add(f"{prefix}arrived", 0)
         self.rows = store.multi_get([f"{prefix}{rank}" for rank in range(self._world_size)])
 
@@ -313,7 +307,7 @@ class RollCall:
             self._store = PrefixStore(f"odc/{attempt}", _get_default_store())
             self._name = "" if group is None else group.group_name
 
-    def enter(self, patience_s: float = _PATIENCE_S) -> None:
+    def enter(self, patience_s: float = limits.STORE_PATIENCE_S) -> None:
         """This rank has come to set-up."""
 
         def enter(store: Store) -> int:
@@ -376,7 +370,7 @@ class RollCall:
 
     def account(self) -> str | None:
         """Who has made set-up fail, for people; None if nobody can tell."""
-        deadline = time.monotonic() + _MOMENT_S
+        deadline = time.monotonic() + limits.ABSENT_MOMENT_S
         nothing: tuple[list[int], str | None] = ([], None)
         while True:
             absent, end = self._ask(lambda store: (self._absent(store), self._first_end(store)), nothing)
@@ -384,7 +378,7 @@ class RollCall:
                 return end
             if time.monotonic() > deadline:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(limits.ABSENT_PAUSE_S)
         if not absent:
             return None
         who = f"rank {absent[0]} has" if len(absent) == 1 else f"one of the ranks {absent} has"
@@ -411,7 +405,7 @@ class RollCall:
         name, times, reason = json.loads(left) if left else ("", 0, "")
         return "" if name == self._name and times < self._entered else str(reason)
 
-    def _ask(self, question: Callable[[Store], T], otherwise: T, patience_s: float = _PATIENCE_S) -> T:
+    def _ask(self, question: Callable[[Store], T], otherwise: T, patience_s: float = limits.STORE_PATIENCE_S) -> T:
         """See [Note: Stores]."""
         answers: list[T] = []
         store = self._store
@@ -468,7 +462,7 @@ def setup_timeout_s(timeout_s: float | None = None) -> float:
     """How long set-up waits for the others, by default as ``ODC_TIMEOUT`` says, and never for less than ten minutes: a
     short limit on silence in training must not be one on how long ranks load their checkpoints."""
     wanted = RuntimeConfig.from_environment().timeout_s if timeout_s is None else timeout_s
-    return max(wanted, _LEAST_TIMEOUT_S)
+    return max(wanted, limits.SETUP_LEAST_TIMEOUT_S)
 
 
 def _keep_for_ever(group: object) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from odc import limits
 from odc.transports._memfd import libc
 from odc.transports.base import Signs
 
@@ -290,9 +291,6 @@ class ControlBlock:
         self.events.advance()
 
 
-_POLL_S = 1e-4
-
-
 def _wait_for_semaphore(address: int, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     until_clock = getattr(libc(), "sem_clockwait", None)  # glibc 2.30
@@ -302,5 +300,5 @@ def _wait_for_semaphore(address: int, timeout_s: float) -> bool:
     while _at_once().sem_trywait(address):  # no wait on the monotonic clock here
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(limits.SEMAPHORE_PAUSE_S)
     return True

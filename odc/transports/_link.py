@@ -34,6 +34,7 @@ from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Protocol
 
+from odc import limits
 from odc.engines.base import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.leaving import run_all
@@ -55,9 +56,7 @@ from odc.transports.base import Signs
 
 logger = logging.getLogger("odc")
 
-SLICE_S = 0.5  # between two looks at aborts, deaths and the clock
 _TAKES_NOTHING, _GIVES_NOTHING = "received nothing", "answered nothing"
-_EXPLANATION_S = 5.0  # for which the end of the data waits for a control frame that explains it
 
 # Asked a second after the last answer, and every second; lost a second after the sixth question without an answer. So
 # five seconds without a network change nothing, and seven (and some milliseconds of the kernel's timers) end the link.
@@ -256,8 +255,9 @@ class Link(Neighbour):
 
     def _wait_for_room(self) -> bool:
         if self._queue.problem is None:
-            return self._queue.wait_for_room(SLICE_S)
-        return self._has_ended.wait(SLICE_S)  # the thread that receives finds out what became of the other rank
+            return self._queue.wait_for_room(limits.LINK_SLICE_S)
+        # The thread that receives finds out what became of the other rank.
+        return self._has_ended.wait(limits.LINK_SLICE_S)
 
     def _check(self, timeout: _ProgressTimeout, what: str) -> None:
         """The other rank still has, for example, "received nothing": whether to go on waiting.
@@ -293,7 +293,7 @@ class Link(Neighbour):
             try:
                 next(self._incoming_data)
             except Exception as problem:  # whatever was sent must not end the thread of all links
-                self._unexplained = str(problem), time.monotonic() + _EXPLANATION_S
+                self._unexplained = str(problem), time.monotonic() + limits.LINK_EXPLANATION_S
                 return 0
         return self.data_events
 
@@ -394,7 +394,7 @@ class Link(Neighbour):
         left = reading.left
         try:
             with self._progress_timeout() as timeout:
-                while not reading.done.wait(SLICE_S):
+                while not reading.done.wait(limits.LINK_SLICE_S):
                     if reading.left != left:
                         left = reading.left
                         timeout.restart()

@@ -17,20 +17,19 @@ from functools import partial
 from selectors import EVENT_READ
 from typing import Any
 
+from odc import limits
 from odc.errors import SetupError
 from odc.liveness.leaving import Closable, run_all
 from odc.liveness.threads import HelperThread
 from odc.setup.agreement import OutOfReachError
 from odc.setup.topology import Topology
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
-from odc.transports._link import SLICE_S, Link, LinkOwner
+from odc.transports._link import Link, LinkOwner
 from odc.transports._peers import ring
 from odc.transports._rendezvous import Door
 from odc.transports.base import Signs
 
 WIRE_VERSION = 3  # of what travels between hosts, these greetings included
-_STATUS_S = 1.0
-_CALL_S = 30.0  # for a connection to come about: beyond that something swallows the packets
 _ATTEMPTS = 100
 _MIN_BACKLOG = 128
 _MAX_REFUSAL_BYTES = 500
@@ -150,7 +149,7 @@ class Links:
         raise OutOfReachError(f"{where} has ended {_ATTEMPTS} connections without an answer. {_ADVICE}")
 
     def _connect(self, where: str, address: tuple[str, int], deadline: float) -> socket.socket:
-        limit_s = min(max(deadline - time.monotonic(), 1e-3), _CALL_S)
+        limit_s = min(max(deadline - time.monotonic(), 1e-3), limits.CALL_S)
         try:
             return socket.create_connection(address, timeout=limit_s)
         except OSError as problem:
@@ -296,11 +295,11 @@ class LinkThread:
         while not self._is_over:
             now = time.monotonic()
             if now >= next_status:
-                next_status = now + _STATUS_S
+                next_status = now + limits.STATUS_S
                 for link in links:
                     link.send_status(*status())
             pause_s = next_status - now
-            for key, events in self._selector.select(min(pause_s, SLICE_S) if self._unsettled else pause_s):
+            for key, events in self._selector.select(min(pause_s, limits.LINK_SLICE_S) if self._unsettled else pause_s):
                 self._handle(key, events)
             if self._unsettled:
                 self._unsettled = [link for link in self._unsettled if not link.settle()]

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
+from odc import limits
 from odc.errors import SetupError
 from odc.liveness.process import WatchedProcess
 from odc.liveness.threads import Reminder
@@ -139,9 +140,6 @@ class LocalNeighbour(Neighbour):
 
 logger = logging.getLogger("odc")
 
-STAY_S = 5.0  # for which a process whose script is over stays behind the last sign of progress of a reader
-_ABSENCE_S = 2.0  # between two looks: this process was not running, and the others may not have been either
-
 
 class Readers:
     """Ranks that may still read from this one, which has closed: those that have not, and are there."""
@@ -164,10 +162,10 @@ class Readers:
             progress, since = self._progress[rank]
             if neighbour.signs.progress != progress:
                 since = now
-            elif absence_s > _ABSENCE_S:
+            elif absence_s > limits.ABSENCE_S:
                 since += absence_s
             self._progress[rank] = (neighbour.signs.progress, since)
-            is_idle = self._over_since is not None and now - max(since, self._over_since) > STAY_S
+            is_idle = self._over_since is not None and now - max(since, self._over_since) > limits.STAY_S
             if neighbour.closing is not Closing.OPEN or neighbour.is_dead or is_idle:
                 del self._neighbours[rank]
         waited_s = now - self._started
@@ -181,9 +179,6 @@ class Readers:
                 who,
             )
         return list(self._neighbours)
-
-
-_MOMENT_S = 0.5  # for which an exchange goes on without a rank that has ended: it may have brought its part before
 
 
 class WatchedExchange:
@@ -215,7 +210,7 @@ class WatchedExchange:
                 gone_since = None
                 return
             gone_since = time.monotonic() if gone_since is None else gone_since
-            if time.monotonic() - gone_since > _MOMENT_S:
+            if time.monotonic() - gone_since > limits.PART_MOMENT_S:
                 raise SetupError(f"set-up cannot go on: {'; '.join(gone)}")
 
         try:

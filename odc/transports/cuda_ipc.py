@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odc import limits
 from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
 from odc.errors import OdcError, SetupError
 from odc.setup.agreement import Exchange, gather_json
@@ -33,7 +34,6 @@ logger = logging.getLogger("odc")
 _EXPORT = struct.Struct(f"={HANDLE_BYTES}sQQQQ")  # handle, offset, bytes, pid, address
 _HALF = 1 << 31
 _FAR = 1 << 30  # further than any wait that can be under way
-_CLOSE_S = 30.0  # work of the last minibatch may still be under way
 
 # Of transports that could not let go of their device. Memory that is still registered must keep its address: what is
 # mapped there next could not be registered. And what an engine has pinned may still be read.
@@ -230,9 +230,8 @@ class CudaIpcTransport(HostsTransport):
         is_idle = not self._failing and self._is_idle()
         if not is_idle:
             if not self._failing:
-                self.abort_peers(
-                    f"{self.topology.whoami}: its device has not come to rest within {_CLOSE_S:g} s of close()"
-                )
+                limit = f"{limits.CLOSE_DEVICE_S:g} s"
+                self.abort_peers(f"{self.topology.whoami}: its device has not come to rest within {limit} of close()")
             self.release_streams()
             _still_registered.append((self._words, self._engine))
             return False
@@ -246,7 +245,7 @@ class CudaIpcTransport(HostsTransport):
 
     def _is_idle(self) -> bool:
         try:
-            return self._engine.synchronize(_CLOSE_S)
+            return self._engine.synchronize(limits.CLOSE_DEVICE_S)
         except RuntimeError as problem:  # an error of the device, which every call repeats from now on
             logger.warning("odc: while closing: %s", problem)
             return False
