@@ -10,7 +10,8 @@ published, so that nothing waits. The table shows medians over the calls of both
 and the median time within the guard itself, which is measured in the same calls: on a busy machine the difference of
 "on" and "off" says less.
 
-- "first gather", "later gather": of a unit in a minibatch. The first is that of the first forward.
+- "first gather", "later gather": of a unit in the forwards of a minibatch. The first is that of the first forward.
+- "backward gather": under FSDP2 no look is due, the push comes next.
 - "first push", "later push": the first one in a minibatch begins it, which looks at all units.
 - "first eval", "later evaluation": gathers of a unit under ``no_grad``, behind a step.
 - "publish": a unit after the step, with what the guard notes then; there is no "off".
@@ -55,6 +56,7 @@ FSDPS = ("FSDP2", "FSDP1")
 OPERATIONS = (
     "first gather",
     "later gather",
+    "backward gather",
     "first push",
     "later push",
     "first eval",
@@ -164,9 +166,6 @@ class Stopwatch:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._in_guard_s, start = 0.0, time.perf_counter()
             result = call(*args, **kwargs)
-            if isinstance(result, dist.Work):
-                result.wait()
-                result = None
             self._add((time.perf_counter() - start, self._in_guard_s), unit, kind)
             return result
 
@@ -174,6 +173,9 @@ class Stopwatch:
 
     def _add(self, sample: Sample, unit: int, kind: str) -> None:
         name = "eval" if self._is_evaluation else kind
+        if kind == "gather" and torch._C._current_graph_task_id() != -1:
+            self.samples["backward gather", self._is_guarded].append(sample)
+            return
         place = name if kind == "push" else (name, unit)
         which = "later" if place in self._seen else "first"
         self._seen.add(place)

@@ -138,6 +138,10 @@ class Fsdp2Unit(Unit):
         return factor / before
 
     @property
+    def pushes_behind_backward(self) -> bool:
+        return bool(self.trainable) and self.group.reduce_grads is True  # not under set_requires_gradient_sync(False)
+
+    @property
     def param_dtype(self) -> torch.dtype | None:
         dtype: torch.dtype | None = mp_policy(self.group).param_dtype
         return dtype

@@ -3,9 +3,9 @@
 [Note: Changed by hand] The other ranks compute with what a rank has published, so until its next step its parameters
 must stay that. How much is looked at is bounded by what it is done beside:
 
-- At every gather of a forward, before the parameters are used: a sample of the largest parameter of the unit, and the
-  trace of another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at
-  once, what changes one some gathers later. (In a backward the push, which comes next, is soon enough.)
+- At every gather, before the parameters are used: a sample of the largest parameter of the unit, and the trace of
+  another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at once,
+  what changes one some gathers later. (Not in a backward that will push gradients of the unit: that comes at once.)
 - At every push, before it is sent: the traces of all parameters of the unit.
 - All elements of a unit: at its first gather of a publication outside of training; and of all units when a minibatch
   begins, on every rank, before anything of it is sent.
@@ -186,14 +186,7 @@ class _Trace:
 
     def is_unchanged(self) -> bool:
         """Whether nothing tells of a change."""
-        version = 0
-        for tensor in self.counted:
-            version += tensor._version
-        return (
-            version == self._version
-            and self.memory.data_ptr() == self._address
-            and b"".join(self.sample) == self._sampled
-        )
+        return self._count() == self._version and self.is_sample_equal()
 
     def is_sample_equal(self) -> bool:
         """Whether it lies where it was, and some elements there are what they were."""

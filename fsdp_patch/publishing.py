@@ -217,11 +217,13 @@ class Publisher:
         """Whether no trainable parameter has a ``.grad``."""
         return all(settled(p.grad) is None for unit in self._units for p in unit.trainable_parameters())
 
-    def after_load(self) -> None:
-        """A checkpoint was loaded, perhaps as new parameters. What is not published yet will be published as it is
-        now."""
+    def after_load(self) -> bool:
+        """A checkpoint was loaded. What is not published yet will be published as it is now. Whether trainable
+        parameters are other ones since."""
+        before = self._all_trainable
         self._look_up_parameters()
         self.num_loads += any(self._runtime.is_published(index) for index in range(len(self._units)))
+        return before != self._all_trainable
 
 
 def _num_changes(parameter: nn.Parameter) -> int:

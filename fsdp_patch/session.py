@@ -371,7 +371,12 @@ class Session:
         return root is not None and (module in root.modules() or root in module.modules())
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._publisher.after_load()
+        if self._publisher.after_load() and self._gradients.num_sent:
+            raise self._runtime.refusal(
+                f"load_state_dict(assign=True) within a minibatch: gradients of {self._gradients.num_sent} units have "
+                "gone to the other ranks, for the parameters that were there before. Load before the first backward or "
+                "after the step; or call odc.session_of(model).discard() on every rank before it"
+            )
         # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
         # Where ranks load one after the other, at the next use.
         if self._runtime.state is not State.OPEN:
@@ -418,7 +423,7 @@ class Session:
             self._gradients.before_publishing()
             with self._runtime.at_home():
                 self._publisher.publish_all()
-        if not self._gradients.is_in_backward:  # a push of this unit comes, and is checked
+        if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too
             self._guard.check_gather(unit, self._gradients.in_training_forward)
         self._runtime.gather(unit, out, own_in_place=own_in_place)
 

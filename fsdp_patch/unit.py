@@ -103,6 +103,11 @@ class Unit(ABC):
     def divide_factor(self) -> float:
         """What FSDP divides the sum of all ranks' gradients by."""
 
+    @property
+    def pushes_behind_backward(self) -> bool:
+        """Whether a backward that gathers this unit will surely push its gradients."""
+        return False
+
     @abstractmethod
     def spec(self) -> UnitSpec:
         """The unit in the runtime's terms."""

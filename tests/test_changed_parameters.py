@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from process_ranks import assert_one_says, run_ranks, start_ranks
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from training import build, loss_of, shard, tokens, wrap
 
@@ -190,6 +193,56 @@ def test_the_parameter_that_was_changed_is_named(
     said = [rank.value or rank.error or "" for rank in ranks]
     assert any(text.startswith(f"parameter {NAMED!r} was changed") for text in said), said
     assert all(repr(NAMED) in text for text in said if "was changed" in text), said
+
+
+def changed_in_between(rank: int, world_size: int, kind: str, where: str) -> str:
+    """Rank 0 computes the second forward with other weights of the middle layer than the backward behind it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)]
+    net: Any = nn.Sequential(*layers)
+    net.requires_grad_(where != "teacher")
+    layers[1].requires_grad_(where == "without sync")
+    if kind == "fsdp2":
+        for part in (*layers, net):
+            fully_shard(part)
+    else:
+        net = FullyShardedDataParallel(
+            net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=torch.device("cpu")
+        )
+    x = torch.randn(3, 16, requires_grad=True)
+
+    def change(factor: float) -> None:
+        weight = layers[1].weight
+        with torch.no_grad():
+            (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(factor if rank == 0 else 1.0)
+
+    with odc.patch_fsdp(net, timeout_s=20) as session:
+        without_sync = contextlib.nullcontext()
+        if where == "without sync" and kind == "fsdp2":
+            net.set_requires_gradient_sync(False)
+        elif where == "without sync":
+            without_sync = net.no_sync()
+        said = "nothing"
+        try:
+            with without_sync:
+                net(x).sum().backward()
+                loss = net(x).sum()
+                change(2.0)
+                loss.backward()
+                change(0.5)
+        except odc.MisuseError as error:
+            said = str(error)
+        dist.barrier()  # both have come so far
+        session.abort(AssertionError("the end of the test"))
+        return said
+
+
+@pytest.mark.parametrize("where", ["frozen", "without sync", "teacher"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_what_is_changed_between_a_forward_and_a_backward_that_pushes_nothing_of_it(kind: str, where: str) -> None:
+    """No push comes behind it, which would be looked at; and at the end of the minibatch it is what it was."""
+    said = [rank.value or rank.error or "" for rank in start_ranks(2, changed_in_between, kind, where).join(120)]
+    assert "was changed after it was published" in said[0], said
 
 
 def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:

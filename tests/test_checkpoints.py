@@ -430,8 +430,25 @@ def inside_a_minibatch(rank: int, world_size: int, kind: str, folder: str) -> No
         assert_bit_equal(training.numbers(), uninterrupted(kind, rank, SAVED_AT))
 
 
+def assigned_within_a_minibatch(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """New parameters between two backwards: plain FSDP2 forgets the gradients of before, which others have added."""
+    if kind != "fsdp2":
+        return  # FSDP1 loads into the parameters that it has
+    training = begin(kind, rank, world_size)
+    with odc.patch_fsdp(training.model) as session:
+        training.run(0, SAVED_AT)
+        state = {name: value.detach().clone() for name, value in training.model.state_dict().items()}
+        training.backward(SAVED_AT, 0)
+        with pytest.raises(odc.MisuseError, match=r"load_state_dict\(assign=True\) within a minibatch"):
+            training.model.load_state_dict(state, assign=True)
+        session.discard()
+        training.optimizer = optimizer_of(training.model)
+        training.backward(SAVED_AT)
+        training.update()
+
+
 SCENARIOS: list[Callable[[int, int, str, str], None]] = [
-    *(uneven, before_the_first_step, going_back, one_rank_ahead, inside_a_minibatch)
+    *(uneven, before_the_first_step, going_back, one_rank_ahead, inside_a_minibatch, assigned_within_a_minibatch)
 ]
 
 

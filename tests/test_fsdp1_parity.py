@@ -269,14 +269,10 @@ OVER_TCP = [
 ]
 
 
-@pytest.mark.parametrize("part", ["pairs", pytest.param("rest", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-def test_two_hosts(use_orig_params: bool, part: str) -> None:
-    """In every run each script meets one kind of parameters."""
-    position = use_orig_params + (part == "rest")
-    names = [name for index, name in enumerate(OVER_TCP) if (index + position) % 2 == 0]
-    found = run_ranks(2, differences, names, use_orig_params, "tcp", timeout_s=300)
-    for name in names:
+def test_two_hosts(use_orig_params: bool) -> None:
+    found = run_ranks(2, differences, OVER_TCP, use_orig_params, "tcp", timeout_s=300)
+    for name in OVER_TCP:
         check(found, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SILENCE_LIMIT_S = 5.0  # ODC_TIMEOUT
 COLLECTIVE_LIMIT_S = 8.0  # of a collective of torch, which is what ends one with a rank that has stopped for ever
@@ -164,7 +164,7 @@ def _trial(number: int, transport: str, action: str, phase: str, chance: random.
     at = chance.randint(1, 8)
     if point:
         at = 1 if phase == "set-up" else chance.randint(2, 9) if phase == "finish" else chance.randint(9, 40)
-    return Trial(
+    trial = Trial(
         number=number,
         fsdp=chance.choice(["fsdp2", "fsdp2", "fsdp1-flat", "fsdp1-orig"]),
         transport=transport,
@@ -176,5 +176,7 @@ def _trial(number: int, transport: str, action: str, phase: str, chance: random.
         at=at,
         delay_s=round(chance.uniform(0.0, 0.6), 3),
         pause_s=round(chance.uniform(0.5, 3.0), 2),
-        idle=chance.random() < 0.25,
+        idle=False,
     )
+    chance.choice(("on", "off"))  # of what is no more: a seed goes on to mean the trials of the committed results
+    return replace(trial, idle=chance.random() < 0.25)

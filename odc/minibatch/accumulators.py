@@ -346,8 +346,7 @@ class SharedStore(AccumulatorStore):
         return 0
 
     def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
-        sums, transport = self._owners[owner], self._transport
-        assert sums is not None, "only on one host do clients add"
+        sums, transport = self._of(owner), self._transport
         pushed, total = sums.pushed[0], sums.sums[0][unit]
         if not transport.lock(owner, unit):
             self._await_lock(owner, unit)
@@ -357,11 +356,9 @@ class SharedStore(AccumulatorStore):
             first = pushed.units[unit] != minibatch
             if present is None:
                 (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
-                self._faults.hit("scatter.added")
-                pushed.whole[unit] = pushed.units[unit] = minibatch
             else:
                 self._fill_parts(total, unit, grads, present, first)
-                self._note(pushed, unit, present, minibatch)
+            self._note(pushed, unit, present, minibatch)
         finally:
             transport.unlock(owner, unit)
 
