@@ -48,10 +48,16 @@ def test_so_they_do_across_hosts(case: Case) -> None:
 
 
 class Gate:
-    """Holds a stream until it is opened."""
+    """Holds a stream until it is opened, or the rank has failed: its end waits for its streams."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine, self._open = engine, threading.Event()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
 
     def hold(self) -> None:
         """The current stream, from here on."""
@@ -86,14 +92,13 @@ def late_publication(items: ItemExchange, exchange: ThreadExchange, damage: thre
     engine = engine_of(items)
     one = items.begin("c", [[[(7, 8, 1)], [(8, 8, 1)]], []])
     if exchange.rank == 0:
-        gate = Gate(engine)
-        with engine.on("encode"):
-            gate.hold()
-            one.publish(0, [torch.tensor([42])])
-        with engine.on("encode too"):
-            one.publish(1, [torch.tensor([43])])
-        reach(damage)
-        gate.open()
+        with Gate(engine) as gate:
+            with engine.on("encode"):
+                gate.hold()
+                one.publish(0, [torch.tensor([42])])
+            with engine.on("encode too"):
+                one.publish(1, [torch.tensor([43])])
+            reach(damage)
     else:
         out = torch.tensor([-1])
         with engine.on("read"):
@@ -120,24 +125,24 @@ def late_read(
         rounds: in which rank 0 publishes anything.
     """
     engine = engine_of(items)
-    gate, outs = Gate(engine), {number: torch.tensor([-1]) for number in rounds}
-    for number in range(1, rounds[-1] + 1):
-        reading, ending = streams(number)
-        one = items.begin("c", ONE_WAY if number in rounds else [[], []])
-        if number in rounds and exchange.rank == 0:
-            with engine.on("encode"):
-                one.publish(0, [torch.tensor([number])])
-        elif number in rounds:
-            with engine.on(reading):
-                if number == 1:
-                    gate.hold()
-                one.read(7, outs[number])
-        with engine.on(ending):
-            one.done()
-    if exchange.rank == 0:
-        await_copies(engine, damage)
-    exchange.all_gather(b"")
-    gate.open()
+    outs = {number: torch.tensor([-1]) for number in rounds}
+    with Gate(engine) as gate:
+        for number in range(1, rounds[-1] + 1):
+            reading, ending = streams(number)
+            one = items.begin("c", ONE_WAY if number in rounds else [[], []])
+            if number in rounds and exchange.rank == 0:
+                with engine.on("encode"):
+                    one.publish(0, [torch.tensor([number])])
+            elif number in rounds:
+                with engine.on(reading):
+                    if number == 1:
+                        gate.hold()
+                    one.read(7, outs[number])
+            with engine.on(ending):
+                one.done()
+        if exchange.rank == 0:
+            await_copies(engine, damage)
+        exchange.all_gather(b"")
     found = [on_stream(engine, streams(number)[0], [outs[number]]) for number in rounds] if exchange.rank else []
     exchange.all_gather(b"")
     if found != [[[number]] for number in rounds if exchange.rank]:
@@ -171,21 +176,21 @@ def own_items(
 ) -> None:
     """As :func:`late_read`, of a rank's own items."""
     engine = engine_of(items)
-    gate, outs = Gate(engine), [torch.tensor([-1]) for _ in rounds]
+    outs = [torch.tensor([-1]) for _ in rounds]
     waiting = iter(outs)
-    for number in range(1, rounds[-1] + 1):
-        one = items.begin("c", [[[(7, 8, 0)]] if number in rounds else []])
-        if number in rounds:
-            with engine.on("encode"):
-                one.publish(0, [torch.tensor([number])])
-            with engine.on("read"):
-                if number == 1:
-                    gate.hold()
-                one.read(7, next(waiting))
-        with engine.on("step"):
-            one.done()
-    await_copies(engine, damage)
-    gate.open()
+    with Gate(engine) as gate:
+        for number in range(1, rounds[-1] + 1):
+            one = items.begin("c", [[[(7, 8, 0)]] if number in rounds else []])
+            if number in rounds:
+                with engine.on("encode"):
+                    one.publish(0, [torch.tensor([number])])
+                with engine.on("read"):
+                    if number == 1:
+                        gate.hold()
+                    one.read(7, next(waiting))
+            with engine.on("step"):
+                one.done()
+        await_copies(engine, damage)
     found = on_stream(engine, "read", outs)
     if found != [[number] for number in rounds]:
         raise Violation(f"read {found}")

@@ -6,8 +6,10 @@ memory. The rendezvous over a process group is replaced by :class:`ThreadExchang
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -63,7 +65,8 @@ def run_threads(
 ) -> list[T | BaseException]:
     """Run ``body(exchange)`` on every rank; the results, or the exceptions, in rank order."""
     board = _Board(world_size, timeout_s)
-    results: list[Any] = [TimeoutError(f"rank did not end within {timeout_s} s")] * world_size
+    results: list[Any] = [None] * world_size
+    has_ended = [False] * world_size
 
     def run(rank: int) -> None:
         exchange = ThreadExchange(board, rank)
@@ -72,12 +75,17 @@ def run_threads(
         except BaseException as error:
             results[rank] = error
             exchange.break_off()
+        has_ended[rank] = True
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    for rank, thread in enumerate(threads):
         thread.join(timeout_s)
+        frame = sys._current_frames().get(thread.ident or 0)
+        if not has_ended[rank]:
+            place = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            results[rank] = TimeoutError(f"rank {rank} did not end within {timeout_s} s:\n{place}")
     return results
 
 
