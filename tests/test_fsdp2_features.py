@@ -29,7 +29,7 @@ from training import (
 )
 
 import odc
-from odc.fsdp_patch.fsdp2_unit import reaches_optimizer
+from odc.fsdp_patch.fsdp2_param import reaches_optimizer
 
 COUNTS = [2, 1]
 STEPS = 4
