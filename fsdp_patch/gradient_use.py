@@ -238,7 +238,7 @@ class GradientUse(Listener):
         """Ranks that are at the same place of their script have taken the same steps before a minibatch ends. Else one
         has taken a step on gradients that another has kept, to add to them in this minibatch."""
         least, most = (choose(said, key=lambda notes: notes.num_steps) for choose in (min, max))
-        if least.num_steps != most.num_steps and least.said & Said.BETWEEN:
+        if least.num_steps != most.num_steps and least.said & ~most.said & Said.BETWEEN:
             raise ProtocolError(
                 f"rank {least.rank} has used the model (an evaluation, a checkpoint) between the end of minibatch "
                 f"{self._runtime.minibatch - 1} and the step, and rank {most.rank} has not: what it has computed there "
