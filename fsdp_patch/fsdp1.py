@@ -344,6 +344,7 @@ class Fsdp1Unit(Unit):
             prepare_gradient_for_backward=self._before(self.handle.prepare_gradient_for_backward),
             _writeback_orig_params=self._around(self.handle._writeback_orig_params),
             _use_sharded_grad_views=self._around(self.handle._use_sharded_grad_views),
+            _use_unsharded_grad_views=self._sparing(self.handle._use_unsharded_grad_views),
             _reset_flat_param_grad_info_if_needed=self._around(self.handle._reset_flat_param_grad_info_if_needed),
         )
         undo_order = self._stop_checking_order()
@@ -368,6 +369,18 @@ class Fsdp1Unit(Unit):
                 is_flat = pending.is_of(flat)  # it is unsharded: no sharded gradient can be put there now
                 if pending.step_aside(leave_base=not is_flat) and is_flat and pending.base is not None:
                     flat._saved_grad_shard = pending.base
+            return original()
+
+        return method
+
+    def _sparing(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        """The method of the handle that shows unsharded gradients by ``.grad.data``, in whatever tensor it finds there:
+        not in the gradients of earlier minibatches, to which those of this one will be added."""
+
+        @functools.wraps(original)
+        def method() -> Any:
+            for pending in self.pending.values():
+                pending.spare_base()
             return original()
 
         return method

@@ -214,6 +214,12 @@ class Pending:
         self._aside, parameter.grad = parameter.grad, self.base if leave_base else None
         return True
 
+    def spare_base(self) -> None:
+        """While it has stepped aside: FSDP1 is about to write into the tensor that it finds in ``.grad``."""
+        parameter = self._parameter()
+        if self._aside is not None and parameter is not None and parameter.grad is self.base:
+            parameter.grad = None
+
     def step_back(self) -> None:
         """FSDP has done its work."""
         parameter = self._parameter()

@@ -33,6 +33,13 @@ def test_generated_scripts_train_as_under_plain_fsdp() -> None:
         assert outcome.status in ("equal", "refused"), (outcome.number, outcome.case.describe(), outcome.reason)
 
 
+def test_kept_gradients_beside_microbatches_without_synchronization() -> None:
+    """FSDP1 shows unsharded gradients in the tensors that it finds in ``.grad``, those of earlier minibatches too."""
+    kept = replace(PLAIN, fsdp="fsdp1-orig", sync="last", gradients="scaled", clearing="zeros")
+    outcomes = run_cases({0: replace(kept, counts="uneven"), 1: replace(kept, counts="idle-later")})
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("equal", "")] * 2
+
+
 def double_gradients(rank: int) -> None:
     final_sum = Unit.final_sum
 
