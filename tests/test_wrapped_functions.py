@@ -42,7 +42,8 @@ OF_A_MODEL = {
     "fsdp1-orig": {
         *("FlatParamHandle._all_gather_flat_param", "FlatParamHandle.prepare_gradient_for_optim"),
         *("FlatParamHandle.prepare_gradient_for_backward", "FlatParamHandle._writeback_orig_params"),
-        *("FlatParamHandle._use_sharded_grad_views", "FlatParamHandle._reset_flat_param_grad_info_if_needed"),
+        *("FlatParamHandle._use_sharded_grad_views", "FlatParamHandle._use_unsharded_grad_views"),
+        "FlatParamHandle._reset_flat_param_grad_info_if_needed",
     },
 }
 OF_A_MODEL["fsdp1-flat"] = OF_A_MODEL["fsdp1-orig"]
