@@ -19,8 +19,9 @@ from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
 from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.unit import Communication, Unit
-from odc.minibatch.protocol import End, State
+from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
 
 BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
@@ -117,7 +118,6 @@ class GradientUse(Listener):
         self._publisher = publisher
         self._runtime = runtime
         self._units = units
-        self._sent: set[int] = set()  # units of which this rank has pushed gradients in this minibatch
         self._num_steps = 0  # of optimizers
         self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
         self._has_ended = False  # any minibatch
@@ -141,13 +141,12 @@ class GradientUse(Listener):
 
     # What the session says
 
-    def pushed(self, unit: int) -> None:
-        """This rank sends its gradients of a unit. See [Note: Gradients that others will bring] in ``pending.py``."""
-        if not self._sent:
-            for index, other in enumerate(self._units):
-                if index != unit:  # of that one FSDP has the gradients at hand
-                    other.expect(self.weak_data_of, old=True)
-        self._sent.add(unit)
+    def expect_others(self, unit: int) -> None:
+        """This rank has pushed its first gradients, those of a unit. See [Note: Gradients that others will bring] in
+        ``pending.py``."""
+        for index, other in enumerate(self._units):
+            if index != unit:  # of that one FSDP has the gradients at hand
+                other.expect(self.weak_data_of, old=True)
 
     def _expect_next(self, *, none: bool = False) -> None:
         """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
@@ -162,7 +161,7 @@ class GradientUse(Listener):
             return pending.now()
         reader = Reader.now()
         look = (reader.frame.f_lasti, pending.key)
-        if not self._sent and pending.base is not None and not self._asks_for_next(reader, look):
+        if not self._runtime.state.pushed and pending.base is not None and not self._asks_for_next(reader, look):
             return pending.base  # see [Note: Old gradients on an idle rank]
         self._live_session().require_no_unfreezing(str(reader))
         self._end_for(str(reader), reader, self._publisher.all_trainable)
@@ -175,7 +174,7 @@ class GradientUse(Listener):
         changed by hand since: the script has come around its loop."""
         if (reader.place, reader.path) not in self._asked_at:
             return False
-        if self._runtime.state is not State.FINISHED:
+        if self._runtime.state.phase is not Phase.FINISHED:
             return True
         has_been_here = look in self._looks
         self._looks.add(look)
@@ -196,12 +195,12 @@ class GradientUse(Listener):
         self._looks.clear()
         self._publisher.forget_steps()
         self._has_ended = True
-        self._means_sharded = not self._sent or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1
+        has_pushed = ends[self._runtime.topology.rank].has_pushed
+        self._means_sharded = not has_pushed or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1
         if len({notes.said & Said.CLEARED_FULL for notes, _ in said}) > 1:
             for parameter in self._cleared_full.values():
                 parameter.grad = None
         self._cleared_full.clear()
-        self._sent.clear()
         self._cleared.clear()
         self._has_own_gradients = self._is_between = False
 
@@ -287,11 +286,6 @@ class GradientUse(Listener):
                 "changing parameters by hand call odc.session_of(model).publish() on every rank"
             )
 
-    @property
-    def num_sent(self) -> int:
-        """Units of which this rank has pushed gradients that no step has used."""
-        return len(self._sent)
-
     def before_publishing(self) -> None:
         """The model is about to be used while gradients are final."""
         self._is_between = not (self.in_training_forward or self._publisher.has_stepped)
@@ -302,7 +296,7 @@ class GradientUse(Listener):
         Raises:
             MisuseError: it has cleared a part.
         """
-        if not self._sent or self._runtime.state is not State.OPEN:
+        if not self._runtime.state.pushed:
             return
         sent = [pending for unit in self._units for pending in unit.pending.values() if pending.is_sent]
         num_gone = sum(pending.is_cleared for pending in sent)
@@ -389,7 +383,9 @@ class GradientUse(Listener):
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
         also on a rank that had no microbatch: there a backward would have ended it."""
-        is_asked_for = self._means_sharded and self._runtime.state is State.FINISHED and not self._publisher.has_stepped
+        is_asked_for = (
+            self._means_sharded and self._runtime.state.phase is Phase.FINISHED and not self._publisher.has_stepped
+        )
         return self._publisher.sharded(tensor) if is_asked_for else None
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -415,7 +411,7 @@ class GradientUse(Listener):
             )
         use = (what, frozenset(owned))
         if (
-            self._runtime.state is State.FINISHED
+            self._runtime.state.phase is Phase.FINISHED
             and not self._is_next_minibatch(owned, what)
             and (what == STEP or use not in self._uses)
         ):
@@ -448,21 +444,21 @@ class GradientUse(Listener):
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             if what == _CLEARING_OF_MODULES:  # it would not reach these, see [Note: Full parameters]
                 left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
                 self._out_of_reach = [(p, p.grad) for p in left if id(p) in owned]
                 for parameter, _ in self._out_of_reach:
                     parameter.grad = None
             return
-        sent = self._publisher.trainable_of(self._sent)
+        sent = self._publisher.trainable_of(self._runtime.state.pushed)
         if sent and sent <= owned:
             self._live_session().discard()
         elif not sent.isdisjoint(owned):
             self._refuse_clearing(what, len(sent & owned), len(sent))
 
     def before_initialising(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._publisher.owned(tensors) and not self._sent:
+        if self._publisher.owned(tensors) and not self._runtime.state.pushed:
             for unit in self._units:
                 unit.withdraw()
                 unit.settle()
@@ -477,26 +473,26 @@ class GradientUse(Listener):
             return
         full = (self._publisher.sharded(tensor) for tensor in tensors)
         self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
-        if self._runtime.state is State.FINISHED:
+        if self._runtime.state.phase is Phase.FINISHED:
             self._cleared |= owned
             self._publisher.after_clearing(self._cleared)
-        if self._runtime.state is not State.FINISHED or self._publisher.gradients_are_cleared():
+        if self._runtime.state.phase is not Phase.FINISHED or self._publisher.gradients_are_cleared():
             self._expect_next(none=True)
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
-        if owned and self._runtime.state is State.FINISHED and not self._publisher.already_stepped(owned):
+        if owned and self._runtime.state.phase is Phase.FINISHED and not self._publisher.already_stepped(owned):
             self._used(owned)  # skipped for good: these parameters stay as they are
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         self._num_steps += bool(owned)
-        if owned and self._runtime.state is State.FINISHED:
+        if owned and self._runtime.state.phase is Phase.FINISHED:
             self._used(owned)
 
     def _used(self, owned: set[int]) -> None:
         self._publisher.after_step(owned)
-        if self._runtime.state is State.PUBLISHED:
+        if self._runtime.state.phase is Phase.PUBLISHED:
             self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:

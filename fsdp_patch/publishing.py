@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import Unit, spread
-from odc.minibatch.protocol import State
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
 
 
 class Publisher:
@@ -124,7 +124,7 @@ class Publisher:
         self._stepped |= owned
         self._ever_stepped |= owned
         for index, trainable in enumerate(self._trainable):
-            if self._runtime.is_published(index):
+            if self._runtime.state.is_published(index):
                 continue
             if trainable <= self._stepped or self._awaited(trainable) <= self._stepped:
                 self._publish(index)
@@ -174,9 +174,9 @@ class Publisher:
         another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`. ``anew``: it
         is not.
         """
-        if self._runtime.state is not State.FINISHED:
+        if self._runtime.state.phase is not Phase.FINISHED:
             return
-        rest = [index for index in range(len(self._units)) if not self._runtime.is_published(index)]
+        rest = [index for index in range(len(self._units)) if not self._runtime.state.is_published(index)]
         kept: list[int] = []
         if self._runtime.minibatch and not anew:
             # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
@@ -222,7 +222,7 @@ class Publisher:
         parameters are other ones since."""
         before = self._all_trainable
         self._look_up_parameters()
-        self.num_loads += any(self._runtime.is_published(index) for index in range(len(self._units)))
+        self.num_loads += any(self._runtime.state.is_published(index) for index in range(len(self._units)))
         return before != self._all_trainable
 
 

@@ -27,8 +27,9 @@ from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
 from odc.items.item_exchange import ItemExchange
-from odc.minibatch.protocol import End, EndKind, State
+from odc.minibatch.protocol import End, EndKind
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
 
@@ -141,13 +142,13 @@ class Session:
 
     def before_training(self, *, is_method: bool = False) -> None:
         """A forward of the model that keeps a graph begins, or another method that is one."""
-        if self._runtime.state is not State.OPEN and self._patch_anew():
+        if self._runtime.state.phase is not Phase.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
 
     def go_on_loading(self, *, is_entering: bool) -> None:
         """The script enters a collective of its own, to which others may come behind their forward; or has left one,
         and what it has loaded before may be complete on all ranks now."""
-        if not self._closed and self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
+        if not self._closed and self._publisher.num_loads and self._runtime.state.is_ready:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S if is_entering else 0.0)
 
     def require_no_unfreezing(self, what: str) -> None:
@@ -157,7 +158,7 @@ class Session:
             UnsupportedError: parameters are trained that were frozen.
         """
         unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
-        if unfrozen and self._runtime.state is not State.OPEN:
+        if unfrozen and self._runtime.state.phase is not Phase.OPEN:
             raise UnsupportedError(
                 f"{what} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
                 "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
@@ -229,7 +230,7 @@ class Session:
             raise
         finally:
             self._gradients.in_block = False
-        if self._runtime.state is State.OPEN:
+        if self._runtime.state.phase is Phase.OPEN:
             self.finish()
 
     def finish(self) -> None:
@@ -257,7 +258,7 @@ class Session:
     def _end_minibatch(self, kind: EndKind) -> None:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
         self._require_open()
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
@@ -339,7 +340,7 @@ class Session:
             ProtocolError: another rank did something else with this minibatch.
         """
         self._require_open()
-        if self._runtime.state is State.OPEN:
+        if self._runtime.state.phase is Phase.OPEN:
             raise self._runtime.refusal(
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
@@ -371,15 +372,16 @@ class Session:
         return root is not None and (module in root.modules() or root in module.modules())
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._publisher.after_load() and self._gradients.num_sent:
+        pushed = self._runtime.state.pushed
+        if self._publisher.after_load() and pushed:
             raise self._runtime.refusal(
-                f"load_state_dict(assign=True) within a minibatch: gradients of {self._gradients.num_sent} units have "
+                f"load_state_dict(assign=True) within a minibatch: gradients of {len(pushed)} units have "
                 "gone to the other ranks, for the parameters that were there before. Load before the first backward or "
                 "after the step; or call odc.session_of(model).discard() on every rank before it"
             )
         # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
         # Where ranks load one after the other, at the next use.
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S)
 
     def end_evaluation(self) -> None:
@@ -416,10 +418,10 @@ class Session:
         """FSDP's all-gather of one unit."""
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
-        if self._publisher.num_loads and state is State.PUBLISHED:
+        if self._publisher.num_loads and state.is_ready:
             with self._runtime.at_home():
                 self._publish_loaded()
-        if state is State.FINISHED:
+        if state.phase is Phase.FINISHED:
             self._gradients.before_publishing()
             with self._runtime.at_home():
                 self._publisher.publish_all()
@@ -429,12 +431,15 @@ class Session:
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
-        if self._runtime.state is State.PUBLISHED:
-            self._begin()  # used without the context manager: the first backward opens the minibatch
-        else:
+        state = self._runtime.state
+        if state.phase is Phase.OPEN:
             self._guard.check_push(unit)
-        self._gradients.pushed(unit)
+        elif state.is_ready:
+            self._begin()  # used without the context manager: the first backward opens the minibatch
+        is_first = not any(state.pushes)
         self._runtime.scatter_accumulate(unit, grads, present=present)
+        if is_first:
+            self._gradients.expect_others(unit)
 
     @property
     def data_of(self) -> Use:
@@ -477,11 +482,11 @@ class Session:
             return
         self._closed = True
         in_error = self._runtime.has_failed or sys.exc_info()[0] is not None
-        num_sent = self._gradients.num_sent
-        if self._runtime.state is State.OPEN and num_sent and not in_error:
+        pushed = self._runtime.state.pushed
+        if pushed and not in_error:
             warnings.warn(
-                f"odc: closed in the middle of a minibatch: gradients of {num_sent} units, which no step has used, are "
-                "dropped",
+                f"odc: closed in the middle of a minibatch: gradients of {len(pushed)} units, which no step has used, "
+                "are dropped",
                 RuntimeWarning,
                 stacklevel=2,
             )
