@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -63,31 +63,8 @@ class MemoryReport:
         return {**asdict(self), "overhead": self.overhead}
 
     def __str__(self) -> str:
-        rows = [
-            ("parameters", self.parameters),
-            ("gradients", self.gradients),
-            ("published shards", self.published_shards),
-            ("sums", self.sums),
-            ("slots", self.slots),
-            ("transport", self.transport),
-            ("more than plain FSDP", self.overhead),
-        ]
-        return "\n".join(f"{name:<22}{num_bytes / 2**20:>12.1f} MiB" for name, num_bytes in rows)
-
-
-def _memory_report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryReport:
-    """The report of the units of one session; ``buffers``: of the runtime, by purpose."""
-    resident = [pair for unit in units for pair in unit.resident()]
-    parameters = sum(shard.nbytes for shard, _ in resident)
-    gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
-    return MemoryReport(
-        parameters=parameters,
-        gradients=gradients,
-        published_shards=buffers["published_shards"],
-        sums=buffers["sums"],
-        slots=buffers["slots"],
-        transport=buffers["transport"],
-    )
+        rows = {**asdict(self), "more than plain FSDP": self.overhead}
+        return "\n".join(f"{name.replace('_', ' '):<22}{size / 2**20:>12.1f} MiB" for name, size in rows.items())
 
 
 class Connection(NamedTuple):
@@ -140,7 +117,7 @@ class Session:
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())
 
-    def before_training(self, *, is_method: bool = False) -> None:
+    def before_training(self, *, is_method: bool) -> None:
         """A forward of the model that keeps a graph begins, or another method that is one."""
         if self._runtime.state.phase is not Phase.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
@@ -150,19 +127,6 @@ class Session:
         and what it has loaded before may be complete on all ranks now."""
         if not self._closed and self._publisher.num_loads and self._runtime.state.is_ready:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S if is_entering else 0.0)
-
-    def require_no_unfreezing(self, what: str) -> None:
-        """Refuse to be patched anew by ``what``, the use of a gradient of before.
-
-        Raises:
-            UnsupportedError: parameters are trained that were frozen.
-        """
-        unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
-        if unfrozen and self._runtime.state.phase is not Phase.OPEN:
-            raise UnsupportedError(
-                f"{what} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
-                "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
-            )
 
     def _patch_anew(self) -> bool:
         """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
@@ -384,11 +348,6 @@ class Session:
         if self._runtime.state.phase is not Phase.OPEN:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S)
 
-    def end_evaluation(self) -> None:
-        """A forward of the model without a graph has returned."""
-        for unit in self._units:
-            unit.end_evaluation(self._gradients.is_by_hand)
-
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
 
@@ -459,7 +418,10 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
-        return _memory_report(self._units, self._runtime.memory())
+        resident = [pair for unit in self._units for pair in unit.resident()]
+        parameters = sum(shard.nbytes for shard, _ in resident)
+        gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
+        return MemoryReport(parameters, gradients, **self._runtime.memory())
 
     def start_timeline(self) -> Timeline:
         """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""

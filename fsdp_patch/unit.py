@@ -257,10 +257,6 @@ class Unit(ABC):
                 make = functools.partial(self.as_gradient, index)
                 self.pending[index] = Pending(place.parameter, place.like, use, self.reduction, make)
 
-    def expects_all(self) -> bool:
-        """Whether a gradient is pending in each place, as far as the script has left it there."""
-        return len(self.pending) == len(self.places()) and all(p.stands for p in self.pending.values())
-
     def withdraw(self) -> None:
         """Leave the gradients as they were before."""
         for pending in self.pending.values():
