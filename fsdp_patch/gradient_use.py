@@ -276,11 +276,6 @@ class GradientUse(Listener):
                 "changing parameters by hand call odc.session_of(model).publish() on every rank"
             )
 
-    def before_publishing(self) -> None:
-        """The model is about to be used while gradients are final."""
-        since = self._publisher.since
-        since.is_between = not (self.in_training_forward or since.stepped)
-
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
 

@@ -74,34 +74,22 @@ class PendingGradient(torch.Tensor):
             return self
         return super().__iadd__(other)
 
-    # What asks for memory and not for an operation
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().numpy(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self.pending.data().tolist()
-
-    def data_ptr(self) -> int:
-        return self.pending.data().data_ptr()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().__dlpack__(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.pending.data(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.pending.data().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         pending = self.pending  # debuggers and tracebacks must not wait for other ranks
         if pending.final is not None:
             return repr(pending.final)
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}; its first use ends the minibatch)"
+
+
+def _of_data(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.pending.data(), name)(*args, **kwargs)
+
+
+for _name in ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__reduce_ex__"):
+    setattr(PendingGradient, _name, _of_data(_name))  # they ask for memory, and not for an operation
 
 
 class Reduction:

@@ -381,7 +381,8 @@ class Session:
             with self._runtime.at_home():
                 self._publish_loaded()
         if state.phase is Phase.FINISHED:
-            self._gradients.before_publishing()
+            since = self._publisher.since
+            since.is_between = not (self._gradients.in_training_forward or since.stepped)
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too

@@ -272,16 +272,13 @@ class MinibatchProtocol:
     def _gather_of(self, unit: int) -> str:
         return f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)"
 
-    def _push_to(self, unit: int) -> str:
-        return f"push to unit {self._units[unit].name!r}"
-
     def _await_published(self, unit: int, owners: Sequence[int]) -> None:
         """Wait until ``owners`` have published the unit as it is since this rank has changed its own part last."""
         self._await_posts(unit, self.state.changed[unit], owners, lambda: self._gather_of(unit))
 
     def _await_open(self, unit: int, owners: Sequence[int]) -> None:
         """Wait until ``owners`` have opened their sums for this minibatch, to push to ``unit``."""
-        self._await_posts(self._open, self.state.minibatch, owners, lambda: self._push_to(unit))
+        self._await_posts(self._open, self.state.minibatch, owners, lambda: f"push to unit {self._units[unit].name!r}")
 
     def _await_posts(self, signal: int, number: int, owners: Sequence[int], what: Callable[[], str]) -> None:
         count = self._end.transport.count
