@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_ranks import run_ranks, start_ranks, wait_until
-from test_faults import TRAIN_JOB, run_job
-from test_links import across
+from faulty_ranks import TRAIN_JOB, run_job
+from process_ranks import across, run_ranks, start_ranks, wait_until
 from training import build, loss_of, shard, tokens, train, wrap
 
 import odc

@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import run_ranks, start_ranks
-from test_faults import TRAIN_JOB, assert_told, endless, fault, run_job
-from test_fsdp2_parity import TOLERANCE, mixed_modules
-from test_links import across
-from training import build, full_parameters, largest_difference, loss_of, reference, shard, tokens, train
+from faulty_ranks import TRAIN_JOB, assert_told, endless, fault, run_job
+from process_ranks import across, run_ranks, start_ranks
+from training import (
+    TOLERANCE,
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    mixed_modules,
+    reference,
+    shard,
+    tokens,
+    train,
+)
 
 import odc
 from odc.bench.warm_launch import WarmLauncher

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import RankResult, run_ranks, start_ranks
-from test_faults import NOTICE_S, assert_told, fault, survivors
-from test_links import across
+from faulty_ranks import NOTICE_S, assert_told, fault, survivors
+from process_ranks import RankResult, across, run_ranks, start_ranks
 
 from odc import ItemExchange, RuntimeConfig
 from odc.setup.agreement import ProcessGroupExchange

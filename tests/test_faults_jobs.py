@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_ranks import run_ranks, start_ranks
-from test_faults import JOB, NOTICE_S, TIMEOUT, alive_members, endless, output_of, start_job, wait_for_text
-from test_links import across
+from faulty_ranks import JOB, NOTICE_S, TIMEOUT, alive_members, endless, output_of, start_job, wait_for_text
+from process_ranks import across, run_ranks, start_ranks
 from training import build, full_parameters, largest_difference, reference, shard, train
 from watching import do_before, killed_on_error, scheduler_state, until, written
 

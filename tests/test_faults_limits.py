@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_ranks import RankResult, start_ranks
-from test_faults import TIMEOUT
-from test_links import across
+from faulty_ranks import TIMEOUT
+from process_ranks import RankResult, across, start_ranks
 from training import build, full_parameters, largest_difference, reference, shard, train
 
 import odc

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faulty_ranks import NOTICE_S, run_job
 from process_ranks import RankGroup, RankResult, start_ranks
-from test_faults import NOTICE_S, run_job
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard

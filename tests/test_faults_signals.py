@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from process_ranks import RankGroup, RankResult, start_ranks
-from test_faults import NOTICE_S, assert_told, survivors
-from test_links import across
+from faulty_ranks import NOTICE_S, assert_told, survivors
+from process_ranks import RankGroup, RankResult, across, start_ranks
 from training import build, loss_of, optimizer_of, shard, tokens
 from watching import do_before, killed_on_error, scheduler_state, until, written
 

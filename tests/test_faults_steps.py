@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_ranks, start_ranks
+from process_ranks import across, run_ranks, start_ranks
 from test_faults_pushes import LIMIT_S, NUMEL, create, publish_all, until
-from test_links import across
 from thread_ranks import ThreadExchange, run_threads, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

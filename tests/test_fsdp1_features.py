@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from training import (
+    TOLERANCE,
     Block,
     Net,
     build,
@@ -35,8 +36,6 @@ from training import (
 )
 
 import odc
-
-TOLERANCE = 1e-5
 
 
 def train(

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from training import (
+    TOLERANCE,
     Block,
     Net,
     build,
@@ -42,8 +43,6 @@ import odc
 
 STEPS = 3
 FEW_STEPS = 2  # enough where every minibatch ends in an optimizer's step
-# [fp32 against fp32 with sums in another order] after the steps
-TOLERANCE = 1e-5
 
 
 def as_it_is(model: nn.Module) -> None:

@@ -11,11 +11,13 @@ import torch
 from process_ranks import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from training import (
+    TOLERANCE,
     build,
     full_parameters,
     gradient_now,
     largest_difference,
     loss_of,
+    mixed_modules,
     reference,
     shard,
     tokens,
@@ -25,8 +27,6 @@ from training import (
 import odc
 
 STEPS = 8
-# [fp32 against fp32 with sums in another order] after 8 Adam steps
-TOLERANCE = 1e-5
 
 
 def plain(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
@@ -91,17 +91,6 @@ def test_two_ranks_with_uneven_counts_match_one_float64_process() -> None:
 
 def test_one_rank_is_plain_fsdp2() -> None:
     assert largest_difference(run_ranks(1, patched, [3], {})[0], reference([3], STEPS)) < TOLERANCE
-
-
-def mixed_modules(step: int, rank: int, microbatch: int) -> dict[str, Any]:
-    """Fault test 16: other modules per rank and microbatch: an unused block, the opposite order, a skipped sample."""
-    if rank == 0 and microbatch == 0:
-        return {"skip": [1]}
-    if rank == 1:
-        return {"order": [2, 1, 0] if step % 2 else [0, 2, 1]}
-    if rank == 2:
-        return {"order": [0, 0, 2]}  # one unit used twice, one never
-    return {}
 
 
 def patched_mixed(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils.checkpoint import checkpoint
 from training import (
+    TOLERANCE,
     Net,
     build,
     full_parameters,
@@ -31,7 +32,6 @@ import odc
 from odc.fsdp_patch.compat import torch_version
 
 KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
-TOLERANCE = 1e-5
 
 
 class Interrupted(Exception):

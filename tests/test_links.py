@@ -14,15 +14,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_ranks import run_ranks, start_ranks, wait_until
-from test_faults import assert_told, endless, fault, raising, survivors
+from faulty_ranks import assert_told, endless, fault, raising, survivors
+from process_ranks import across, run_ranks, start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 from training import build, full_parameters, largest_difference, reference, shard, train
 
@@ -44,12 +43,6 @@ from odc.transports.tcp import TcpTransport
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence
 PATIENT = {"ODC_TIMEOUT": "60"}
-
-
-def across(rank: int, world_size: int, hosts: int, body: Callable[..., Any], *args: Any) -> Any:
-    """``body`` on ranks that pose as so many hosts."""
-    os.environ["ODC_HOST_ID"] = f"host{rank * hosts // world_size}"
-    return body(rank, world_size, *args)
 
 
 # Training

@@ -22,8 +22,7 @@ import pytest
 import test_protocol
 import test_stream_order
 import torch
-from process_ranks import run_ranks
-from test_links import across
+from process_ranks import across, run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec

@@ -17,6 +17,8 @@ from odc.fsdp_patch.pending import settled
 
 WIDTH = 13  # odd: shards are uneven and padded on 2 and on 4 ranks
 STEPS = 20
+# [fp32 against fp32 with sums in another order] after so many Adam steps of several microbatches
+TOLERANCE = 1e-5
 
 
 class Block(nn.Module):
@@ -178,3 +180,14 @@ def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:
             relative = difference / float(b.abs().max() or 1e-30)
             worst = worst if relative <= worst else relative
     return worst
+
+
+def mixed_modules(step: int, rank: int, microbatch: int) -> dict[str, Any]:
+    """Fault test 16: other modules per rank and microbatch: an unused block, the opposite order, a skipped sample."""
+    if rank == 0 and microbatch == 0:
+        return {"skip": [1]}
+    if rank == 1:
+        return {"order": [2, 1, 0] if step % 2 else [0, 2, 1]}
+    if rank == 2:
+        return {"order": [0, 0, 2]}  # one unit used twice, one never
+    return {}

@@ -18,8 +18,6 @@ from training import Net, build, largest_difference, loss_of, optimizer_of, toke
 import odc
 
 STEPS = 3
-# [several microbatches] fp32 against fp32 with sums in another order
-TOLERANCE = 1e-5
 Outcome = dict[str, Any]
 
 
