@@ -2,7 +2,7 @@
 
 A transport gives the ranks of one group: symmetric memory, signals that all of them see, locks, and news of the peers
 (alive, closed, dead, silent). The two primitives and the minibatch protocol are built on these and know nothing of the
-wire. ``tests/test_transport_conformance.py`` is the
+wire. ``tests/transports/test_transport_conformance.py`` is the
 contract in executable form: every transport must pass it.
 """
 
