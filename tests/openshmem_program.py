@@ -63,7 +63,6 @@ def on_transport(name: str, world_size: int, body: Callable[..., Any], signals: 
     device = torch.device("cpu")
     transport = registry.choose(name, topology, device, exchange)(exchange, topology, 30.0, device)
     try:
-        transport.reserve(1 << 20)
         transport.open(num_signals=signals, num_locks=locks)
         result = body(transport, exchange)
         suite.meet(transport, exchange)

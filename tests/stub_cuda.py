@@ -30,6 +30,7 @@ from odc.cuda import runtime
 from odc.cuda.runtime import CudaRuntime, CupyRuntime
 from odc.setup.topology import Topology
 from odc.transports import registry
+from odc.transports.base import not_on_this_host
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 _HERE = Path(__file__).parent
@@ -131,7 +132,7 @@ class StubCudaTransport(CudaIpcTransport):
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
-        return runtime.unavailable(torch.device("cuda", 0)) or cls.not_on_this_host(topology)
+        return runtime.unavailable(torch.device("cuda", 0)) or not_on_this_host(topology)
 
     def _make_runtime(self) -> CudaRuntime:
         made = StubRuntime(self._rank % 2, self.delay_s, self._rank + 1)  # the stub has two devices

@@ -419,7 +419,7 @@ def test_words_wrap(start: int) -> None:
         try:
             transport.open(num_signals=1, num_locks=0)
             transport._words[exchange.rank][:] = start % 2**32
-            transport._posted[0] = transport._own._signals[0] = start
+            transport._posted[0] = transport.peers.own._signals[0] = start
             exchange.all_gather(b"")
             peer = 1 - exchange.rank
             for count in range(1, 6):
@@ -436,7 +436,7 @@ def test_words_wrap(start: int) -> None:
             assert not transport.fake.waits
             return waited
         finally:
-            transport._failing = False
+            transport.peers.failing = False
             transport.close()
 
     def wait_values(self: fake_cuda.FakeCuda, words: Sequence[tuple[int, int]]) -> None:

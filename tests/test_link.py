@@ -17,18 +17,21 @@ import pytest
 
 from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limits
 from odc.engines.base import no_op
-from odc.transports._control import Closing
+from odc.setup.topology import Topology
+from odc.transports._control import Closing, Signs
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
 from odc.transports._links import LinkThread
-from odc.transports.base import Signs
+from odc.transports._peers import Peers
 
 
-class Owner:
-    """A rank that has 100 bytes of memory and four signals."""
+class Owner(Peers):
+    """A rank that has 100 bytes of memory, or those that are given, and four signals."""
 
-    def __init__(self) -> None:
-        self.bytes = bytearray(range(100))
+    def __init__(self, memory: bytearray | None = None) -> None:
+        super().__init__(Topology(0, ("host",), ("host",), (0,)))
+        self.bytes = memory or bytearray(range(100))
+        self.memory = [memoryview(self.bytes)]
         self.delivered: list[tuple[int, bool]] = []
         self.notices: list[str] = []
         self.losses = 0
@@ -40,9 +43,6 @@ class Owner:
             raise IndexError(f"index {index} of 4")
         self.delivered.append((index, daemon))
 
-    def memory(self, buffer: int) -> memoryview | None:
-        return memoryview(self.bytes) if buffer == 0 else None
-
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
@@ -50,6 +50,7 @@ class Owner:
         self.losses += 1
 
     def check(self) -> None:
+        super().check()
         if self.failure is not None:
             raise self.failure
 
@@ -264,7 +265,7 @@ def test_closing_waits_for_no_transfer(what: str) -> None:
             thread.start()
             pair.until(lambda: 7 in pair.owner.waited_for)  # for its turn
         started = time.monotonic()
-        pair.link.end_transfers()
+        pair.owner.is_leaving = True
         for thread in threads:
             thread.join(30)
         assert time.monotonic() - started < 30
@@ -302,14 +303,13 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
     """However little the sockets hold: while a thread of a rank sends, another one receives, and what is queued goes
     out between what the threads of the rank send themselves."""
     pairs = [connection() for _ in range(3)]
-    owners, sources = [Owner(), Owner()], [bytes([41 + rank]) * LARGE for rank in range(2)]
+    owners = [Owner(bytearray(LARGE)) for _ in range(2)]
+    sources = [bytes([41 + rank]) * LARGE for rank in range(2)]
     threads = [LinkThread(), LinkThread()]
     links = [
         Link(1 - rank, f"rank {1 - rank}", *(pair[rank] for pair in pairs), owners[rank], 60.0, thread.ask_for_service)
         for rank, thread in enumerate(threads)
     ]
-    for owner in owners:
-        owner.bytes = bytearray(LARGE)
     both_begin, read, errors = threading.Barrier(2 * len(ACTIONS[what])), [], []
 
     def transfer(rank: int, action: str) -> None:
@@ -353,6 +353,7 @@ def test_an_answer_that_nobody_takes_holds_up_no_signal() -> None:
     """The other rank asks for much and receives nothing for a while; then it finds everything, whole and in order."""
     with Pair() as pair:
         pair.owner.bytes = bytearray(os.urandom(1 << 20) * 16)
+        pair.owner.memory[0] = memoryview(pair.owner.bytes)
         pair.far.sendall(Frame(Kind.READ, 0, 0, len(pair.owner.bytes), 5).pack())
         pair.until(lambda: pair.link._queue.needs_service)
         pair.far.sendall(Frame(Kind.POST, 1).pack())

@@ -178,7 +178,7 @@ def reading_from_a_stopped_rank(rank: int, world_size: int) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 0:
-        wait_until(lambda: runtime._transport.waiting_on(1) == 2, "rank 1 did not wait for its link")
+        wait_until(lambda: runtime._transport.peers.by_rank[1].waiting_on == 2, "rank 1 did not wait for its link")
         be_impatient(runtime)
     if rank == 1:
         wait_for_stop(runtime.topology.pids[2])

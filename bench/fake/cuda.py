@@ -32,6 +32,7 @@ from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.setup.topology import Topology
 from odc.transports import _memfd
+from odc.transports.base import not_on_this_host
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 logger = logging.getLogger("odc")
@@ -386,7 +387,7 @@ class FakeCudaTransport(CudaIpcTransport):
         return (
             f"it poses as a GPU on CPU tensors, not {device.type}"
             if device.type != "cpu"
-            else cls.not_on_this_host(topology)
+            else not_on_this_host(topology)
         )
 
     def _make_runtime(self) -> CudaRuntime:

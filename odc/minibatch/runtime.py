@@ -33,7 +33,8 @@ from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
 from odc.transports import registry
-from odc.transports.base import HOST, IN_COLLECTIVE, Transport, aligned
+from odc.transports._peers import IN_COLLECTIVE
+from odc.transports.base import HOST, Transport, aligned
 from odc.units import UnitSpec
 
 
@@ -59,10 +60,10 @@ class Runtime(RankContext):
         signals = MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
-        transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
         transport.open(
             num_signals=signals + (0 if plan.is_direct else AccumulationDaemon.num_signals(world_size)),
             num_locks=plan.num_locks(self.units, transport.engine),
+            num_bytes=offsets[-1] + slots + plan.shared_bytes(units, world_size),
         )
         self._published = transport.allocate(offsets[-1], "published shards")
         self._store: AccumulatorStore = plan.make(end, self.units)
@@ -148,7 +149,7 @@ class Runtime(RankContext):
                 problem = error
         if problem is not None:
             raise problem
-        self._waiter.job.add(transport)
+        self._waiter.job.add(transport.peers)
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
@@ -329,7 +330,7 @@ class Runtime(RankContext):
         if not self._closed and os.getpid() == self._pid:
             self._outside.since, self._outside.is_due, self._outside.what = time.monotonic(), is_due, what
             if not is_due:  # else the watchdog says for whom
-                self._waiter.job.set_waiting_on(IN_COLLECTIVE)
+                self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)
 
     def leaves_collective(self) -> None:
         """It is not there any more."""

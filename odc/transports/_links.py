@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -23,11 +22,11 @@ from odc.liveness.leaving import Closable, run_all
 from odc.liveness.threads import HelperThread
 from odc.setup.agreement import OutOfReachError
 from odc.setup.topology import Topology
+from odc.transports._control import Signs
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
-from odc.transports._link import Link, LinkOwner
-from odc.transports._peers import ring
+from odc.transports._link import Link
+from odc.transports._peers import Peers, ring
 from odc.transports._rendezvous import Door
-from odc.transports.base import Signs
 
 WIRE_VERSION = 3  # of what travels between hosts, these greetings included
 _ATTEMPTS = 100
@@ -44,9 +43,9 @@ class Links:
     """One :class:`Link` per rank of another host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
     wait for all, :meth:`complete`, :meth:`start`."""
 
-    def __init__(self, topology: Topology, owner: LinkOwner, timeout_s: float) -> None:
+    def __init__(self, topology: Topology, peers: Peers, timeout_s: float) -> None:
         self._topology = topology
-        self._owner = owner
+        self._peers = peers
         self._timeout_s = timeout_s
         self._remote = topology.ranks_elsewhere()
         self._listener: socket.socket | None = None
@@ -54,8 +53,7 @@ class Links:
         self._key = secrets.token_bytes(KEY_BYTES)
         self._sockets: dict[tuple[int, int], socket.socket] = {}  # (rank, purpose)
         self.by_rank: dict[int, Link] = {}
-        self.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable once a link has ended."""
+        self._loss_fd = peers.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = LinkThread()
         _close_in_children(self)
 
@@ -120,7 +118,7 @@ class Links:
         for rank in self._remote:
             data, control, keepalive = (self._sockets.pop((rank, purpose)) for purpose in _PURPOSES)
             who, ask = self._topology.describe(rank), self._thread.ask_for_service
-            self.by_rank[rank] = Link(rank, who, data, control, keepalive, self._owner, self._timeout_s, ask)
+            self.by_rank[rank] = Link(rank, who, data, control, keepalive, self._peers, self._timeout_s, ask)
 
     @property
     def _whoami(self) -> str:
@@ -229,26 +227,16 @@ class Links:
         """Serve the others from now on, and tell them every second how this rank is doing."""
         self._thread.start(list(self.by_rank.values()), status)
 
-    def lost(self) -> None:
-        """Make :attr:`loss_fd` readable."""
-        ring(self.loss_fd)
-
-    def forget_loss(self) -> None:
-        """Make :attr:`loss_fd` wait for the next loss."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.loss_fd)
-
-    def end_transfers(self) -> None:
-        """See :meth:`odc.transports.base.Transport.end_transfers`."""
-        for link in self.by_rank.values():
-            link.end_transfers()
-
     def close(self) -> None:
         """Close every link, and what set-up left unfinished."""
         closables: list[Closable] = [*self.by_rank.values(), *self._sockets.values()]
         steps = [self._thread.close, self._close_door, *(part.close for part in closables)]
         self.by_rank, self._sockets = {}, {}
-        run_all([*steps, partial(os.close, self.loss_fd)])
+        run_all([*steps, self._close_loss_fd])
+
+    def _close_loss_fd(self) -> None:
+        self._peers.loss_fd = None
+        os.close(self._loss_fd)
 
     def close_in_child(self) -> None:
         """A forked child must not hold the connections: its parent's death would not end them."""
