@@ -370,13 +370,16 @@ class Transport(ABC):
     ) -> None:
         """Fill the tensor of each (tensor, rank) from that rank's copy of a buffer of :meth:`allocate`, one after the
         other or all at once; they are equally long."""
-        far = [part for part in parts if not buffer.reaches(part[1])]
-        if far:
-            self._read_far(far, buffer, offset_bytes, after_chunk)
-        for out, rank in parts:
+        far = []
+        for part in parts:
+            out, rank = part
             if buffer.reaches(rank):
                 source = buffer.peer(rank)[offset_bytes : offset_bytes + out.nbytes].view(out.dtype)
                 self.engine.copy(out, source, after_chunk)
+            else:
+                far.append(part)
+        if far:
+            self._read_far(far, buffer, offset_bytes, after_chunk)
 
     def write(
         self,
