@@ -116,7 +116,7 @@ def stranger(address: str, key: str) -> int:
             connection.settimeout(60)  # rank 0 may not have come to its door yet
             try:
                 connection.connect(f"\0odc-{address}")
-                connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0, 0))
+                connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0))
                 os._exit(1 if connection.recv(1) else 0)
             except TimeoutError:
                 os._exit(1)

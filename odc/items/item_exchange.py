@@ -11,6 +11,7 @@ run this under random delays and check that it fails when any of its orders is r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -82,9 +83,8 @@ class ItemExchange(ItemContext):
                 on other ranks only, a SetupError says it.
         """
         config = config or RuntimeConfig()
-        together(exchange, lambda: _check_channels(channels, capacity_bytes))
         described = {"channels": ", ".join(map(repr, channels)), "capacity_bytes": str(capacity_bytes)}
-        agree(exchange, config, {"item exchange": described})
+        agree(exchange, config, {"item exchange": described}, partial(_check_channels, channels, capacity_bytes))
         transport = connect(exchange, config, device or HOST)
 
         def finish(items: ItemExchange) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
-from odc.errors import ConfigError, MisuseError, OdcError
+from odc.errors import MisuseError, OdcError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
 from odc.liveness.waiting import Endpoint
@@ -28,7 +28,7 @@ from odc.liveness.watchdog import JobWatchdog, Outside, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.protocol import End, MinibatchProtocol, State
-from odc.setup.agreement import Exchange, gather_json, raise_together, together
+from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
@@ -108,11 +108,17 @@ class Runtime(RankContext):
         config = config or RuntimeConfig()
         table = {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)}
         agree(exchange, config, {"units": table, **(agreement or {})})
-        transfers, prefers_daemon = _load_transfers(exchange, config)
+        path, transfers = config.transfer_table, list[TransferTable]()
+
+        def load_transfers() -> str:
+            transfers.extend([TransferTable.load(Path(path))] if path else [])
+            return transfers[0].accumulate if transfers else ""
+
+        prefers_daemon = "daemon" in gather_together(exchange, load_transfers)
         transport = connect(exchange, config, device or HOST)
 
         def finish(runtime: Runtime) -> None:
-            runtime._complete(transfers)
+            runtime._complete(transfers[0] if transfers else None)
             if replicas is not None:
                 runtime._join(replicas)
             if end_collectives is not None:
@@ -126,10 +132,17 @@ class Runtime(RankContext):
         self._transport.seal()
         sums = self.config.accumulate_dtype
         dtypes = {(unit.dtype, unit.grad_dtype, sums) for unit in self.units}
-        together(self._transport.exchange, lambda: self._transport.engine.prepare(dtypes))
-        if transfers is not None:
-            self._transport.engine.choose_by(transfers)
-        together(self._transport.exchange, self._start_threads)
+
+        def begin() -> None:
+            self._transport.engine.prepare(dtypes)
+            if transfers is not None:
+                self._transport.engine.choose_by(transfers)
+            if self._daemon is not None:
+                self._daemon.start()
+            if self._transport.engine.has_streams:
+                self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
+
+        together(self._transport.exchange, begin)
 
     def _join(self, exchange: Exchange) -> None:
         """Hear of the replicas, too. Collective over them and over the shard group; what fails, fails on all."""
@@ -164,12 +177,6 @@ class Runtime(RankContext):
 
     def _transports(self) -> list[Transport]:
         return [transport for transport in (self._transport, self._replicas) if transport is not None]
-
-    def _start_threads(self) -> None:
-        if self._daemon is not None:
-            self._daemon.start()
-        if self._transport.engine.has_streams:
-            self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
 
     # Operations
 
@@ -393,17 +400,6 @@ def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
             action()
 
     return act
-
-
-def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[TransferTable | None, bool]:
-    """This rank's table, and whether a rank's table says that daemons should add. Collective."""
-    table, problem = None, None
-    try:
-        table = TransferTable.load(Path(config.transfer_table)) if config.transfer_table else None
-    except ConfigError as error:
-        problem = error
-    raise_together(exchange, problem)
-    return table, "daemon" in gather_json(exchange, table.accumulate if table is not None else "")
 
 
 def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str, spec: UnitSpec) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -476,17 +476,21 @@ def gather_json(exchange: Exchange, value: Any) -> list[Any]:
     return [json.loads(raw) for raw in exchange.all_gather(json.dumps(value).encode())]
 
 
-def raise_together(exchange: Exchange, error: BaseException | None) -> None:
+def raise_together(exchange: Exchange, error: BaseException | None, value: Any = None) -> list[Any]:
     """Turn the failure of one rank into an error on all of them, so that none is left waiting in set-up.
+
+    Returns:
+        every rank's JSON-serialisable ``value``, in rank order, if none has failed.
 
     Raises:
         the local ``error`` on the rank that has one, unless it follows from another rank's; :class:`SetupError` naming
         that rank on the others.
     """
     row = None if error is None else [f"{type(error).__name__}: {error}", isinstance(error, OutOfReachError)]
-    failed = [(row[1], rank, row[0]) for rank, row in enumerate(gather_json(exchange, row)) if row is not None]
+    rows = gather_json(exchange, [row, value if error is None else None])
+    failed = [(row[1], rank, row[0]) for rank, (row, _) in enumerate(rows) if row is not None]
     if not failed:
-        return
+        return [found for _, found in rows]
     is_consequence, rank, text = min(failed)  # causes first
     problem = error
     if problem is None or (isinstance(problem, OutOfReachError) and not is_consequence):
@@ -506,24 +510,40 @@ def together(exchange: Exchange, action: Callable[[], T]) -> T:
     Raises:
         as :func:`raise_together`.
     """
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
+    result, error = _attempt(action)
     raise_together(exchange, error)
-    return result
+    return cast(T, result)
 
 
-def require_agreement(exchange: Exchange, tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Check that every rank has the same tables (versions, options, units and parameters).
+def gather_together(exchange: Exchange, action: Callable[[], Any]) -> list[Any]:
+    """As :func:`together`: what ``action`` returns on each rank, in rank order, by JSON."""
+    result, error = _attempt(action)
+    return raise_together(exchange, error, result)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        return None, problem
+
+
+def require_agreement(
+    exchange: Exchange, tables: Mapping[str, Mapping[str, str]], check: Callable[[], None] = no_op
+) -> None:
+    """Check that every rank has the same tables (versions, options, units and parameters), and passes ``check``.
 
     Raises:
         SetupError: on all ranks, naming the first table and item that differs from rank 0 and both values.
+        what ``check`` raises, as :func:`raise_together`.
     """
     own = {title: dict(table) for title, table in tables.items()}
-    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    if len(set(gather_json(exchange, digest))) == 1:  # every rank would read the tables of all
+
+    def digest() -> str:
+        check()
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()
+
+    if len(set(gather_together(exchange, digest))) == 1:  # every rank would read the tables of all
         return
     everyone = gather_json(exchange, own)
     for rank in range(1, exchange.world_size):

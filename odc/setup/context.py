@@ -26,7 +26,7 @@ from odc.liveness.leaving import CLOSING, Closable, has_failed_at_exit, last_err
 from odc.liveness.threads import in_helper
 from odc.liveness.waiting import Failure, Job, Waiter, WaitStats
 from odc.liveness.watchdog import StreamWatchdog
-from odc.setup.agreement import Exchange, is_known_everywhere, require_agreement, together
+from odc.setup.agreement import Exchange, is_known_everywhere, no_op, require_agreement
 from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports._rendezvous import require_descriptors
@@ -235,17 +235,25 @@ def weak_abort(context: RankContext) -> Callable[[BaseException], None]:
 # Set-up: collective, in this order
 
 
-def agree(exchange: Exchange, config: RuntimeConfig, tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Check that all ranks have the same versions, options and ``tables`` (title -> item -> value), and room for what
-    set-up opens.
+def agree(
+    exchange: Exchange,
+    config: RuntimeConfig,
+    tables: Mapping[str, Mapping[str, str]],
+    check: Callable[[], None] = no_op,
+) -> None:
+    """Check that all ranks have the same versions, options and ``tables`` (title -> item -> value), room for what
+    set-up opens, and pass ``check``.
 
     Raises:
-        SetupError: on all ranks.
+        SetupError: on all ranks; what ``check`` raises, on those whose check it is.
     """
     versions = {"odc": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    require_agreement(exchange, {"versions": versions, "options": config.shared(), **tables})
-    # What follows opens a file. Who is on this host is not known yet.
-    together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
+
+    def check_all() -> None:
+        check()
+        require_descriptors(exchange.world_size, now=1)  # what follows opens a file; who is on this host is not known
+
+    require_agreement(exchange, {"versions": versions, "options": config.shared(), **tables}, check_all)
 
 
 def connect(exchange: Exchange, config: RuntimeConfig, device: torch.device) -> Transport:

@@ -178,7 +178,7 @@ class Door:
         run_all([self._thread.end, self._listener.close, partial(os.close, self._stop_fd)])
 
 
-_FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
+_FRAME = struct.Struct("=8s16sII")  # magic, key, rank, sequence number
 _MAGIC = b"odc-shm1"
 _PEERCRED = struct.Struct("3i")
 _MIN_BACKLOG = 128
@@ -246,8 +246,8 @@ class Mesh:
             connection = self._peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._connect(peer, connection, address, deadline)
             try:
-                self._send(peer, 0, [])
-                self._receive(peer, 0)
+                self._send(peer)
+                self._receive(peer)
             except SetupError:
                 connection.close()
                 if time.monotonic() > deadline:
@@ -275,14 +275,14 @@ class Mesh:
         """Keep and answer a connection that proves to be a rank of this job. See :class:`Door`."""
         if _credentials(connection)[1] != os.getuid():
             return False
-        magic, key, peer, _, _ = _FRAME.unpack(greeting)
+        magic, key, peer, _ = _FRAME.unpack(greeting)
         wanted = peer in self._ranks and peer > self._topology.rank and peer not in self._peers
         if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
             return False
         connection.settimeout(self._timeout_s)
         self._peers[peer] = connection
         try:
-            self._send(peer, 0, [])
+            self._send(peer)
         except SetupError:  # it has ended, and may come again
             del self._peers[peer]
             return False
@@ -292,39 +292,39 @@ class Mesh:
         """The process at the other end as the kernel sees it from this pid namespace (0: not visible)."""
         return _credentials(self._peers[rank])[0]
 
-    def swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
-        """Send ``value`` and descriptors to every peer of this host; return what each sent. Collective.
+    def swap(self, fd: int | None) -> dict[int, int]:
+        """Send a descriptor to every peer of this host (None: this rank has none); return what each sent. Collective.
 
         In rounds, sending to one rank and receiving from another: Linux limits the descriptors of a user that are
         under way, and all-to-all at once exceeds a limit of 1024 with 24 ranks.
         """
         self._sequence += 1
         number, own = len(self._ranks), self._ranks.index(self._topology.rank)
-        received: dict[int, tuple[int, list[int]]] = {}
+        received: dict[int, int] = {}
         try:
             for step in range(1, number):
-                self._send(self._ranks[(own + step) % number], value, fds)
+                self._send(self._ranks[(own + step) % number], fd)
                 source = self._ranks[(own - step) % number]
-                received[source] = self._receive(source, len(fds))
+                if (passed := self._receive(source)) is not None:
+                    received[source] = passed
         except BaseException:
-            for _, passed in received.values():
-                for fd in passed:
-                    os.close(fd)
+            for passed in received.values():
+                os.close(passed)
             raise
         return received
 
-    def _send(self, rank: int, value: int, fds: Sequence[int]) -> None:
-        frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence, value)
+    def _send(self, rank: int, fd: int | None = None) -> None:
+        frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence)
         try:
-            socket.send_fds(self._peers[rank], [frame], list(fds))
+            socket.send_fds(self._peers[rank], [frame], [] if fd is None else [fd])
         except OSError as error:
             raise SetupError(f"cannot pass memory to {self._topology.describe(rank)}: {error}") from None
 
-    def _receive(self, rank: int, num_fds: int) -> tuple[int, list[int]]:
+    def _receive(self, rank: int) -> int | None:
         connection = self._peers[rank]
         who = self._topology.describe(rank)
         try:
-            data, fds, _, _ = socket.recv_fds(connection, _FRAME.size, num_fds, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(connection, _FRAME.size, 1, socket.MSG_CMSG_CLOEXEC)
             if data and len(data) < _FRAME.size:
                 data += _receive_exactly(connection, _FRAME.size - len(data))
         except TimeoutError:
@@ -333,12 +333,11 @@ class Mesh:
             raise SetupError(f"lost {who} during set-up: {error}") from None
         if not data:
             raise SetupError(f"{who} went away during set-up")
-        magic, key, sender, sequence, value = _FRAME.unpack(data)
-        if (magic, key, sender, sequence) != (_MAGIC, self._key, rank, self._sequence) or len(fds) != num_fds:
+        if _FRAME.unpack(data) != (_MAGIC, self._key, rank, self._sequence):
             for fd in fds:
                 os.close(fd)
             raise SetupError(f"{who} sent a set-up frame that does not belong here")
-        return int(value), list(fds)
+        return next(iter(fds), None)
 
     def close(self) -> None:
         if self._listener is not None:

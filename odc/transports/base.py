@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from odc.engines.base import AfterChunk, CpuEngine, Engine, no_op
 from odc.errors import SetupError
 from odc.liveness.leaving import Closable, release_when, run_all
 from odc.liveness.process import WatchedProcess
-from odc.setup.agreement import Exchange, gather_json, raise_together, together
+from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.topology import Topology
 from odc.transports import _control, _memfd
 from odc.transports._control import Closing, ControlBlock, control_bytes
@@ -153,7 +153,6 @@ class Transport(ABC):
         self._owner_pid = os.getpid()
         self._mesh = Mesh(topology)
         try:
-            self._together(lambda: require_descriptors(len(self._here), topology.world_size - len(self._here)))
             self._connect()
         except BaseException:
             self.close()
@@ -167,18 +166,24 @@ class Transport(ABC):
     # Set-up
 
     def _connect(self) -> None:
-        """Collective; between the swaps each step is this rank's own, and fails on all ranks if it does on one."""
-        self._meet()
+        """Collective; between the exchanges each step is this rank's own, and fails on all ranks if it does on one."""
+        links = self._links = Links(self.topology, self.peers, self._timeout_s) if self._elsewhere else None
+
+        def listen() -> list[Any]:
+            require_descriptors(len(self._here), len(self._elsewhere))
+            return [self._mesh.listen(), None if links is None else links.listen()]
+
+        rows = gather_together(self.exchange, listen)
+        self._together(lambda: self._mesh.connect([row[0] for row in rows], self._timeout_s))
         self._together(self._watch_peers)
-        if self.topology.num_hosts > 1:
-            links = self._links = Links(self.topology, self.peers, self._timeout_s)
-            doors = gather_json(self.exchange, self._together(links.listen))
-            self._together(lambda: links.connect(doors))
+        if links is not None:
+            self._together(lambda: links.connect([row[1] for row in rows]))
             self._together(links.complete)
 
     def _meet(self) -> None:
-        """The ranks of this host: to pass descriptors, from now on."""
-        rows = gather_json(self.exchange, self._together(self._mesh.listen))
+        """The ranks of this host, once more: to pass descriptors."""
+        self._mesh = Mesh(self.topology)
+        rows = gather_together(self.exchange, self._mesh.listen)
         self._together(lambda: self._mesh.connect(rows, self._timeout_s))
         self._together(self._mesh.complete)
 
@@ -189,6 +194,7 @@ class Transport(ABC):
         return [f"{self.topology.describe(rank)}: {how()}" for rank, (is_dead, how) in watched.items() if is_dead]
 
     def _watch_peers(self) -> None:
+        self._mesh.complete()
         for rank in self._here:
             if rank == self._rank:
                 continue
@@ -213,13 +219,12 @@ class Transport(ABC):
             SetupError: on all ranks, if that is known to be too much.
         """
         size = control_bytes(num_signals, num_locks)
-        buffer = self.allocate_host(size, "control")
+        # Nobody uses a block before its owner has made it.
+        buffer = self._share(size, "control", lambda own: ControlBlock(own, num_signals, num_locks).initialise())
         blocks = {}
         for rank in self._world:
             memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(size, dtype=torch.uint8)
             blocks[rank] = ControlBlock(memory, num_signals, num_locks)
-        blocks[self._rank].initialise()
-        self.exchange.all_gather(b"")  # nobody uses a block before its owner has made it
         here = {r: LocalPeer(self.topology.describe(r), process, blocks[r]) for r, process in self._processes.items()}
         self._processes = {}
         self.peers.start(blocks, {**here, **(self._links.by_rank if self._links is not None else {})})
@@ -250,19 +255,36 @@ class Transport(ABC):
 
     def allocate_host(self, num_bytes: int, label: str) -> SymmetricBuffer:
         """As :meth:`allocate`, in memory that the processors of all ranks of a host can read and write."""
+        return self._share(num_bytes, label)
+
+    def _share(
+        self, num_bytes: int, label: str, prepare: Callable[[torch.Tensor], None] = lambda own: None
+    ) -> SymmetricBuffer:
+        """See :meth:`allocate_host`; ``prepare`` is done to this rank's copy before others see it."""
         num_bytes = max(num_bytes, 1)
-        self._together(lambda: _memfd.require_available(num_bytes * len(self._here), label))
+        self._require_one_size(num_bytes, label, lambda: _memfd.require_available(num_bytes * len(self._here), label))
         fds: dict[int, int] = {}
+        views: dict[int, torch.Tensor] = {}
+        problem: SetupError | None = None
+
+        def map_all() -> None:
+            if problem is not None:
+                raise problem
+            for rank, fd in fds.items():
+                _memfd.check(fd, num_bytes)
+                views[rank] = _memfd.map_bytes(fd, num_bytes)
+            prepare(views[self._rank])
+            self.peers.memory.append(views[self._rank].numpy().data)  # before any rank has heard that all have it
+
         try:
             if self._is_sealed:
-                self._mesh = Mesh(self.topology)
                 self._meet()
-            self._together(lambda: fds.update({self._rank: _memfd.create(num_bytes, label)}))
-            self._require_one_size(num_bytes, label)
-            for rank, (_, received) in self._swap(num_bytes, [fds[self._rank]]).items():
-                fds[rank] = received[0]
-            views: dict[int, torch.Tensor] = {}
-            self._together(lambda: self._map_all(fds, num_bytes, views))
+            try:
+                fds[self._rank] = _memfd.create(num_bytes, label)
+            except SetupError as error:  # the others wait for what this rank passes them; then they are told
+                problem = error
+            fds.update(self._swap(fds.get(self._rank)))
+            self._together(map_all)
         finally:
             for fd in fds.values():
                 os.close(fd)
@@ -277,21 +299,23 @@ class Transport(ABC):
         self._buffers.append(buffer)
         return buffer
 
-    def _swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
+    def _swap(self, fd: int | None) -> dict[int, int]:
         """See :meth:`~odc.transports._rendezvous.Mesh.swap`."""
         try:
-            return self._mesh.swap(value, fds)
+            return self._mesh.swap(fd)
         except SetupError:
             if (notice := self.peers.abort_notice()) is not None:  # a better account of what happened
                 raise SetupError(f"set-up failed on {notice}") from None
             raise
 
-    def _map_all(self, fds: Mapping[int, int], num_bytes: int, views: dict[int, torch.Tensor]) -> None:
-        views.update({rank: self._map(fd, num_bytes) for rank, fd in fds.items()})
-        self.peers.memory.append(views[self._rank].numpy().data)  # before any rank has heard that all have mapped it
+    def _require_one_size(self, num_bytes: int, label: str, check: Callable[[], None] = no_op) -> None:
+        """All ranks ask for the same, and pass ``check``."""
 
-    def _require_one_size(self, num_bytes: int, label: str) -> None:
-        for rank, size in enumerate(gather_json(self.exchange, num_bytes)):
+        def own_size() -> int:
+            check()
+            return num_bytes
+
+        for rank, size in enumerate(gather_together(self.exchange, own_size)):
             if size != num_bytes:
                 raise SetupError(
                     f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
@@ -301,23 +325,19 @@ class Transport(ABC):
         """See :func:`odc.setup.agreement.together`."""
         return together(self.exchange, action)
 
-    @staticmethod
-    def _map(fd: int, num_bytes: int) -> torch.Tensor:
-        _memfd.check(fd, num_bytes)
-        return _memfd.map_bytes(fd, num_bytes)
-
     def seal(self) -> None:
         """End of set-up: prove every pair with a pattern, release what only set-up needs."""
-        self._prove(self.allocate_host, "host memory")
+        probes = [self._prove(self.allocate_host, "host memory")]
         if self.engine.has_streams:
-            self._prove(self.allocate, "device memory")
-        if self._links is not None:
-            far_probe = self.allocate(8 * len(self._world), "probe of other hosts")
-            self._together(lambda: self._prove_far(far_probe))
+            probes.append(self._prove(self.allocate, "device memory"))
+        if self._elsewhere:
+            self._together(lambda: self._prove_far(probes[-1]))
+        for probe in probes:
+            self.release(probe)
         self._mesh.close()
         self._is_sealed = True
 
-    def _prove(self, allocate: Callable[[int, str], SymmetricBuffer], what: str) -> None:
+    def _prove(self, allocate: Callable[[int, str], SymmetricBuffer], what: str) -> SymmetricBuffer:
         """Write a pattern to every rank and look for everybody's here."""
         probe = allocate(8 * len(self._world), f"probe of {what}")
         near = [rank for rank in self._world if probe.reaches(rank)]
@@ -328,7 +348,7 @@ class Transport(ABC):
         wrong = [self.topology.global_rank(r) for r in near if found[r] != (_PATTERN << 32) + r]
         problem = SetupError(f"the test of {what} failed between rank {self.topology.me} and ranks {wrong}")
         raise_together(self.exchange, problem if wrong else None)
-        self.release(probe)
+        return probe
 
     def _prove_far(self, probe: SymmetricBuffer) -> None:
         """Write a pattern to every rank of another host, and read it back."""

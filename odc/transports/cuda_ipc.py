@@ -22,7 +22,7 @@ import torch
 from odc import limits
 from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
 from odc.errors import OdcError, SetupError
-from odc.setup.agreement import Exchange, gather_json
+from odc.setup.agreement import Exchange, gather_together
 from odc.setup.topology import Topology
 from odc.transports._control import Closing, order_memory
 from odc.transports._peers import Peer
@@ -74,13 +74,13 @@ class CudaIpcTransport(Transport):
 
     def _require_reachable(self) -> None:
         """Every device must be able to share memory, and reach every other one, both ways. Collective."""
-        identities = gather_json(self.exchange, self._together(self._shareable_identity))
+        identities = gather_together(self.exchange, self._shareable_identity)
         self._together(lambda: self._require_reach(identities))
 
     def no_atomics(self) -> str | None:
-        identities = gather_json(self.exchange, self._together(self._cuda.identity))
-        reasons = [self._cuda.no_atomics(identity) for identity in identities]
-        found = [reason for rank in gather_json(self.exchange, reasons) for reason in rank if reason is not None]
+        identities = gather_together(self.exchange, self._cuda.identity)
+        rows = gather_together(self.exchange, lambda: [self._cuda.no_atomics(identity) for identity in identities])
+        found: list[str] = [reason for row in rows for reason in row if reason is not None]
         return found[0] if found else None
 
     def _shareable_identity(self) -> str:
@@ -139,8 +139,10 @@ class CudaIpcTransport(Transport):
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         num_bytes = max(num_bytes, 1)
-        rows = self.exchange.all_gather(self._together(lambda: self._export(num_bytes)))
-        views = self._together(lambda: [self._view(rank, rows[rank], num_bytes, label) for rank in self._world])
+        rows = gather_together(self.exchange, lambda: self._export(num_bytes).hex())
+        views = self._together(
+            lambda: [self._view(rank, bytes.fromhex(rows[rank]), num_bytes, label) for rank in self._world]
+        )
         self.peers.memory.append(None)
         return self._keep(views, label)
 
