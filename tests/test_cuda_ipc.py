@@ -218,7 +218,7 @@ def test_streams_need_nothing_that_cupy_13_lacks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle, device=device)
     )
-    runtime = cuda_runtime.CupyRuntime(torch.device("cuda", 0))
+    runtime = cuda_runtime.CudaRuntime(torch.device("cuda", 0))
     first, second = runtime._new_stream(), runtime._new_stream()
     assert (first.cuda_stream, second.cuda_stream, made) == (4097, 4098, [(1, -1), (1, -1)])
     runtime._give_back_stream(first)

@@ -27,7 +27,7 @@ import torch
 
 from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
-from odc.engines.base import Addition, AfterChunk, CpuEngine, Engine, no_op
+from odc.engines.base import Addition, AfterChunk, Engine, no_op
 from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.setup.topology import Topology
@@ -43,7 +43,7 @@ _BACKGROUND = "daemon"
 _ATOMIC = threading.Lock()  # of the ranks that are threads of one process
 
 
-_AT_ONCE = CpuEngine()
+_AT_ONCE = Engine()
 _MAPPINGS: weakref.WeakValueDictionary[int, torch.Tensor] = (
     weakref.WeakValueDictionary()
 )  # of all ranks of this process
@@ -244,8 +244,8 @@ class FakeEngine(Engine):
             one.close()
 
 
-class FakeCuda:
-    """A :class:`odc.cuda.runtime.CudaRuntime`."""
+class FakeCuda(CudaRuntime):
+    """On memory of the host."""
 
     def __init__(
         self,

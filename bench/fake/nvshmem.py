@@ -26,8 +26,8 @@ from odc.transports.base import not_on_this_kernel
 from odc.transports.nvshmem import NvshmemTransport
 
 
-class FakeHeap:
-    """A :class:`odc.cuda.nvshmem.NvshmemHeap`."""
+class FakeHeap(NvshmemHeap):
+    """On memory of the host."""
 
     def __init__(self, fake: FakeCuda, heap_bytes: int | None) -> None:
         self._fake = fake

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from odc.engines.base import AfterChunk, CpuEngine, Engine, no_op
+from odc.engines.base import AfterChunk, Engine, no_op
 from odc.errors import SetupError
 from odc.liveness.leaving import Closable, release_when, run_all
 from odc.liveness.process import WatchedProcess
@@ -129,7 +129,7 @@ class Transport(ABC):
         self.topology = topology
         self.device = device
         """Where tensors travel."""
-        self.engine: Engine = CpuEngine()
+        self.engine: Engine = Engine()
         """What moves and adds bytes in the memory of :meth:`allocate`."""
         self.peers = Peers(topology)
         """The other ranks, and what this one shows them."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from odc import limits
-from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
+from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, unavailable
 from odc.errors import OdcError, SetupError
 from odc.setup.agreement import Exchange, gather_together
 from odc.setup.topology import Topology
@@ -70,7 +70,7 @@ class CudaIpcTransport(Transport):
         self.device = self._cuda.device
 
     def _make_runtime(self) -> CudaRuntime:
-        return CupyRuntime(self.device)
+        return CudaRuntime(self.device)
 
     def _require_reachable(self) -> None:
         """Every device must be able to share memory, and reach every other one, both ways. Collective."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from odc.cuda.nvshmem import Nvshmem4pyHeap, NvshmemHeap, unavailable
+from odc.cuda.nvshmem import NvshmemHeap, unavailable
 from odc.engines.base import AfterChunk
 from odc.setup.agreement import Exchange
 from odc.setup.topology import Topology
@@ -52,7 +52,7 @@ class NvshmemTransport(CudaIpcTransport):
         return unavailable(device) or not_on_this_kernel() or no_way_out(topology)
 
     def _make_heap(self) -> NvshmemHeap:
-        return Nvshmem4pyHeap(self.device, self._cuda.tensor, self._timeout_s)
+        return NvshmemHeap(self.device, self._cuda.tensor, self._timeout_s)
 
     def no_atomics(self) -> str | None:
         return "NVSHMEM maps its heap in its own way, and does not say what additions to it are"
