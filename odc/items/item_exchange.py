@@ -4,7 +4,7 @@ In multimodal training a rank encodes images and audio of samples whose language
 producer publishes what it has encoded, part by part, and a consumer reads an item when it needs it: no rank waits for
 one whose items it does not read. Gradients go back in the same way, in a channel of their own.
 
-PROTOCOL.md beside this file states the rules and why they suffice; tests/test_items.py and tests/test_items_streams.py
+PROTOCOL.md beside this file states the rules and why they suffice; tests/items (test_items.py, _streams.py)
 run this under random delays and check that it fails when any of its orders is removed.
 """
 

@@ -2,7 +2,7 @@
 them. News of the other ranks (alive, closed, dead, silent) come with it: :mod:`odc.transports._peers`.
 
 The two primitives and the minibatch protocol are built on these and know nothing of the wire.
-``tests/test_transport_conformance.py`` is the contract in executable form: every transport must pass it.
+``tests/transports/test_transport_conformance.py`` is the contract in executable form: every transport must pass it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Layer 1: no processes. The benchmark of planning, on small sizes, and what its committed result says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from odc.bench import planning as bench
+
+
+def test_rows_on_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LOADERS", ((4, 2, 3),))
+    monkeypatch.setattr(bench, "REBALANCE_RANKS", (16,))
+    monkeypatch.setattr(bench, "PLAN_RANKS", (16,))
+    steps: list[int] = []
+    found = bench.measure(2, lambda: steps.append(1))
+    assert len(steps) == 3
+    (loader,), (moved,), (plan,) = found["loader"], found["rebalance"], found["plan"]
+    assert (loader["ranks"], loader["samples_per_rank"], loader["minibatches"]) == (4, 2, 3)
+    for row in (loader, moved, plan):
+        assert 0 < row["cpu_s"]["min"] <= row["cpu_s"]["median"] <= row["cpu_s"]["max"]
+    assert 0 < loader["training_thread_s"]["median"] <= loader["cpu_s"]["max"]
+    assert 0 < moved["between_nodes"] < moved["moved"] < 1
+    assert 0 <= moved["excess"] < 0.01
+    assert {name for name in plan if name.startswith("even")} == {"even vision", "even audio", "even language"}
+    assert all(1 <= value < 1.5 for name, value in plan.items() if name.startswith("even"))
+    assert all(0 <= value < 1 for name, value in plan.items() if name.startswith("between"))
+    result = {"commit": "new", **found, "before": {"commit": "old", **found}}
+    assert [table.row_count for table in bench.tables(result)] == [2, 2, 2]
+
+
+def test_the_committed_result() -> None:
+    """A rank plans for itself, and less moves between fewer nodes; no plan is worse than before."""
+    after = json.loads((Path(__file__).parents[2] / "bench/results/planning.json").read_text())
+    before = after["before"]
+    assert before["commit"] == "66f8af1"
+    for part in ("loader", "rebalance", "plan"):
+        for old, new in zip(before[part], after[part], strict=True):
+            assert old["ranks"] == new["ranks"]
+            assert new["cpu_s"]["median"] < old["cpu_s"]["median"]
+            for name in new:
+                if name.startswith(("even ", "excess")):
+                    assert new[name] <= old[name] + 1e-4
+                elif name.startswith(("moved", "between_nodes")):
+                    assert new[name] <= old[name] * 1.01
+    by_ranks = {row["ranks"]: row for row in after["loader"]}
+    assert by_ranks[256]["cpu_s"]["median"] <= 0.076
+    assert by_ranks[1024]["cpu_s"]["median"] <= 0.31
