@@ -200,7 +200,7 @@ class FakeEngine(Engine):
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         with self.on("aside"):
             yield
 

@@ -222,7 +222,7 @@ class Engine:
         """Inside, this thread's work does not queue behind that of the training loop."""
         return nullcontext()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def on_side_stream(self) -> AbstractContextManager[object]:
         """Inside, this thread's work queues behind no other."""
         return nullcontext()
 

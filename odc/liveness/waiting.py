@@ -24,7 +24,7 @@ from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, P
 from odc.liveness.faults import FaultInjector
 from odc.liveness.threads import Reminder, look_until
 from odc.timeline import Stats, Timeline
-from odc.transports._control import Signs
+from odc.transports._control import Heartbeats
 from odc.transports._peers import IN_COLLECTIVE, Peer, Peers, PeerState
 from odc.transports.base import Transport
 
@@ -203,7 +203,7 @@ class Waiter:
                     if state is PeerState.CLOSED and rank not in left and self.job.peer(rank).is_dead:
                         left.append(rank)
                 # They may have come to all that they had to, so others come first.
-                if left and looked_s > limits.FAREWELL_S:
+                if left and looked_s > limits.CLOSED_S:
                     self._fail_gone(left[0], lambda: what, waited_s)
             except PeerClosedError as cause:  # which of them it was, nobody can tell
                 others = f"; so are ranks {left[1:]}" if len(left) > 1 else ""
@@ -318,7 +318,7 @@ class Patience:
         self._job = job
         self._timeout_s = timeout_s
         self._started = self._last_look = time.monotonic()
-        self._seen: dict[int, tuple[Signs, float]] = {}
+        self._seen: dict[int, tuple[Heartbeats, float]] = {}
         self._circles: dict[int, tuple[list[int], float]] = {}
 
     @property
@@ -361,7 +361,7 @@ class Patience:
 
     def silence_s(self, rank: int, heartbeat: bool = False) -> float:
         """Since when ``rank`` has made no progress, nor looked if it waits; or has not even had a ``heartbeat``."""
-        now, signs = time.monotonic(), self._job.peer(rank).signs
+        now, signs = time.monotonic(), self._job.peer(rank).heartbeats
         before, since = self._seen.get(rank, (signs, now))
         if before[:2] != signs[:2] or (heartbeat and before != signs):
             since = now
@@ -379,7 +379,7 @@ class Patience:
 
     def _stuck_s(self, rank: int, chain: Sequence[int]) -> float:
         """For how long ranks that all look have made no progress: somebody waits outside the protocol."""
-        now, progress = time.monotonic(), [self._job.peer(one).signs.progress for one in chain]
+        now, progress = time.monotonic(), [self._job.peer(one).heartbeats.progress for one in chain]
         before, since = self._circles.get(rank, (progress, now))
         if before != progress:
             since = now

@@ -77,7 +77,7 @@ class StreamWatchdog:
 
 
 @dataclass
-class Outside:
+class InCollective:
     """Where the training loop is while it may be waiting in a collective of torch. One writer, the loop."""
 
     what: str = ""
@@ -100,14 +100,14 @@ class JobWatchdog:
         self,
         job: Job,
         failure: Failure,
-        outside: Outside,
+        in_collective: InCollective,
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         end_collectives: Callable[[], object],
     ) -> None:
         self._job = job
         self._failure = failure
-        self._outside = outside
+        self._in_collective = in_collective
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._end_collectives = end_collectives
@@ -126,7 +126,7 @@ class JobWatchdog:
             self._look_for_losses()
             if self._look_for_failures():
                 continue
-            patience = (patience or Patience(self._job, self._timeout_s)) if self._outside.what else None
+            patience = (patience or Patience(self._job, self._timeout_s)) if self._in_collective.what else None
             if patience is not None:
                 self._look_for_silence(patience)
 
@@ -167,7 +167,7 @@ class JobWatchdog:
     def _look_for_silence(self, patience: Patience) -> None:
         """The training loop waits in a collective: for whom, nobody knows, so for all."""
         patience.forgive_own_absence()
-        is_due = self._outside.is_due
+        is_due = self._in_collective.is_due
         # Who has closed may be through with everything; or has left without coming to this one.
         expected = (PeerState.ALIVE, PeerState.CLOSED) if is_due else (PeerState.ALIVE,)
         alive = [rank for rank in self._job.others if self._job.peer(rank).state in expected]
@@ -179,7 +179,7 @@ class JobWatchdog:
             self._job.own.set_waiting_on(
                 max(silences, key=lambda one: (waits[one[1]] is None, waits[one[1]] != self._job.rank, one))[1]
             )
-            if not self._outside.what:  # the training loop has come out of it just now
+            if not self._in_collective.what:  # the training loop has come out of it just now
                 self._job.own.set_waiting_on(None)
         late = [(silence_s, rank) for silence_s, rank in silences if silence_s > patience.limit_s(rank)]
         if late:
@@ -191,7 +191,7 @@ class JobWatchdog:
 
     def _describe(self, rank: int, fault: str) -> str:
         """What happened to ``rank``, and where this one is meanwhile."""
-        where = f" in {self._outside.what}" if self._outside.what else ""
+        where = f" in {self._in_collective.what}" if self._in_collective.what else ""
         return (
             f"rank {self._job.rank} waits{where}. Cause: {self._job.peer(rank).who} {fault}: "
             f"{self._job.peer(rank).describe()}"

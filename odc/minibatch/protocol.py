@@ -513,7 +513,7 @@ class MinibatchProtocol:
         peer = self._end.transport.peers.by_rank[rank]
         if peer.state is not PeerState.ALIVE:
             return True
-        now, progress = time.monotonic(), peer.signs.progress
+        now, progress = time.monotonic(), peer.heartbeats.progress
         is_waiting = peer.waiting_on in (IN_COLLECTIVE, self._end.transport.topology.me)
         if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
             seen.pop(rank, None)

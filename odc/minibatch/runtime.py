@@ -24,7 +24,7 @@ from odc.errors import MisuseError, OdcError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
 from odc.liveness.waiting import Endpoint
-from odc.liveness.watchdog import JobWatchdog, Outside, StreamWatchdog
+from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.protocol import End, MinibatchProtocol, State
@@ -75,7 +75,7 @@ class Runtime(RankContext):
         self._replicas: Transport | None = None
         self._meetings = 0  # with the replicas
         self._has_refused = False  # since the last end of a minibatch
-        self._outside = Outside()
+        self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
 
     @classmethod
@@ -167,7 +167,12 @@ class Runtime(RankContext):
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
         self._job_watchdog = JobWatchdog(
-            self._waiter.job, self._failure, self._outside, self.config.timeout_s, weak_abort(self), end_collectives
+            self._waiter.job,
+            self._failure,
+            self._in_collective,
+            self.config.timeout_s,
+            weak_abort(self),
+            end_collectives,
         )
 
     def _parts(self) -> list[Closable]:
@@ -335,19 +340,20 @@ class Runtime(RankContext):
             is_due: every rank comes to it at the end of its minibatch.
         """
         if not self._closed and os.getpid() == self._pid:
-            self._outside.since, self._outside.is_due, self._outside.what = time.monotonic(), is_due, what
+            here = self._in_collective
+            here.since, here.is_due, here.what = time.monotonic(), is_due, what
             if not is_due:  # else the watchdog says for whom
                 self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)
 
     def leaves_collective(self) -> None:
         """It is not there any more."""
         if not self._closed and os.getpid() == self._pid:
-            self._outside.what, self._outside.is_due = "", False
+            self._in_collective.what, self._in_collective.is_due = "", False
             self._waiter.waits_no_more()
 
     def explain_collective(self, error: BaseException, what: str) -> OdcError | None:
         """As :meth:`explain`, for the collective that the training loop is in."""
-        return self.explain(error, what, time.monotonic() - self._outside.since)
+        return self.explain(error, what, time.monotonic() - self._in_collective.since)
 
     def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
         """What is behind an error that a collective of torch has raised: the failure of a rank of the job.

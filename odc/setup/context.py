@@ -46,9 +46,9 @@ def shut_down(parts: Sequence[Closable], *transports: Transport) -> None:
     """
     for transport in transports:
         transport.peers.is_leaving = True
-    farewells = [transport.say_farewell for transport in transports]  # none waits for what another one has to wait for
+    says = [transport.announce_close for transport in transports]  # none waits for what another one has to wait for
     closes = [transport.close for transport in transports]
-    run_all([*(part.close for part in parts), *farewells, *closes])
+    run_all([*(part.close for part in parts), *says, *closes])
 
 
 def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transport) -> None:
@@ -283,7 +283,7 @@ def complete(transport: Transport, make: Callable[[], C], finish: Callable[[C], 
         # An interpreter that ends without close() must still tell its peers so.
         leaving = Leaving(parts, transports, context._waiter.job, context._whoami)
         context._finalizer = weakref.finalize(context, leaving.without_close)
-        transport.lends = True
+        transport.serves_readers = True
     except BaseException as error:
         give_up(error, parts, *transports)
         raise

@@ -137,7 +137,7 @@ def control_bytes(num_signals: int, num_locks: int) -> int:
     return _STATUS_BYTES + 2 * _SLEEP_BYTES + texts + locks * (_SEMAPHORE_BYTES + 8) + 8 * num_signals
 
 
-class Signs(NamedTuple):
+class Heartbeats(NamedTuple):
     """Of a rank's life: counters, each of which grows while the rank is well."""
 
     progress: int
@@ -255,8 +255,8 @@ class ControlBlock:
         self._status[_BEATS] += 1
 
     @property
-    def signs(self) -> Signs:
-        return Signs(self._status[_PROGRESS], self._status[_LOOKS], self._status[_BEATS])
+    def heartbeats(self) -> Heartbeats:
+        return Heartbeats(self._status[_PROGRESS], self._status[_LOOKS], self._status[_BEATS])
 
     @property
     def closed(self) -> Closing:

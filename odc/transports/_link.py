@@ -6,10 +6,10 @@ it pushes is received straight into the memory it is for, what it reads is queue
 own frames themselves, while that one goes on receiving: so two ranks that push to each other, or read from each other,
 at the same time never both wait for the other to receive.
 
-*Control* (status, errors, farewells). A few bytes a second, which never fill the other side's buffer. They overtake
-data, and get through when a transfer was given up in the middle. So a rank that has said farewell has left only when
-the last of its data is here too: what it did before may still be on its way. It goes on answering whoever still reads
-from it.
+*Control* (status, errors, that a rank closes). A few bytes a second, which never fill the other side's buffer. They
+overtake data, and get through when a transfer was given up in the middle. So a rank that has said that it closes has
+left only when the last of its data is here too: what it did before may still be on its way. It goes on answering
+whoever still reads from it.
 
 *Keep-alive*. Whether the other host is there at all. Slow is not dead: a rank that computes, is stopped, or holds its
 interpreter's lock is kept alive by its kernel.
@@ -38,7 +38,7 @@ from odc.engines.base import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.leaving import run_all
 from odc.liveness.threads import Reminder
-from odc.transports._control import Closing, Signs
+from odc.transports._control import Closing, Heartbeats
 from odc.transports._frames import (
     CHUNK_BYTES,
     HEADER,
@@ -167,12 +167,12 @@ class Link(Peer):
         self._readings: dict[int, _Reading] = {}
         self._requests = 0
         self._asking = threading.Lock()
-        self._signs, self._waits_for = Signs(0, 0, 0), 0
+        self._heartbeats, self._waits_for = Heartbeats(0, 0, 0), 0
         self._closing = Closing.OPEN
         self._refusal = ""
         self._has_said_all = False
         self._unexplained: tuple[str, float] | None = None  # why the data have ended, and until when to wait for more
-        self._is_explained = False  # an abort, a farewell or the end of the control frames has come
+        self._is_explained = False  # an abort, a close or the end of the control frames has come
         self._ended: str | None = None
         self._has_ended = threading.Event()
         self._gave_up: BaseException | None = None
@@ -406,7 +406,7 @@ class Link(Peer):
     def _take_control(self, frame: Frame, text: bytes) -> None:
         if frame.kind is Kind.STATUS:
             # Each of these is a beat: it comes from a thread of its own.
-            self._signs = Signs(frame.a, frame.c, self._signs.beats + 1)
+            self._heartbeats = Heartbeats(frame.a, frame.c, self._heartbeats.beats + 1)
             self._waits_for = frame.b
             return
         if frame.kind is Kind.REFUSAL:
@@ -453,7 +453,7 @@ class Link(Peer):
         if sent < len(data):
             self._lose("it has not taken in control frames for long")
 
-    def send_status(self, signs: Signs, waiting_on: int | None) -> None:
+    def send_status(self, signs: Heartbeats, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""
         waits_for = 0 if waiting_on is None else waiting_on + 1
         self._send_control(Frame(Kind.STATUS, a=signs.progress, b=waits_for, c=signs.looks))
@@ -477,8 +477,8 @@ class Link(Peer):
             self._queue.leave(bye)  # if there was no room, the thread that serves this link sends it
 
     @property
-    def signs(self) -> Signs:
-        return self._signs
+    def heartbeats(self) -> Heartbeats:
+        return self._heartbeats
 
     @property
     def waiting_on(self) -> int | None:

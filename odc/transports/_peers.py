@@ -22,7 +22,7 @@ from odc.liveness.process import WatchedProcess
 from odc.liveness.threads import Reminder, in_helper
 from odc.setup.agreement import BrokenExchangeError, Exchange, no_op
 from odc.setup.topology import Topology
-from odc.transports._control import Closing, ControlBlock, Signs, SleepWord
+from odc.transports._control import Closing, ControlBlock, Heartbeats, SleepWord
 from odc.transports._frames import MAX_RANKS
 
 logger = logging.getLogger("odc")
@@ -52,7 +52,7 @@ class Peer(ABC):
 
     @property
     @abstractmethod
-    def signs(self) -> Signs:
+    def heartbeats(self) -> Heartbeats:
         """Of its life, as far as is known here."""
 
     @property
@@ -115,11 +115,10 @@ class Peer(ABC):
         """Release what is held for it."""
 
 
-def ring(*bells: int) -> None:
-    """Write to eventfds. A counter at its maximum means that the bell is ringing already."""
-    for bell in bells:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(bell, 1)
+def notify(eventfd: int) -> None:
+    """Wake who polls it. A counter at its maximum means that it is readable already."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_write(eventfd, 1)
 
 
 class LocalPeer(Peer):
@@ -134,8 +133,8 @@ class LocalPeer(Peer):
         self._block.leave_abort(text)
 
     @property
-    def signs(self) -> Signs:
-        return self._block.signs
+    def heartbeats(self) -> Heartbeats:
+        return self._block.heartbeats
 
     @property
     def waiting_on(self) -> int | None:
@@ -347,7 +346,7 @@ class Peers:
         if self.blocks:
             self.own.wake()
         if self.loss_fd is not None:
-            ring(self.loss_fd)
+            notify(self.loss_fd)
 
 
 class Readers:
@@ -359,7 +358,7 @@ class Readers:
         self._started = self._last_look = time.monotonic()
         self._over_since: float | None = None
         self._reminder = Reminder()
-        self._progress = {rank: (peer.signs.progress, self._started) for rank, peer in self._peers.items()}
+        self._progress = {rank: (peer.heartbeats.progress, self._started) for rank, peer in self._peers.items()}
 
     def left(self, is_script_over: bool) -> list[int]:
         """Those that are left now; if the process stays only for them, those that make progress."""
@@ -369,11 +368,11 @@ class Readers:
             self._over_since = now
         for rank, peer in list(self._peers.items()):
             progress, since = self._progress[rank]
-            if peer.signs.progress != progress:
+            if peer.heartbeats.progress != progress:
                 since = now
             elif absence_s > limits.ABSENCE_S:
                 since += absence_s
-            self._progress[rank] = (peer.signs.progress, since)
+            self._progress[rank] = (peer.heartbeats.progress, since)
             is_idle = self._over_since is not None and now - max(since, self._over_since) > limits.STAY_S
             if peer.closing is not Closing.OPEN or peer.is_dead or is_idle:
                 del self._peers[rank]

@@ -26,7 +26,7 @@ from odc.transports._control import Closing, ControlBlock, control_bytes
 from odc.transports._link import Link
 from odc.transports._links import Links
 from odc.transports._peers import LocalPeer, Peer, Peers, Readers, WatchedExchange
-from odc.transports._rendezvous import Mesh, require_descriptors
+from odc.transports._rendezvous import SocketMesh, require_descriptors
 
 HOST = torch.device("cpu")
 _ALIGN_BYTES = 64
@@ -137,7 +137,7 @@ class Transport(ABC):
         """For the rest of set-up."""
         self.extra_bytes = 0
         """Memory where the model computes that this rank spends beyond what was asked of :meth:`allocate`."""
-        self.lends = False
+        self.serves_readers = False
         """The group is complete: others may read this rank's memory until they close, too."""
         self.to_forward: deque[tuple[int, int, Sequence[int], bool]] = deque()
         """Posts of which other hosts have yet to be told: (signal, count, to, daemon); see :meth:`forward_arrivals`."""
@@ -149,9 +149,9 @@ class Transport(ABC):
         self._buffers: list[SymmetricBuffer] = []
         self._processes: dict[int, WatchedProcess] = {}
         self._links: Links | None = None
-        self._is_sealed = self._closed = self._has_said_farewell = False
+        self._is_sealed = self._closed = self._has_announced_close = False
         self._owner_pid = os.getpid()
-        self._mesh = Mesh(topology)
+        self._mesh = SocketMesh(topology)
         try:
             self._connect()
         except BaseException:
@@ -182,7 +182,7 @@ class Transport(ABC):
 
     def _meet(self) -> None:
         """The ranks of this host, once more: to pass descriptors."""
-        self._mesh = Mesh(self.topology)
+        self._mesh = SocketMesh(self.topology)
         rows = gather_together(self.exchange, self._mesh.listen)
         self._together(lambda: self._mesh.connect(rows, self._timeout_s))
         self._together(self._mesh.complete)
@@ -231,7 +231,7 @@ class Transport(ABC):
         if self._links is not None:
             links, own = self._links, self.peers.own
             # Together: nobody posts before everybody can be posted to.
-            self._together(lambda: links.start(lambda: (own.signs, own.waiting_on)))
+            self._together(lambda: links.start(lambda: (own.heartbeats, own.waiting_on)))
 
     @abstractmethod
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
@@ -300,7 +300,7 @@ class Transport(ABC):
         return buffer
 
     def _swap(self, fd: int | None) -> dict[int, int]:
-        """See :meth:`~odc.transports._rendezvous.Mesh.swap`."""
+        """See :meth:`~odc.transports._rendezvous.SocketMesh.swap`."""
         try:
             return self._mesh.swap(fd)
         except SetupError:
@@ -505,18 +505,18 @@ class Transport(ABC):
     # The end
 
     def close(self) -> None:
-        """Tell the peers that this rank has closed, and release everything; what they may still read (:attr:`lends`) in
-        the background, once they have closed, too. Local and idempotent."""
+        """Tell the peers that this rank has closed, and release everything; what they may still read
+        (:attr:`serves_readers`) in the background, once they have closed, too. Local and idempotent."""
         if self._closed or os.getpid() != self._owner_pid:
             return  # a forked child must not speak for its parent
         self._closed = True
-        run_all([self._mesh.close, self.say_farewell, self._leave])
+        run_all([self._mesh.close, self.announce_close, self._leave])
 
-    def say_farewell(self) -> None:
+    def announce_close(self) -> None:
         """Tell the peers that this rank has closed: it takes part in nothing any more. Idempotent, never waits."""
-        if self._has_said_farewell or os.getpid() != self._owner_pid:
+        if self._has_announced_close or os.getpid() != self._owner_pid:
             return
-        self._has_said_farewell = True
+        self._has_announced_close = True
         how = Closing.FAILED
         try:
             how = Closing.COMPLETE if self._let_go() else Closing.FAILED
@@ -528,16 +528,17 @@ class Transport(ABC):
     # with its process, or is read through it, closing goes on behind close() until the others have closed, too.
 
     def _leave(self) -> None:
-        readers = Readers(self.topology, self._borrowers())
+        readers = Readers(self.topology, self._readers())
 
         def is_unused(is_script_over: bool) -> bool:
             return self.peers.abort_notice() is not None or not readers.left(is_script_over)
 
         release_when(is_unused, lambda: run_all([self._take_back, self._release_all]))
 
-    def _borrowers(self) -> dict[int, Peer]:
+    def _readers(self) -> dict[int, Peer]:
         """Ranks that may still read memory of this rank which ends with its process, or is read through it."""
-        return dict(self._links.by_rank) if self.lends and not self.peers.failing and self._links is not None else {}
+        is_read = self.serves_readers and not self.peers.failing
+        return dict(self._links.by_rank) if is_read and self._links is not None else {}
 
     def _release_all(self) -> None:
         # Links first: their thread uses the rest. Processes: those that set-up has not got round to.

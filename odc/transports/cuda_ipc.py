@@ -246,7 +246,7 @@ class CudaIpcTransport(Transport):
             logger.warning("odc: while closing: %s", problem)
             return False
 
-    def _borrowers(self) -> dict[int, Peer]:
+    def _readers(self) -> dict[int, Peer]:
         return dict(self.peers.others) if self._owned and not self.peers.failing else {}
 
     def _take_back(self) -> None:

@@ -182,7 +182,7 @@ class NvshmemTransport(CudaIpcTransport):
         super().release_streams()
         if self._word_view is not None:
             words = self._word_view
-            with self.engine.aside():
+            with self.engine.on_side_stream():
                 self.engine.run(lambda: words.fill_(_RELEASED))
 
     # The end
@@ -192,5 +192,5 @@ class NvshmemTransport(CudaIpcTransport):
         self._owned.clear()  # the heap's memory is the process's, see odc/cuda/nvshmem.py
         return done
 
-    def _borrowers(self) -> dict[int, Peer]:
-        return dict(self.peers.others) if self.lends and not self.peers.failing else {}
+    def _readers(self) -> dict[int, Peer]:
+        return dict(self.peers.others) if self.serves_readers and not self.peers.failing else {}

@@ -160,7 +160,7 @@ def test_nothing_waits_for_what_was_not_noted(rig: Rig) -> None:
     other = rig.stream()
     rig.cuda.submit(other, lambda: None, lambda: False)
     rig.engine.join()
-    with rig.engine.aside():
+    with rig.engine.on_side_stream():
         rig.engine.zero(rig.put(torch.ones(3)))
     total = rig.put(torch.ones(4))
     rig.engine.zero(total)

@@ -31,7 +31,7 @@ class Part:
     def abort(self, text: str) -> None:
         self.told.append(text)
 
-    def say_farewell(self) -> None:
+    def announce_close(self) -> None:
         """To nobody."""
 
     def close(self) -> None:

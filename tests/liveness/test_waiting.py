@@ -10,7 +10,7 @@ import pytest
 
 from odc.liveness import waiting
 from odc.liveness.waiting import Patience
-from odc.transports._control import Signs
+from odc.transports._control import Heartbeats
 
 LIMIT_S = 10.0
 
@@ -39,7 +39,8 @@ class Ranks:
 
     def peer(self, rank: int) -> Any:
         shown = self.seen[rank]
-        return SimpleNamespace(signs=Signs(shown.progress, shown.looks, shown.beats), waiting_on=shown.waits_for)
+        heartbeats = Heartbeats(shown.progress, shown.looks, shown.beats)
+        return SimpleNamespace(heartbeats=heartbeats, waiting_on=shown.waits_for)
 
     def blame_within(self, patience: Patience, awaited: int, seconds: int) -> tuple[int, int, str] | None:
         """Look once a second; ranks that wait and are not stopped look as well."""

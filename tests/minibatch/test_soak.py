@@ -30,7 +30,7 @@ from odc.bench.fake.cuda import registered_fakes
 from odc.setup.agreement import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
-from odc.transports._peers import ring
+from odc.transports._peers import notify
 from odc.transports.base import Transport
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
@@ -315,7 +315,7 @@ def test_a_doorbell_at_its_limit_still_rings() -> None:
     bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     try:
         os.eventfd_write(bell, 2**64 - 2)
-        ring(bell)  # would wait for ever, or raise
+        notify(bell)  # would wait for ever, or raise
         assert os.eventfd_read(bell) == 2**64 - 2
     finally:
         os.close(bell)

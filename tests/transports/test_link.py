@@ -18,7 +18,7 @@ import pytest
 from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limits
 from odc.engines.base import no_op
 from odc.setup.topology import Topology
-from odc.transports._control import Closing, Signs
+from odc.transports._control import Closing, Heartbeats
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
 from odc.transports._links import LinkThread
@@ -73,7 +73,7 @@ class Pair:
         self.owner = Owner()
         self.thread = LinkThread()
         self.link = Link(7, "rank 7", data, control, keepalive, self.owner, timeout_s, self.thread.ask_for_service)
-        self.thread.start([self.link], lambda: (Signs(0, 0, 0), None))
+        self.thread.start([self.link], lambda: (Heartbeats(0, 0, 0), None))
 
     def __enter__(self) -> Pair:
         return self
@@ -121,7 +121,7 @@ def test_control_frames_come_in_pieces_and_several_at_a_time() -> None:
         news = Frame(Kind.STATUS, a=41, b=3).pack() + Frame(Kind.ABORT, b=2).pack() + "é".encode()
         for byte in news[:40]:
             pair.control.sendall(bytes([byte]))
-        pair.until(lambda: (pair.link.signs.progress, pair.link.waiting_on) == (41, 2))
+        pair.until(lambda: (pair.link.heartbeats.progress, pair.link.waiting_on) == (41, 2))
         assert not pair.owner.notices
         pair.control.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
         pair.until(lambda: pair.link.closing is Closing.FAILED)
@@ -170,11 +170,11 @@ def test_status_is_a_sign_of_life_and_names_ranks_of_the_whole_job() -> None:
         pair.control.sendall(
             Frame(Kind.STATUS, a=1, b=9000, c=5).pack() + Frame(Kind.STATUS, a=2, b=10_000, c=6).pack()
         )
-        pair.until(lambda: pair.link.signs == (2, 6, 2))
+        pair.until(lambda: pair.link.heartbeats == (2, 6, 2))
         assert pair.link.waiting_on == 9999
         pair.control.sendall(Frame(Kind.STATUS, a=3, b=MAX_RANKS + 1).pack())
         pair.until(lambda: pair.link.is_dead)
-        assert pair.link.signs.progress == 2
+        assert pair.link.heartbeats.progress == 2
 
 
 def test_an_answer_longer_than_asked_for_is_refused() -> None:
@@ -328,7 +328,7 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
     transfers = [threading.Thread(target=transfer, args=(r, action)) for r in range(2) for action in ACTIONS[what]]
     try:
         for link, thread in zip(links, threads, strict=True):
-            thread.start([link], lambda: (Signs(0, 0, 0), None))
+            thread.start([link], lambda: (Heartbeats(0, 0, 0), None))
         for transfer_thread in transfers:
             transfer_thread.start()
         for transfer_thread in transfers:
@@ -436,7 +436,7 @@ def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
         assert [keepalive.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 1, 6, 0]
         assert not pair.link.data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
         for _ in range(1000):  # more than a quarter of an hour of a rank that reads no control frames
-            pair.link.send_status(Signs(1, 0, 0), 2)
+            pair.link.send_status(Heartbeats(1, 0, 0), 2)
         assert not pair.link.is_dead
 
 

@@ -434,7 +434,7 @@ def test_a_held_lock_times_out_and_other_locks_are_free(near: str) -> None:
 def test_progress_and_waiting_are_visible(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
         peers = transport.peers
-        before = peers.by_rank[1].signs.progress
+        before = peers.by_rank[1].heartbeats.progress
         exchange.all_gather(b"")
         if exchange.rank == 1:
             peers.tick()
@@ -443,7 +443,7 @@ def test_progress_and_waiting_are_visible(name: str) -> None:
                 peers.set_waiting_on(awaited)
             eventually(lambda: peers.by_rank[1].waiting_on == awaited)  # noqa: B023  # called at once
             exchange.all_gather(b"")
-        eventually(lambda: peers.by_rank[1].signs.progress == before + 1)
+        eventually(lambda: peers.by_rank[1].heartbeats.progress == before + 1)
         assert peers.by_rank[0].waiting_on is None
 
     on_transport(name, 2, body)
