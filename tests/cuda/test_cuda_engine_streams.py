@@ -175,7 +175,7 @@ def test_the_streams_of_the_engine_are_current_inside_only(rig: Rig) -> None:
     cuda, engine = rig.cuda, rig.engine
     main, seen = cuda.current_stream(DEVICE), list[tuple[Stream, int]]()
     cuda.set_device(0)
-    for inside in (engine.background, engine.aside):
+    for inside in (engine.background, engine.on_side_stream):
         with inside():
             seen.append((cuda.current_stream(), cuda.current_device()))
             engine.zero(rig.put(torch.ones(3)))
@@ -195,7 +195,7 @@ def test_synchronize(rig: Rig, where: str) -> None:
     stream = rig.stream()
     with rig.cuda.stream(stream):
         {"used": engine.note_use, "home": engine.join}.get(where, lambda: None)()
-    places = {"background": engine.background, "aside": engine.aside, "current": nullcontext}
+    places = {"background": engine.background, "aside": engine.on_side_stream, "current": nullcontext}
     let_go: list[int] = []
     with places[where]() if where in places else rig.cuda.stream(stream):
         cuda.submit(cuda.current_stream(), lambda: None, lambda: bool(let_go))
