@@ -167,15 +167,17 @@ class Transport(ABC):
 
     def _connect(self) -> None:
         """Collective; between the exchanges each step is this rank's own, and fails on all ranks if it does on one."""
-        links = self._links = Links(self.topology, self.peers, self._timeout_s) if self._elsewhere else None
 
         def listen() -> list[Any]:
-            require_descriptors(len(self._here), len(self._elsewhere))
-            return [self._mesh.listen(), None if links is None else links.listen()]
+            require_descriptors(len(self._here), len(self._elsewhere))  # before any is opened
+            if self._elsewhere:
+                self._links = Links(self.topology, self.peers, self._timeout_s)
+            return [self._mesh.listen(), None if self._links is None else self._links.listen()]
 
         rows = gather_together(self.exchange, listen)
         self._together(lambda: self._mesh.connect([row[0] for row in rows], self._timeout_s))
         self._together(self._watch_peers)
+        links = self._links
         if links is not None:
             self._together(lambda: links.connect([row[1] for row in rows]))
             self._together(links.complete)
