@@ -23,7 +23,8 @@ from odc.minibatch.accumulators import AccumulatorStore
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.state import MinibatchState, Phase
 from odc.timeline import Timeline
-from odc.transports.base import IN_COLLECTIVE, PeerState, SymmetricBuffer
+from odc.transports._peers import IN_COLLECTIVE, PeerState
+from odc.transports.base import SymmetricBuffer
 from odc.units import UnitSpec
 
 
@@ -193,7 +194,7 @@ class MinibatchProtocol:
         self._open_sum(unit)
         self.state.publish(unit, is_changed=fill is not None)
         self._end.transport.post(unit)
-        self._end.transport.tick()
+        self._end.transport.peers.tick()
         self._faults.hit("publish.after")
         self._stats.publish_s += self._record("publish", unit, started_ns)
 
@@ -255,7 +256,7 @@ class MinibatchProtocol:
         """Shards of owners on other hosts, each into its place."""
         after_chunk = self._waiter.after_gather_chunk
         try:
-            self._end.transport.read_all(parts, self._buffer, self._offsets[unit], after_chunk)
+            self._end.transport.read(parts, self._buffer, self._offsets[unit], after_chunk)
         except GONE as error:
             raise self._waiter.explain(error, self._gather_of(unit)) from None
 
@@ -383,7 +384,7 @@ class MinibatchProtocol:
         self._store.close(self.state.minibatch)
         self.state.finish()
         self._check_ends()
-        self._end.transport.tick()
+        self._end.transport.peers.tick()
         self._stats.minibatches += 1
         self._stats.finish_s += self._record("finish", None, started_ns)
 
@@ -450,11 +451,11 @@ class MinibatchProtocol:
     def _stays_away(self, rank: int, seen: dict[int, tuple[int, float]]) -> bool:
         """Whether ``rank`` will not come before this one does something else. ``seen``: its progress, and since when,
         while it has waited."""
-        transport = self._end.transport
-        if transport.peer_state(rank) is not PeerState.ALIVE:
+        peer = self._end.transport.peers.by_rank[rank]
+        if peer.state is not PeerState.ALIVE:
             return True
-        now, progress = time.monotonic(), transport.signs(rank).progress
-        is_waiting = transport.waiting_on(rank) in (IN_COLLECTIVE, transport.topology.me)
+        now, progress = time.monotonic(), peer.heartbeats.progress
+        is_waiting = peer.waiting_on in (IN_COLLECTIVE, self._end.transport.topology.me)
         if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
             seen.pop(rank, None)
             return False

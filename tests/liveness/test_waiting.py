@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from odc.liveness import waiting
 from odc.liveness.waiting import Patience
-from odc.transports.base import Signs
+from odc.transports._control import Heartbeats
 
 LIMIT_S = 10.0
 
@@ -36,12 +37,10 @@ class Ranks:
     def sees(self, rank: int) -> bool:
         return rank in self.seen
 
-    def signs(self, rank: int) -> Signs:
+    def peer(self, rank: int) -> Any:
         shown = self.seen[rank]
-        return Signs(shown.progress, shown.looks, shown.beats)
-
-    def waiting_on(self, rank: int) -> int | None:
-        return self.seen[rank].waits_for
+        heartbeats = Heartbeats(shown.progress, shown.looks, shown.beats)
+        return SimpleNamespace(heartbeats=heartbeats, waiting_on=shown.waits_for)
 
     def blame_within(self, patience: Patience, awaited: int, seconds: int) -> tuple[int, int, str] | None:
         """Look once a second; ranks that wait and are not stopped look as well."""

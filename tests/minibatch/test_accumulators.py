@@ -118,7 +118,7 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
             with pytest.raises(ProtocolError, match="is not final"):
                 runtime.gradient(0)
             if not mode:
-                assert runtime._transport.lock_holder(0, 0) is None
+                assert runtime._transport.peers.blocks[0].holder(0) is None
             exchange.all_gather(b"")
         finally:
             runtime.close()
