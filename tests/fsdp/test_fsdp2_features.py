@@ -268,6 +268,7 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         evaluate(model)
+    assert session is None or session.stats().minibatches == STEPS  # one synchronization for both
     return full_parameters(model)
 
 

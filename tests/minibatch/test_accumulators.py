@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -122,6 +124,31 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
             exchange.all_gather(b"")
         finally:
             runtime.close()
+
+    values(run_threads(2, body))
+
+
+def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10)) as runtime:
+            publish_all(runtime)
+            runtime.begin()
+            transport = runtime._transport
+            assert exchange.rank == 1 or transport.lock(0, 0)
+            exchange.all_gather(b"")
+            if exchange.rank == 1:
+                runtime.scatter_accumulate(0, torch.ones(18))
+            else:
+                deadline = time.monotonic() + 10
+                while transport.waiting_on(1) is None and runtime._store.collect(0, 1) is None:
+                    assert time.monotonic() < deadline
+                    time.sleep(1e-3)
+                assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
+                transport.unlock(0, 0)
+            runtime.finish()
+            found = runtime.gradient(0)
+            assert found is not None
+            assert found[0].tolist() == [1.0] * 9
 
     values(run_threads(2, body))
 
