@@ -69,9 +69,10 @@ def test_mutants_are_applied_to_the_copy_only(run: ModuleType, tmp_path: Path) -
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for mutant in mutants:
-        assert run.apply(mutant, tmp_path) is None
+        run.apply(mutant, tmp_path)
         for name in mutant.files:
             assert (tmp_path / name).read_text() != (ROOT / name).read_text()
             shutil.copy(ROOT / name, tmp_path / name)
     stale = run.Mutant("stale", mutants[0].text.replace("\n-  ", "\n-what was there before  "))
-    assert "patch does not apply" in run.apply(stale, tmp_path)
+    with pytest.raises(ValueError, match="patch does not apply"):
+        run.apply(stale, tmp_path)
