@@ -29,7 +29,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 HERE = Path(__file__).resolve().parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "build", "runs", "*.egg-info")
@@ -104,7 +104,8 @@ def run_tests(tests: Sequence[str], limit_s: float, mutant: Mutant | None = None
         command = [sys.executable, "tests/supervising.py", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         with Path(folder, "said").open("w+") as said:
             # A session of its own: Ctrl-C of the terminal is for this process, which then ends that one.
-            env, code = {**os.environ, "PYTHONPATH": path}, None
+            # Compiled modules are kept: many interpreters are started.
+            env, code = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}, None
             run = subprocess.Popen(command, cwd=tree, env=env, stdout=said, stderr=said, start_new_session=True)
             try:
                 code = run.wait(limit_s)
@@ -135,7 +136,9 @@ def outcome(mutant: Mutant, limit_s: float) -> Outcome:
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
     num_killed = sum(one.is_killed for one in outcomes)
-    table = Table("mutant", "killed by", "seconds", title=f"{num_killed} of {len(outcomes)} killed")
+    table = Table(
+        "mutant", Column("killed by", overflow="fold"), "seconds", title=f"{num_killed} of {len(outcomes)} killed"
+    )
     for one in outcomes:
         by = escape(one.by)
         table.add_row(one.name, by if one.is_killed else f"[red]{by}[/]", f"{one.seconds:.0f}")
