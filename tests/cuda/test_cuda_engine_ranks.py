@@ -7,76 +7,24 @@ a third. Then one wait of the engine at a time is taken away, and wrong numbers 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from host_cuda import HostCuda, Stream, interpreted_engine
+from host_cuda import HostCuda, HostCudaTransport, Violation, interpreted_engine
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import FakeCuda, FakeCudaTransport
-from odc.cuda.runtime import CudaRuntime
 from odc.transports import registry
 
 NUMEL = 12
 TRAINED, ALL = (0, 1), (0, 1, 2)  # units
 PARAMS = (ParamSlice("a", 5), ParamSlice("b", NUMEL - 5))
-
-
-class HostCudaRuntime(FakeCuda):
-    """Memory as FakeCuda has it, streams as HostCuda has them, the real engine."""
-
-    def __init__(self, cuda: HostCuda, rank: int, engine_class: Any) -> None:
-        self.cuda, self.index = cuda, rank
-        self.given_back: list[Stream] = []
-        self.device = torch.device("cuda", rank)
-        super().__init__(engine_class(self.device, lambda: cuda.new_stream(rank, "engine"), self.given_back.append))
-
-    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        return self.cuda.at(address, num_bytes, self.index, keep=super().tensor(address, num_bytes))
-
-    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
-        self.waits += 1
-
-        def is_there(address: int, value: int) -> bool:
-            return (ctypes.c_uint32.from_address(address).value - value) % (1 << 32) < 1 << 31
-
-        self._submit(lambda: None, lambda: all(is_there(*word) for word in words))
-
-    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
-        def write() -> None:
-            for address, value in words:
-                self._write(address, value)
-
-        self._submit(write, lambda: True)
-
-    def _submit(self, work: Callable[[], object], is_ready: Callable[[], bool]) -> None:
-        self.cuda.submit(self.cuda.current_stream(self.device), work, is_ready)
-
-
-class HostCudaTransport(FakeCudaTransport):
-    """``cuda_ipc`` on it; each rank has a device of its own."""
-
-    name: ClassVar[str] = "host_cuda"
-    cuda: ClassVar[HostCuda]
-    engine_class: ClassVar[Any]
-
-    def _make_runtime(self) -> CudaRuntime:
-        made = HostCudaRuntime(self.cuda, self._rank, self.engine_class)
-        self.fake: Any = made
-        return made
-
-    def _release_all(self) -> None:
-        super(FakeCudaTransport, self)._release_all()
-        self.leaked = [*self.fake.leaks(), *(["streams"] if len(set(self.fake.given_back)) != 2 else [])]
-        self.fake.end_of_process()
 
 
 @dataclass(frozen=True)
@@ -91,10 +39,6 @@ class Case:
     @property
     def world_size(self) -> int:
         return len(self.counts[0])
-
-
-class Violation(AssertionError):
-    """A stream saw what it must not see."""
 
 
 class RankRun:
@@ -193,7 +137,7 @@ class RankRun:
 @pytest.fixture(scope="module")
 def k() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch, interpreted_engine() as modules:
-        patch.setitem(registry._LOCATIONS, "host_cuda", f"{__name__}:HostCudaTransport")
+        patch.setitem(registry._LOCATIONS, "host_cuda", "host_cuda:HostCudaTransport")
         patch.setattr(modules.engine, "prepare_kernels", lambda device, units: 0)  # nothing is compiled here
         yield modules
 

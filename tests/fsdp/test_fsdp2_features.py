@@ -121,13 +121,16 @@ def test_frozen_parameters(found: dict[str, float]) -> None:
 
 
 def never_used(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
-    model = shard(build(), world_size)
+    """A whole unit, and a parameter of one that is used."""
+    model = build()
+    model.blocks[2].extra = nn.Parameter(torch.ones(6))
+    model = shard(model, world_size)
     session = patched(model, use_odc)
     train(model, session, rank, world_size, [1] * world_size, STEPS, lambda step, r, m: {"skip": [1]})
     return full_parameters(model)
 
 
-def test_a_unit_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it(found: dict[str, float]) -> None:
+def test_what_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it(found: dict[str, float]) -> None:
     assert found["never_used"] < 1e-5
 
 
@@ -268,6 +271,7 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         evaluate(model)
+    assert session is None or session.stats().minibatches == STEPS  # one synchronization for both
     return full_parameters(model)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
+from odc import MisuseError
 from odc.fsdp_patch.guard import (
     SAMPLE_BYTES,
     SAMPLE_PLACES,
     Comparison,
     DeviceComparison,
+    Guard,
     HostComparison,
     Verdict,
     comparison_for,
     have_equal_bits,
     sample_of,
 )
+from odc.fsdp_patch.unit import Watched
 
 ONE, TWO = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
 
@@ -86,3 +92,44 @@ def test_bits_are_compared_and_not_numbers() -> None:
         left, right = nan.repeat(columns, 1).T, nan.repeat(columns, 1).T
         assert have_equal_bits(left, right)
         assert not have_equal_bits(zero.repeat(columns, 1).T, -zero.repeat(columns, 1).T)
+
+
+class ThreeParameters:
+    """A unit of them, and the runtime that has published it."""
+
+    name, device = "u", torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.parameters = [torch.full((5,), float(i)) for i in range(3)]
+        self.published = torch.cat(self.parameters)
+
+    def trainable_parameters(self) -> list[torch.Tensor]:
+        return self.parameters
+
+    def watched(self) -> list[Watched]:
+        return [Watched((parameter,), parameter, slice(None)) for parameter in self.parameters]
+
+    def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(published.split(5), self.parameters, strict=True)
+
+    def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        return zip("abc", self.beside(published), strict=True)
+
+    def published_shard(self, unit: int) -> torch.Tensor:
+        return self.published
+
+    def refusal(self, text: str) -> MisuseError:
+        return MisuseError(text)
+
+
+@pytest.mark.parametrize("changed", range(3))
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_before_a_push_every_parameter_of_the_unit_is_looked_at(changed: int, is_counted: bool) -> None:
+    unit: Any = ThreeParameters()
+    guard = Guard([unit], unit)
+    guard.record(0)
+    guard.check_push(0)
+    parameter = unit.parameters[changed]
+    (parameter if is_counted else parameter.data).add_(1.0)
+    with pytest.raises(MisuseError, match=f"parameter '{'abc'[changed]}' was changed after it was published"):
+        guard.check_push(0)

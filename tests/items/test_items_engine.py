@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_cuda import HostCuda, interpreted_engine
-from test_cuda_engine_ranks import HostCudaTransport, Violation
+from host_cuda import HostCuda, HostCudaTransport, Violation, interpreted_engine
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ItemExchange, RuntimeConfig
@@ -28,7 +27,7 @@ NUM_ROUNDS = 4
 @pytest.fixture(scope="module")
 def k() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch, interpreted_engine() as modules:
-        patch.setitem(registry._LOCATIONS, "host_cuda", "test_cuda_engine_ranks:HostCudaTransport")
+        patch.setitem(registry._LOCATIONS, "host_cuda", "host_cuda:HostCudaTransport")
         yield modules
 
 

@@ -1,7 +1,8 @@
-"""Layer 1: no ranks. Who is to blame for a wait, by what ranks show of themselves."""
+"""Layer 1: no ranks. Who is to blame for a wait, by what ranks show of themselves; what is passed on meanwhile."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from odc.liveness import waiting
-from odc.liveness.waiting import Patience
+from odc.liveness.waiting import Failure, Patience
+from odc.liveness.watchdog import InCollective, JobWatchdog
 from odc.transports._control import Heartbeats
 
 LIMIT_S = 10.0
@@ -124,3 +126,31 @@ def test_a_heartbeat_tells_a_busy_process_from_one_that_is_stopped(ranks: Ranks)
         assert ranks.blame_within(patience, 3, 1) is None or ranks.now > 100.0 + LIMIT_S
     assert patience.silence_s(1, heartbeat=True) <= 1.0
     assert patience.silence_s(2, heartbeat=True) >= LIMIT_S
+
+
+@dataclass
+class TwoGroups:
+    """The job of a rank that has been told of a failure by one of its groups."""
+
+    told: list[str] = field(default_factory=list)
+    is_told: threading.Event = field(default_factory=threading.Event)
+    rank: int = 0
+    others: tuple[int, ...] = ()
+    own: Any = field(default_factory=lambda: SimpleNamespace(beat=lambda: None))
+
+    def abort_notice(self) -> str:
+        return "rank 3: ValueError"
+
+    def abort_peers(self, text: str) -> None:
+        self.told.append(text)
+        self.is_told.set()
+
+
+def test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes() -> None:
+    job: Any = TwoGroups()
+    watchdog = JobWatchdog(job, Failure(), InCollective(), LIMIT_S, lambda error: None, lambda: 0)
+    try:
+        assert job.is_told.wait(10)
+    finally:
+        watchdog.close()
+    assert job.told == ["rank 3: ValueError"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +15,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
+from odc.minibatch.accumulators import Arrived
 
 UNITS = [
     UnitSpec("a", 6, torch.float32, (ParamSlice("w", 4), ParamSlice("b", 2), ParamSlice("g", 3))),
@@ -122,6 +127,56 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
             exchange.all_gather(b"")
         finally:
             runtime.close()
+
+    values(run_threads(2, body))
+
+
+def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10)) as runtime:
+            publish_all(runtime)
+            runtime.begin()
+            transport = runtime._transport
+            assert exchange.rank == 1 or transport.lock(0, 0)
+            exchange.all_gather(b"")
+            if exchange.rank == 1:
+                runtime.scatter_accumulate(0, torch.ones(18))
+            else:
+                deadline = time.monotonic() + 10
+                while transport.waiting_on(1) is None and runtime._store.collect(0, 1) is None:
+                    assert time.monotonic() < deadline
+                    time.sleep(1e-3)
+                assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
+                transport.unlock(0, 0)
+            runtime.finish()
+            found = runtime.gradient(0)
+            assert found is not None
+            assert found[0].tolist() == [1.0] * 9
+
+    values(run_threads(2, body))
+
+
+def test_a_slot_is_given_back_when_its_push_has_been_added() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10, accumulate="daemon")) as runtime:
+            daemon, store, add = runtime._daemon, runtime._store, runtime._store.add_arrived
+            assert daemon is not None
+
+            def look(pushes: Sequence[Arrived], *slots: Any) -> None:
+                for push in pushes:
+                    given_back = runtime._transport.count(exchange.rank, daemon._acked_at + push.client)
+                    assert given_back == daemon._handled[push.client], "the slot of a push that is not added yet"
+                add(pushes, *slots)
+
+            store.add_arrived = look  # type: ignore[method-assign]
+            publish_all(runtime)
+            runtime.begin()
+            for _ in range(5):
+                runtime.scatter_accumulate(0, torch.ones(18))
+            runtime.finish()
+            found = runtime.gradient(0)
+            assert found is not None
+            assert found[0].tolist() == [10.0] * 9
 
     values(run_threads(2, body))
 

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -211,6 +212,29 @@ ADVERSARY = Case(
 def test_the_adversary_alone_breaks_nothing(mode: tuple[str, bool]) -> None:
     for blind in (False, True):
         run_case(replace(ADVERSARY, mode=mode, blind=blind))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_a_signal_says_is_true_when_it_is_posted(early: bool) -> None:
+    """However soon another rank looks: shards are written, and all sums accept pushes."""
+    case = replace(ADVERSARY, early=early, slow={})
+
+    def body(exchange: ThreadExchange) -> int:
+        run = RankRun(case, exchange)
+        runtime, transport, post = run.runtime, run.runtime._transport, run.runtime._transport.post
+
+        def look(index: int, **options: Any) -> None:
+            coming = runtime.minibatch + 1
+            if index < case.num_units:
+                assert set(runtime.published_shard(index).tolist()) == {version(coming, index, run.rank)}
+            elif index == runtime._protocol._open:
+                assert list(runtime._store._of(run.rank).accepts) == [coming] * case.num_units
+            post(index, **options)
+
+        transport.post = look  # type: ignore[method-assign]
+        return run.run()
+
+    assert values(run_threads(2, body)) == num_gathers(case)
 
 
 def run_until_it_fails(case: Case) -> None:

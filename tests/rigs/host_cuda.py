@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,6 +37,9 @@ import torch
 from kernel_cases import interpreted, rounding_casts
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from odc.bench.fake.cuda import FakeCuda, FakeCudaTransport
+from odc.cuda.runtime import CudaRuntime
 
 KERNEL_MODULES = ("gather", "accumulate", "slots", "scatter", "fill")
 _ALIGNED = 512  # as cudaMalloc aligns
@@ -441,3 +444,56 @@ def interpreted_engine() -> Iterator[SimpleNamespace]:
             sys.modules[name] = package.cuda = before
     with rounding_casts():
         yield kernels
+
+
+class HostCudaRuntime(FakeCuda):
+    """Memory as FakeCuda has it, streams as HostCuda has them, the real engine."""
+
+    def __init__(self, cuda: HostCuda, rank: int, engine_class: Any) -> None:
+        self.cuda, self.index = cuda, rank
+        self.given_back: list[Stream] = []
+        self.device = torch.device("cuda", rank)
+        super().__init__(engine_class(self.device, lambda: cuda.new_stream(rank, "engine"), self.given_back.append))
+
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        return self.cuda.at(address, num_bytes, self.index, keep=super().tensor(address, num_bytes))
+
+    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
+        self.waits += 1
+
+        def is_there(address: int, value: int) -> bool:
+            return (ctypes.c_uint32.from_address(address).value - value) % (1 << 32) < 1 << 31
+
+        self._submit(lambda: None, lambda: all(is_there(*word) for word in words))
+
+    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
+        def write() -> None:
+            for address, value in words:
+                self._write(address, value)
+
+        self._submit(write, lambda: True)
+
+    def _submit(self, work: Callable[[], object], is_ready: Callable[[], bool]) -> None:
+        self.cuda.submit(self.cuda.current_stream(self.device), work, is_ready)
+
+
+class HostCudaTransport(FakeCudaTransport):
+    """``cuda_ipc`` on it; each rank has a device of its own."""
+
+    name: ClassVar[str] = "host_cuda"
+    cuda: ClassVar[HostCuda]
+    engine_class: ClassVar[Any]
+
+    def _make_runtime(self) -> CudaRuntime:
+        made = HostCudaRuntime(self.cuda, self._rank, self.engine_class)
+        self.fake: Any = made
+        return made
+
+    def _release_all(self) -> None:
+        super(FakeCudaTransport, self)._release_all()
+        self.leaked = [*self.fake.leaks(), *(["streams"] if len(set(self.fake.given_back)) != 2 else [])]
+        self.fake.end_of_process()
+
+
+class Violation(AssertionError):
+    """A stream saw what it must not see."""

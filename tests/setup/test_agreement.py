@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from odc import ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec, limits
 from odc.liveness.threads import HelperThread
-from odc.setup.agreement import ProcessGroupExchange, gather_json, raise_together, require_agreement, setup_timeout_s
+from odc.setup.agreement import ProcessGroupExchange, gather_json, require_agreement, setup_timeout_s, together
 
 
 def test_json_arrives_in_rank_order() -> None:
@@ -28,7 +28,11 @@ def test_json_arrives_in_rank_order() -> None:
 
 def test_one_ranks_failure_is_every_ranks_error() -> None:
     def body(exchange: ThreadExchange) -> None:
-        raise_together(exchange, ValueError("no mesh") if exchange.rank == 1 else None)
+        def fail_on_one() -> None:
+            if exchange.rank == 1:
+                raise ValueError("no mesh")
+
+        together(exchange, fail_on_one)
 
     results = run_threads(3, body)
     assert isinstance(results[1], ValueError)

@@ -493,6 +493,7 @@ def test_placeholders_stand_for_what_is_done(monkeypatch: pytest.MonkeyPatch) ->
     whole = list(batches)
     ends = [bundle.end for bundle in whole if bundle.end is not None]
     assert [end.step for end in ends] == [1, 2, 3, 4, 5]
+    assert sum(bundle.num_first_labels for bundle in whole) == 37  # each sample had one
     resumed = make()
     resumed.batch_sampler.load_state_dict(json.loads(json.dumps(state_of(ends[1]))))
     rest = list(accelerator.skip_first_batches(resumed, 8))
