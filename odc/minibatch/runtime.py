@@ -27,7 +27,7 @@ from odc.liveness.waiting import Endpoint
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
-from odc.minibatch.protocol import End, MinibatchProtocol, State
+from odc.minibatch.protocol import End, MinibatchProtocol
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
@@ -77,6 +77,7 @@ class Runtime(RankContext):
         self._has_refused = False  # since the last end of a minibatch
         self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
+        self.state = self._protocol.state
 
     @classmethod
     def create(
@@ -186,17 +187,9 @@ class Runtime(RankContext):
     # Operations
 
     @property
-    def state(self) -> State:
-        return self._protocol.state
-
-    @property
     def minibatch(self) -> int:
         """Number of the current minibatch, from 1."""
-        return self._protocol.minibatch
-
-    def is_published(self, unit: int) -> bool:
-        """Whether this rank's shard of ``unit`` for the coming or running minibatch is out."""
-        return self._protocol.is_published(unit)
+        return self.state.minibatch
 
     def published_shard(self, unit: int) -> torch.Tensor:
         """This rank's own shard of ``unit`` as the others read it; not to be written."""

@@ -223,8 +223,8 @@ def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
         link._requests = number
     transport.peers.own._status[0] = number  # progress
     runtime._store.close(number)
-    protocol.minibatch = number
-    protocol._versions, protocol._ready = [number] * num_units, [number] * num_units
+    protocol.state.minibatch = number
+    protocol.state.published, protocol._ready = [number] * num_units, [number] * num_units
     exchange.all_gather(b"")  # nobody signals before everybody counts from there
 
 
