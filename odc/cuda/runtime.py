@@ -213,14 +213,19 @@ class CudaRuntime:
         import cupy
 
         self._cupy: Any = cupy
-        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._bound = threading.local()
         attribute = cupy.cuda.runtime.deviceGetAttribute
-        self._can_flush = bool(self._call(attribute, _CAN_FLUSH_REMOTE_WRITES, self.device.index))
+        self._can_flush = bool(self._call(attribute, _CAN_FLUSH_REMOTE_WRITES, self._device.index))
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this device's memory are."""
+        return self._device
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with torch.cuda.device(self.device):  # whatever thread this is, and whatever it is busy with
+            with torch.cuda.device(self._device):  # whatever thread this is, and whatever it is busy with
                 self._bind()
                 return function(*arguments)
         except RuntimeError as error:  # CUDARuntimeError
@@ -229,43 +234,43 @@ class CudaRuntime:
     def _bind(self) -> None:
         """Give a thread that is new to CUDA the device's context. torch takes device 0 for bound, and does nothing."""
         if not hasattr(self._bound, "to_device"):
-            self._cupy.cuda.runtime.setDevice(self.device.index)
+            self._cupy.cuda.runtime.setDevice(self._device.index)
             self._bound.to_device = True
 
     def engine(self) -> Engine:
         """What moves and adds bytes on this device."""
         from odc.engines.cuda import CudaEngine  # needs triton, which a CPU machine may not have
 
-        return CudaEngine(self.device, self._new_stream, self._give_back_stream)
+        return CudaEngine(self._device, self._new_stream, self._give_back_stream)
 
     def _new_stream(self) -> torch.cuda.Stream:
         """One that nobody else has: torch hands out the same few again and again.
 
         Of high priority, as FSDP's streams for communication: its kernels are short, and other ranks wait for them.
         """
-        spare = _spare_streams.setdefault(self.device.index, [])
+        spare = _spare_streams.setdefault(self._device.index, [])
         handle = spare.pop() if spare else self._call(create_stream)
-        stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
         return stream
 
     def _give_back_stream(self, stream: torch.cuda.Stream) -> None:
         """For the next session: torch's allocator may use a stream that memory was made for as long as it has that."""
-        _spare_streams[self.device.index].append(int(stream.cuda_stream))
+        _spare_streams[self._device.index].append(int(stream.cuda_stream))
 
     def identity(self) -> str:
         """The device's name among all devices of the host, the same in every process."""
-        return str(self._call(self._cupy.cuda.runtime.deviceGetPCIBusId, self.device.index)).lower()
+        return str(self._call(self._cupy.cuda.runtime.deviceGetPCIBusId, self._device.index)).lower()
 
     def cannot_share(self) -> str | None:
         """Why no memory of this device can be shared with other processes, or None."""
-        name = torch.cuda.get_device_name(self.device)
+        name = torch.cuda.get_device_name(self._device)
         if " MIG " in f"{name} ":
             return (
                 f"{name} is a MIG instance: instances have neither peer access nor CUDA IPC between them. Switch MIG "
                 "off (`sudo nvidia-smi -mig 0`), or run one rank"
             )
         for attribute, what in _NEEDED:
-            if not self._call(self._cupy.cuda.runtime.deviceGetAttribute, attribute, self.device.index):
+            if not self._call(self._cupy.cuda.runtime.deviceGetAttribute, attribute, self._device.index):
                 return f"{name} has no {what} here (a virtual machine, or WSL 2): keep FSDP's own collectives"
         return None
 
@@ -278,7 +283,7 @@ class CudaRuntime:
             other = runtime.deviceGetByPCIBusId(identity)
         except RuntimeError:
             return None  # hidden from this process (CUDA_VISIBLE_DEVICES): the memory test will tell
-        if runtime.deviceCanAccessPeer(self.device.index, other):
+        if runtime.deviceCanAccessPeer(self._device.index, other):
             return None
         return f"device {self.identity()} has no peer access to {identity}"
 
@@ -290,7 +295,7 @@ class CudaRuntime:
             other = self._cupy.cuda.runtime.deviceGetByPCIBusId(identity)
         except RuntimeError:
             return f"device {identity} is hidden from this process (CUDA_VISIBLE_DEVICES)"
-        if self._call(has_native_atomics, self.device.index, other):
+        if self._call(has_native_atomics, self._device.index, other):
             return None
         return f"device {self.identity()} has no native atomics in the memory of {identity} (no NVLink between them)"
 
@@ -334,7 +339,7 @@ class CudaRuntime:
         """Flat uint8 tensor on this memory, which it does not own. Memory of peers counts as this device's own."""
         # By DLPack, which takes cupy's word for the device. torch would ask the driver about the bare address, call
         # mapped peer memory another device's, and make a context there.
-        memory = self._cupy.cuda.UnownedMemory(address, num_bytes, self, self.device.index)
+        memory = self._cupy.cuda.UnownedMemory(address, num_bytes, self, self._device.index)
         array = self._cupy.ndarray((num_bytes,), dtype="uint8", memptr=self._cupy.cuda.MemoryPointer(memory, 0))
         return from_dlpack(array)
 
@@ -352,7 +357,7 @@ class CudaRuntime:
 
     @property
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     # Handle 0, the default stream, is that of the current device.
 
