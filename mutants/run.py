@@ -33,7 +33,7 @@ from rich.table import Column, Table
 
 HERE = Path(__file__).resolve().parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "build", "runs", "*.egg-info")
-_KILLER = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_KILLER = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def outcome(mutant: Mutant, limit_s: float) -> Outcome:
     try:
         code, said = run_tests(mutant.tests, limit_s, mutant)
         killer = _KILLER.search(said) if code == 1 else None
-        by = {None: "time limit", 0: "survived"}.get(code, killer[1] if killer else f"pytest: {code}: {said[-500:]}")
+        ways = {None: "time limit", 0: "survived"}
+        by = killer[1] if killer else ways.get(code, f"pytest ended with {code}: {said[-500:]}")
         is_killed = code is None or killer is not None
     except ValueError as problem:
         is_killed, by = False, str(problem)

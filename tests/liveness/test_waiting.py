@@ -153,7 +153,7 @@ def test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes(
     job: Any = TwoGroups()
     watchdog = JobWatchdog(job, Failure(), Outside(), LIMIT_S, lambda error: None, lambda: 0)
     try:
-        assert job.is_told.wait(10)
+        assert job.is_told.wait(5)
     finally:
         watchdog.close()
     assert job.told == ["rank 3: ValueError"]
