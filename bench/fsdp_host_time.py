@@ -53,7 +53,7 @@ from odc import patch_fsdp
 from odc.bench.environment import describe_environment
 from odc.bench.progress import progress_bar
 from odc.bench.ranks import RankFailedError, run_ranks
-from odc.engines.base import CpuEngine
+from odc.engines.base import Engine
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
 
@@ -62,7 +62,7 @@ ALONE = "FSDP2, nothing patched"
 SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "intercepted": (Runtime, Guard),
     "guarded": (Runtime,),
-    "moving nothing": (CpuEngine,),
+    "moving nothing": (Engine,),
     "ODC": (),
 }
 """Of the patched model: whose operations do nothing."""
@@ -174,7 +174,7 @@ def measure_rank(
 _SWITCHES: dict[type, tuple[str, ...]] = {
     Runtime: ("gather", "scatter_accumulate"),
     Guard: ("check_gather", "check_push"),
-    CpuEngine: ("copy", "add"),
+    Engine: ("copy", "add"),
 }
 
 

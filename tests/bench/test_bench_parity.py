@@ -135,6 +135,15 @@ def test_differences_are_told(changes: dict[str, Any], words: str | None) -> Non
 
 
 @pytest.mark.parametrize(
+    ("gradients", "size", "num_wrong"),
+    [("logged", 0.0, 0), ("logged", 1e-9, 1), ("logged-after", 0.0, 1), ("kept", 0.0, 1)],
+)
+def test_zeros_may_be_seen_where_no_rank_brings_a_gradient(gradients: str, size: float, num_wrong: int) -> None:
+    found = run_of(seen={(0, "embed.weight"): torch.full((3,), size)})
+    assert len(compare(replace(PLAIN, gradients=gradients), run_of(), found, {"embed.weight": 0.0})[1]) == num_wrong
+
+
+@pytest.mark.parametrize(
     ("step", "term", "is_equal"), [(0, 0.0, False), (0, 1.0, True), (1, 1.0, True), (1, 0.05, False)]
 )
 def test_an_error_of_a_gradient_is_relative_to_the_largest_term(step: int, term: float, is_equal: bool) -> None:

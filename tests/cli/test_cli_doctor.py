@@ -192,7 +192,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.doctor.software.read_driver", lambda: driver)
     monkeypatch.setattr("odc.doctor.software.installed", dict)
     port = RdmaPort("mlx5_0", "1", "InfiniBand", "400 Gb/sec (4X NDR)", True)
-    monkeypatch.setattr("odc.doctor.software.read_ports", lambda: (port,) * 8)
+    monkeypatch.setattr("odc.doctor.nvshmem.read_ports", lambda: (port,) * 8)
 
 
 @pytest.mark.usefixtures("gpus")

@@ -1,7 +1,7 @@
 """Layers 1 and 3. What ODC calls of the CUDA driver and of cupy: by their headers, and on a driver that checks.
 
 The driver is ``stub_libcuda.c``, built against NVIDIA's cuda.h; cupy is a stand-in held to cupy's signatures. Over them
-run the real ``CupyRuntime`` and ``CudaIpcTransport``, ranks as processes (``stub_cuda.py``). What this cannot show:
+run the real ``CudaRuntime`` and ``CudaIpcTransport``, ranks as processes (``stub_cuda.py``). What this cannot show:
 what a real driver makes of calls that are right.
 """
 

@@ -160,7 +160,7 @@ def test_nothing_waits_for_what_was_not_noted(rig: Rig) -> None:
     other = rig.stream()
     rig.cuda.submit(other, lambda: None, lambda: False)
     rig.engine.join()
-    with rig.engine.aside():
+    with rig.engine.on_side_stream():
         rig.engine.zero(rig.put(torch.ones(3)))
     total = rig.put(torch.ones(4))
     rig.engine.zero(total)
@@ -175,7 +175,7 @@ def test_the_streams_of_the_engine_are_current_inside_only(rig: Rig) -> None:
     cuda, engine = rig.cuda, rig.engine
     main, seen = cuda.current_stream(DEVICE), list[tuple[Stream, int]]()
     cuda.set_device(0)
-    for inside in (engine.background, engine.aside):
+    for inside in (engine.background, engine.on_side_stream):
         with inside():
             seen.append((cuda.current_stream(), cuda.current_device()))
             engine.zero(rig.put(torch.ones(3)))
@@ -195,7 +195,7 @@ def test_synchronize(rig: Rig, where: str) -> None:
     stream = rig.stream()
     with rig.cuda.stream(stream):
         {"used": engine.note_use, "home": engine.join}.get(where, lambda: None)()
-    places = {"background": engine.background, "aside": engine.aside, "current": nullcontext}
+    places = {"background": engine.background, "aside": engine.on_side_stream, "current": nullcontext}
     let_go: list[int] = []
     with places[where]() if where in places else rig.cuda.stream(stream):
         cuda.submit(cuda.current_stream(), lambda: None, lambda: bool(let_go))

@@ -218,7 +218,7 @@ def test_streams_need_nothing_that_cupy_13_lacks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle, device=device)
     )
-    runtime = cuda_runtime.CupyRuntime(torch.device("cuda", 0))
+    runtime = cuda_runtime.CudaRuntime(torch.device("cuda", 0))
     first, second = runtime._new_stream(), runtime._new_stream()
     assert (first.cuda_stream, second.cuda_stream, made) == (4097, 4098, [(1, -1), (1, -1)])
     runtime._give_back_stream(first)
@@ -419,7 +419,7 @@ def test_words_wrap(start: int) -> None:
         try:
             transport.open(num_signals=1, num_locks=0)
             transport._words[exchange.rank][:] = start % 2**32
-            transport._posted[0] = transport._own._signals[0] = start
+            transport._posted[0] = transport.peers.own._signals[0] = start
             exchange.all_gather(b"")
             peer = 1 - exchange.rank
             for count in range(1, 6):
@@ -436,7 +436,7 @@ def test_words_wrap(start: int) -> None:
             assert not transport.fake.waits
             return waited
         finally:
-            transport._failing = False
+            transport.peers.failing = False
             transport.close()
 
     def wait_values(self: fake_cuda.FakeCuda, words: Sequence[tuple[int, int]]) -> None:

@@ -24,7 +24,7 @@ from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.config import ibgda_problem, nvshmem_heap_bytes
 from odc.cuda import nvshmem
-from odc.cuda.nvshmem import Nvshmem4pyHeap, heap_problem
+from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 
 NUMEL = 1000
 UNITS = [UnitSpec("layers.0", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
@@ -129,7 +129,7 @@ def test_gathers_get_from_all_hosts_at_the_same_time() -> None:
 # The real heap, as far as it goes without NVSHMEM
 
 
-def with_nvshmem(status: int, monkeypatch: pytest.MonkeyPatch, pes: tuple[int, int] = (0, 1)) -> Nvshmem4pyHeap:
+def with_nvshmem(status: int, monkeypatch: pytest.MonkeyPatch, pes: tuple[int, int] = (0, 1)) -> NvshmemHeap:
     """The heap on a bare stand-in for nvshmem4py that is initialised already."""
     bindings: Any = types.ModuleType("nvshmem.bindings")
     names = ("NOT_INITIALIZED", "IS_BOOTSTRAPPED", "IS_INITIALIZED", "LIMITED_MPG", "FULL_MPG")
@@ -140,7 +140,7 @@ def with_nvshmem(status: int, monkeypatch: pytest.MonkeyPatch, pes: tuple[int, i
     package.core.get_version = lambda: None
     for name, module in (("nvshmem", package), ("nvshmem.bindings", bindings), ("nvshmem.core", package.core)):
         monkeypatch.setitem(sys.modules, name, module)
-    return Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
+    return NvshmemHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
 
 
 def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_one_rank_whose_variable_is_set_stops_all(monkeypatch: pytest.MonkeyPatc
     with_nvshmem(0, monkeypatch)
     refusals = iter(["IBGDA is on", None, None])
     monkeypatch.setattr(nvshmem, "ibgda_problem", lambda: next(refusals))
-    heap = Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
+    heap = NvshmemHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 10.0)
     results = run_threads(2, lambda exchange: heap.start(exchange, 1))
     assert all(isinstance(result, SetupError) and "IBGDA is on" in str(result) for result in results), results
 

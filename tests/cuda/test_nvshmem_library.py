@@ -31,7 +31,7 @@ from thread_ranks import run_threads
 from odc import SetupError
 from odc.config import nvshmem_heap_bytes
 from odc.cuda import nvshmem
-from odc.cuda.nvshmem import Nvshmem4pyHeap
+from odc.cuda.nvshmem import NvshmemHeap
 from odc.doctor import nvshmem as doctor
 from odc.kernels.nvshmem.bitcode import WHEELS
 from odc.setup.agreement import ProcessGroupExchange
@@ -54,12 +54,12 @@ def wheel() -> Path:
     pytest.skip("NVSHMEM's wheel is not installed (extra: dev)")
 
 
-def new_heap(timeout_s: float = 30.0, device: Callable[[], object] | None = lambda: None) -> Nvshmem4pyHeap:
+def new_heap(timeout_s: float = 30.0, device: Callable[[], object] | None = lambda: None) -> NvshmemHeap:
     """With nvshmem4py in reach; ``device`` stands in for the GPU, unless it is None."""
     if FOLDER and FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
         importlib.invalidate_caches()
-    heap = Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), timeout_s)
+    heap = NvshmemHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), timeout_s)
     if device is not None:
         heap._own_device = device  # type: ignore[method-assign]
     return heap
@@ -109,7 +109,7 @@ def calls_of_the_heap(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     assert [int(real.my_pe()), int(real.n_pes())] == [0, 0]  # not started: it may be asked
     heap._bindings = types.SimpleNamespace(Signal_op=real.Signal_op, Cmp_type=real.Cmp_type, **recorders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Nvshmem4pyHeap, "_stream", 77)
+        patch.setattr(NvshmemHeap, "_stream", 77)
         heap._initialise_module(11)
         assert heap.address_at(22, 3) == 4096
         heap.signal(33, 4)
@@ -276,14 +276,14 @@ def test_the_device_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> 
     holder.Device = lambda index: types.SimpleNamespace(set_current=lambda: chosen.append(index))
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.core", holder)
-    heap = Nvshmem4pyHeap(torch.device("cuda", 3), lambda address, num_bytes: torch.empty(num_bytes), 1.0)
+    heap = NvshmemHeap(torch.device("cuda", 3), lambda address, num_bytes: torch.empty(num_bytes), 1.0)
     assert heap._own_device() is not None
     assert chosen == [3]
 
 
 def test_a_python_side_that_cannot_be_imported_is_a_set_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvshmem", None)
-    heap = Nvshmem4pyHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 1.0)
+    heap = NvshmemHeap(torch.device("cuda", 0), lambda address, num_bytes: torch.empty(num_bytes), 1.0)
     (result,) = run_threads(1, lambda exchange: heap.start(exchange, 1))
     assert isinstance(result, SetupError)
     assert "the NVSHMEM library cannot be loaded: No module named 'nvshmem.bindings'" in str(result)

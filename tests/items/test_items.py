@@ -255,7 +255,12 @@ def test_what_lies_side_by_side_on_another_host_travels_together(monkeypatch: py
     def body(items: ItemExchange, exchange: ThreadExchange) -> list[int]:
         reads = []
         original = items._transport.read
-        monkeypatch.setattr(items._transport, "read", lambda *args: (reads.append(args[0].nbytes), original(*args)))
+
+        def read(parts: Any, *args: Any) -> None:
+            reads.append(parts[0][0].nbytes)
+            original(parts, *args)
+
+        monkeypatch.setattr(items._transport, "read", read)
         for wanted in ([3, 0, 4, 1, 2], [4, 1, 0, 3]):
             one = items.begin("c", [[mixed], []])
             if exchange.rank == 0:

@@ -21,7 +21,7 @@ from odc import (
     PeerClosedError,
     Runtime,
 )
-from odc.transports.base import PeerState
+from odc.transports._peers import PeerState
 
 # Failures, and two contexts beside each other
 
@@ -74,7 +74,7 @@ def test_what_a_rank_has_published_is_read_when_it_has_closed(hosts: int) -> Non
             one.publish(0, [torch.tensor([42])])
             return
         ends = time.monotonic() + LIMIT_S
-        while items._transport.peer_state(0) is not PeerState.CLOSED:
+        while items._transport.peers.by_rank[0].state is not PeerState.CLOSED:
             assert time.monotonic() < ends, "rank 0 has not closed"
             time.sleep(0.001)
         assert read_value(one, 7) == 42
@@ -126,7 +126,7 @@ def test_who_waits_in_one_context_is_not_taken_for_silent_in_the_one_beside(firs
         ends = time.monotonic() + 2.5 * limit_s
         while time.monotonic() < ends:
             time.sleep(limit_s / 10)
-            runtime._waiter.job.tick()
+            runtime._waiter.job.own.tick()
 
     def body(exchange: ThreadExchange) -> None:
         config = config_of(exchange, timeout_s=limit_s)

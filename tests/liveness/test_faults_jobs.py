@@ -23,7 +23,7 @@ from training import build, full_parameters, largest_difference, reference, shar
 from watching import do_before, killed_on_error, scheduler_state, until, written
 
 import odc
-from odc.transports._rendezvous import _FRAME, _MAGIC, Mesh
+from odc.transports._rendezvous import _FRAME, _MAGIC, SocketMesh
 
 # The launcher dies: fault test 10
 
@@ -94,14 +94,14 @@ COUNTS = [1, 3]
 def beside_another_user(rank: int, world_size: int) -> tuple[int, dict[str, Any]]:
     """Rank 1 comes late to set-up; before it comes a process of another user, who knows its key."""
     reports: list[int] = []
-    connect = Mesh.connect
+    connect = SocketMesh.connect
 
-    def come_late(self: Mesh, rows: Any, timeout_s: float) -> None:
+    def come_late(self: SocketMesh, rows: Any, timeout_s: float) -> None:
         reports.append(stranger(*rows[0]))
         connect(self, rows, timeout_s)
 
     if rank == 1:
-        Mesh.connect = come_late  # type: ignore[method-assign]
+        SocketMesh.connect = come_late  # type: ignore[method-assign]
     parameters = trained(rank, world_size, COUNTS * (world_size // 2))
     return max(reports, default=-1), parameters
 
@@ -115,7 +115,7 @@ def stranger(address: str, key: str) -> int:
             connection.settimeout(60)  # rank 0 may not have come to its door yet
             try:
                 connection.connect(f"\0odc-{address}")
-                connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0, 0))
+                connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0))
                 os._exit(1 if connection.recv(1) else 0)
             except TimeoutError:
                 os._exit(1)
@@ -152,7 +152,7 @@ def side_by_side(rank: int, world_size: int, notes: str, job: str, counts: list[
         everyone = 2 * world_size
         until(lambda: len(list(Path(notes).glob(f"{where} *"))) == everyone, "the other job did not come")
 
-    do_before(Mesh, "connect", lambda: meet("set-up"))
+    do_before(SocketMesh, "connect", lambda: meet("set-up"))
     return trained(rank, world_size, counts, lambda: meet("training"))
 
 
@@ -172,21 +172,21 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path, hosts: int) -> None
 
 def noting_door(rank: int, world_size: int, notes: str, body: Callable[..., Any], *args: Any) -> Any:
     """``body``; the name of the socket at which this rank lets the others in is written down."""
-    listen = Mesh.listen
+    listen = SocketMesh.listen
 
-    def noted(self: Mesh) -> list[str]:
+    def noted(self: SocketMesh) -> list[str]:
         row = listen(self)
         Path(notes, f"door {row[0]}").touch()
         return row
 
-    Mesh.listen = noted  # type: ignore[method-assign]
+    SocketMesh.listen = noted  # type: ignore[method-assign]
     return body(rank, world_size, *args)
 
 
 def leaving(rank: int, world_size: int, where: str, sent: signal.Signals) -> None:
     """End, or stop for ever, with the door open to the other ranks, or in training."""
     if where == "set-up":
-        do_before(Mesh, "connect", lambda: os.kill(os.getpid(), sent))
+        do_before(SocketMesh, "connect", lambda: os.kill(os.getpid(), sent))
     endless(rank, world_size)
 
 

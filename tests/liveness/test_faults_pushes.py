@@ -197,7 +197,7 @@ def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runt
     """Rank 1 does; rank 0's daemon, or rank 1's own, must have refused it when this returns."""
 
     def is_refused() -> bool:
-        return runtime.has_failed or runtime._transport.abort_notice() is not None
+        return runtime.has_failed or runtime._transport.peers.abort_notice() is not None
 
     daemon = daemon_of(runtime)
     handled = daemon._handled[1]
@@ -213,7 +213,7 @@ def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runt
 def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> None:
     """The minibatch ends with an error for both, and nobody gets a gradient. A wrong push is for all owners, so it is
     either daemon, or both, that has refused it."""
-    until(lambda: runtime.has_failed or runtime._transport.abort_notice() is not None)
+    until(lambda: runtime.has_failed or runtime._transport.peers.abort_notice() is not None)
     who = rf"(rank {exchange.rank} failed earlier|because rank {1 - exchange.rank})"
     with pytest.raises(OdcError, match=f"{who}.*ProtocolError: .*{words}"):
         runtime.finish()
@@ -312,7 +312,7 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
     recorder = Recorder(monkeypatch)
 
     def link_of(runtime: Runtime) -> Link:
-        return runtime._transport._links.by_rank[0]  # type: ignore[attr-defined, no-any-return]
+        return runtime._transport._links.by_rank[0]  # type: ignore[union-attr]
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, {"hosts": 2, "deterministic": deterministic}) as runtime:

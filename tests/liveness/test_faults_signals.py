@@ -19,7 +19,7 @@ from watching import do_before, killed_on_error, scheduler_state, until, written
 import odc
 from odc import Runtime
 from odc.transports._links import Links
-from odc.transports._rendezvous import Mesh
+from odc.transports._rendezvous import SocketMesh
 
 
 def prepare(notes: str, rank: int, world_size: int) -> None:
@@ -71,8 +71,8 @@ SETUP_WAITS = {
     "for ranks of other hosts": WaitPoint("receive_until", step_of_setup="connect hosts", hosts=3, stopped=1, victim=2),
 }
 STEPS_OF_SETUP: dict[str, tuple[type, str]] = {
-    "swap": (Mesh, "swap"),
-    "connect": (Mesh, "connect"),
+    "swap": (SocketMesh, "swap"),
+    "connect": (SocketMesh, "connect"),
     "connect hosts": (Links, "connect"),
 }
 SIGNALS = pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)

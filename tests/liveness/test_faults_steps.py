@@ -21,7 +21,7 @@ from training import build, full_parameters, largest_difference, loss_of, optimi
 
 import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime
-from odc.minibatch.protocol import State
+from odc.minibatch.state import Phase
 
 # Fault test 18: a rank that leaves, wherever it is in its minibatch
 
@@ -74,9 +74,11 @@ def test_a_rank_that_leaves_early_is_named_with_the_minibatch(when: str, mode: d
             assert "rank 1 (host" in str(caught.value)
             assert "minibatch 3" in str(caught.value)
             assert runtime.minibatch in (2, 3)
-            if runtime.state is State.FINISHED:  # told by the other one before it had published
+            if runtime.state.phase is Phase.FINISHED:  # told by the other one before it had published
                 assert runtime.minibatch == 2
-                assert runtime.is_published(0) or sum_is_whole(runtime)  # published, it is open to the others again
+                assert runtime.state.is_published(0) or sum_is_whole(
+                    runtime
+                )  # published, it is open to the others again
                 return
             with pytest.raises(ProtocolError, match="is not final"):
                 runtime.gradient(0)

@@ -17,7 +17,7 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, PeerClosedError, Runtime, RuntimeConfig, UnitSpec
-from odc.liveness.leaving import Leaving, shut_down
+from odc.setup.context import Leaving, shut_down
 
 
 class Part:
@@ -26,14 +26,12 @@ class Part:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.closed = 0
+        self.peers = SimpleNamespace(is_leaving=False)
 
-    def abort_peers(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         self.told.append(text)
 
-    def end_transfers(self) -> None:
-        """Nothing is under way."""
-
-    def say_farewell(self) -> None:
+    def announce_close(self) -> None:
         """To nobody."""
 
     def close(self) -> None:
@@ -127,7 +125,7 @@ def have_collected(runtime: Runtime, within: str) -> Callable[[], None]:
     if within == "control":
         link.__dict__["_take_control"] = collect
     else:
-        link._owner.__dict__["deliver"] = collect
+        link._peers.__dict__["deliver"] = collect
 
     def drop() -> None:
         dropped.set()

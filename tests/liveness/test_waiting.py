@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from odc.liveness import waiting
 from odc.liveness.waiting import Failure, Patience
-from odc.liveness.watchdog import JobWatchdog, Outside
-from odc.transports.base import Signs
+from odc.liveness.watchdog import InCollective, JobWatchdog
+from odc.transports._control import Heartbeats
 
 LIMIT_S = 10.0
 
@@ -38,12 +39,10 @@ class Ranks:
     def sees(self, rank: int) -> bool:
         return rank in self.seen
 
-    def signs(self, rank: int) -> Signs:
+    def peer(self, rank: int) -> Any:
         shown = self.seen[rank]
-        return Signs(shown.progress, shown.looks, shown.beats)
-
-    def waiting_on(self, rank: int) -> int | None:
-        return self.seen[rank].waits_for
+        heartbeats = Heartbeats(shown.progress, shown.looks, shown.beats)
+        return SimpleNamespace(heartbeats=heartbeats, waiting_on=shown.waits_for)
 
     def blame_within(self, patience: Patience, awaited: int, seconds: int) -> tuple[int, int, str] | None:
         """Look once a second; ranks that wait and are not stopped look as well."""
@@ -137,21 +136,19 @@ class TwoGroups:
     is_told: threading.Event = field(default_factory=threading.Event)
     rank: int = 0
     others: tuple[int, ...] = ()
-
-    def beat(self) -> None:
-        """It looks."""
+    own: Any = field(default_factory=lambda: SimpleNamespace(beat=lambda: None))
 
     def abort_notice(self) -> str:
         return "rank 3: ValueError"
 
-    def abort_peers(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         self.told.append(text)
         self.is_told.set()
 
 
 def test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes() -> None:
     job: Any = TwoGroups()
-    watchdog = JobWatchdog(job, Failure(), Outside(), LIMIT_S, lambda error: None, lambda: 0)
+    watchdog = JobWatchdog(job, Failure(), InCollective(), LIMIT_S, lambda error: None, lambda: 0)
     try:
         assert job.is_told.wait(5)
     finally:

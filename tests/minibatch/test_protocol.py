@@ -20,7 +20,8 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.accumulators import AccumulatorStore
-from odc.minibatch.protocol import End, EndKind, MinibatchProtocol, State
+from odc.minibatch.protocol import End, EndKind, MinibatchProtocol
+from odc.minibatch.state import Phase
 
 NUMEL = 48
 MODES = [("direct", False), ("daemon", False), ("direct", True), ("daemon", True)]
@@ -223,7 +224,7 @@ def test_what_a_signal_says_is_true_when_it_is_posted(early: bool) -> None:
         runtime, transport, post = run.runtime, run.runtime._transport, run.runtime._transport.post
 
         def look(index: int, **options: Any) -> None:
-            coming = runtime.minibatch + 1
+            coming = runtime.state.coming
             if index < case.num_units:
                 assert set(runtime.published_shard(index).tolist()) == {version(coming, index, run.rank)}
             elif index == runtime._protocol._open:
@@ -366,7 +367,7 @@ def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
             runtime.gather(0, out)
         with pytest.raises(MisuseError, match="without an open minibatch"):
             runtime.finish()
-        assert runtime.state is State.FINISHED
+        assert runtime.state.phase is Phase.FINISHED
         # Each refusal has changed nothing, here or there: the sum is right, and the next minibatch works.
         result = runtime.gradient(0)
         assert result is not None

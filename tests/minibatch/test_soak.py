@@ -30,8 +30,8 @@ from odc.bench.fake.cuda import registered_fakes
 from odc.setup.agreement import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
-from odc.transports._hosts import HostsTransport
-from odc.transports._peers import ring
+from odc.transports._peers import notify
+from odc.transports.base import Transport
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 
@@ -205,26 +205,26 @@ def test_twenty_thousand_microbatches_are_counted_and_leave_nothing(hosts: int, 
 def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     """As if so many minibatches, pushes, requests and signs of progress had been counted already."""
     protocol, transport = runtime._protocol, runtime._transport
-    assert isinstance(transport, HostsTransport)
+    assert isinstance(transport, Transport)
     world_size, num_units = runtime.topology.world_size, len(runtime.units)
     if runtime._daemon is not None:  # first: it compares with the signals
         runtime._daemon._handled = [number] * world_size
         runtime._daemon._sent = number
-    seen = [transport._own, *(transport._blocks[rank] for rank in transport._elsewhere)]
+    seen = [transport.peers.own, *(transport._blocks[rank] for rank in transport._elsewhere)]
     for signals in (block._signals for block in seen):
         signals[:] = array.array("q", [number] * len(signals))
     if isinstance(transport, CudaIpcTransport):
-        transport._posted = dict.fromkeys(range(len(transport._own._signals)), number)
+        transport._posted = dict.fromkeys(range(len(transport.peers.own._signals)), number)
         transport._words[transport._rank][:] = number % 2**32
     if isinstance(transport, NvshmemTransport):
         assert transport._word_view is not None
         transport._word_view.fill_(number)
     for link in transport._links.by_rank.values() if transport._links else ():
         link._requests = number
-    transport._own._status[0] = number  # progress
+    transport.peers.own._status[0] = number  # progress
     runtime._store.close(number)
-    protocol.minibatch = number
-    protocol._versions, protocol._ready = [number] * num_units, [number] * num_units
+    protocol.state.minibatch = number
+    protocol.state.published, protocol._ready = [number] * num_units, [number] * num_units
     exchange.all_gather(b"")  # nobody signals before everybody counts from there
 
 
@@ -315,7 +315,7 @@ def test_a_doorbell_at_its_limit_still_rings() -> None:
     bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     try:
         os.eventfd_write(bell, 2**64 - 2)
-        ring(bell)  # would wait for ever, or raise
+        notify(bell)  # would wait for ever, or raise
         assert os.eventfd_read(bell) == 2**64 - 2
     finally:
         os.close(bell)

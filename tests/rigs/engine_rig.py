@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from host_cuda import HostCuda, Stream
 
-from odc.engines.base import CpuEngine
+from odc.engines.base import Engine
 
 INDEX = 1  # not the first device: a thread that is new to CUDA has that one
 DEVICE = torch.device("cuda", INDEX)
-CPU = CpuEngine()
+CPU = Engine()
 
 
 class Rig:

@@ -15,7 +15,7 @@ from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
 from odc.bench.gpu.setting import Setting
 from odc.items.channel import Signal
 from odc.minibatch.accumulators import AccumulatorStore, SharedStore
-from odc.transports._hosts import HostsTransport
+from odc.transports.base import Transport
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 HERE = __name__
@@ -36,7 +36,7 @@ def lose_the_words_of_a_signal() -> None:
     post = CudaIpcTransport.post
 
     def post_to_hosts(self: CudaIpcTransport, index: int, **options: Any) -> None:
-        (HostsTransport.post if index == Signal.PUBLISHED else post)(self, index, **options)
+        (Transport.post if index == Signal.PUBLISHED else post)(self, index, **options)
 
     AsynchronousFakeCudaTransport.post = post_to_hosts  # type: ignore[method-assign]
 

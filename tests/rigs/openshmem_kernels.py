@@ -1,4 +1,4 @@
-"""The real ``Nvshmem4pyHeap`` on a real OpenSHMEM: an nvshmem4py that stands on it, and its kernels in the interpreter.
+"""The real ``NvshmemHeap`` on a real OpenSHMEM: an nvshmem4py that stands on it, and its kernels in the interpreter.
 
 What a kernel asks of NVSHMEM's device functions is done as late as their documentation permits: a transfer that does
 not block happens when its stream comes to a ``quiet``, in reverse order. So a ``quiet`` that is missing is seen, also
@@ -21,7 +21,7 @@ from kernel_cases import _number, interpreted
 from openshmem_heap import OpenshmemHeap, library
 
 from odc.cuda import nvshmem
-from odc.cuda.nvshmem import Nvshmem4pyHeap
+from odc.cuda.nvshmem import NvshmemHeap
 
 SIGNAL_ADD, CMP_GE = 10, 5  # nvshmemx_signal_op_t and nvshmemx_cmp_type_t
 _STATES = ("NOT_INITIALIZED", "IS_BOOTSTRAPPED", "IS_INITIALIZED", "LIMITED_MPG", "FULL_MPG")
@@ -91,7 +91,7 @@ class Modules:
 # nvshmem4py
 
 
-class Heap(Nvshmem4pyHeap):
+class Heap(NvshmemHeap):
     """The real one, but for what loads kernels into a GPU and asks torch for its streams."""
 
     current: Heap | None = None

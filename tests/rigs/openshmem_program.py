@@ -63,8 +63,7 @@ def on_transport(name: str, world_size: int, body: Callable[..., Any], signals: 
     device = torch.device("cpu")
     transport = registry.choose(name, topology, device, exchange)(exchange, topology, 30.0, device)
     try:
-        transport.reserve(1 << 20)
-        transport.open(num_signals=signals, num_locks=locks)
+        transport.open(num_signals=signals, num_locks=locks, num_bytes=1 << 20)
         result = body(transport, exchange)
         suite.meet(transport, exchange)
     finally:

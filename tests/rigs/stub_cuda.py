@@ -1,4 +1,4 @@
-"""The real ``CupyRuntime`` and ``CudaIpcTransport`` on a driver that is a stub: ``stub_libcuda.c`` and a stand-in cupy.
+"""The real ``CudaRuntime`` and ``CudaIpcTransport`` on a driver that is a stub: ``stub_libcuda.c`` and a stand-in cupy.
 
 Streams are the threads of ``bench/fake/cuda.py``: what the runtime tells the driver to do on a stream is called when
 that stream comes to it. So the driver sees the calls, the handles and the addresses of the real code, and the words
@@ -27,9 +27,10 @@ import torch
 
 from odc.bench.fake.cuda import FakeEngine
 from odc.cuda import runtime
-from odc.cuda.runtime import CudaRuntime, CupyRuntime
+from odc.cuda.runtime import CudaRuntime
 from odc.setup.topology import Topology
 from odc.transports import registry
+from odc.transports.base import not_on_this_host
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 _HERE = Path(__file__).parent
@@ -86,7 +87,7 @@ def calls(log: Path) -> list[Call]:
 class StubEngine(FakeEngine):
     """Its streams have handles of the driver's, made as the real engine makes its own."""
 
-    def __init__(self, delay_s: float, seed: int, owner: CupyRuntime) -> None:
+    def __init__(self, delay_s: float, seed: int, owner: CudaRuntime) -> None:
         super().__init__(delay_s, seed)
         self._owner, self._handles, self._making = owner, dict[str, Any](), threading.Lock()
 
@@ -107,7 +108,7 @@ class StubEngine(FakeEngine):
         self._handles.clear()
 
 
-class StubRuntime(CupyRuntime):
+class StubRuntime(CudaRuntime):
     """On host memory."""
 
     def __init__(self, index: int, delay_s: float, seed: int) -> None:
@@ -131,7 +132,7 @@ class StubCudaTransport(CudaIpcTransport):
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
-        return runtime.unavailable(torch.device("cuda", 0)) or cls.not_on_this_host(topology)
+        return runtime.unavailable(torch.device("cuda", 0)) or not_on_this_host(topology)
 
     def _make_runtime(self) -> CudaRuntime:
         made = StubRuntime(self._rank % 2, self.delay_s, self._rank + 1)  # the stub has two devices

@@ -92,11 +92,11 @@ def test_a_rank_of_another_group_is_named_through_those_in_between() -> None:
 
 
 def second_time(rank: int, world_size: int) -> str | None:
-    call = exchange.RollCall(None, range(world_size), rank)
+    call = exchange.Participants(None, range(world_size), rank)
     call.enter()
     dist.barrier()
     assert call.absent() == []
-    again = exchange.RollCall(None, range(world_size), rank)
+    again = exchange.Participants(None, range(world_size), rank)
     if rank == 0:
         again.enter()
         assert again.absent() == [1]
@@ -178,13 +178,13 @@ def test_who_came_once_has_not_come_again() -> None:
 
 def words_of_an_earlier_set_up(rank: int, world_size: int) -> tuple[str | None, str | None]:
     """Rank 1 has failed once, and has not come a second time: what it had said then explains nothing."""
-    first = exchange.RollCall(None, range(world_size), rank)
+    first = exchange.Participants(None, range(world_size), rank)
     first.enter()
     dist.barrier()
     if rank == 1:
         first.leave_word("ValueError: the first time")
     dist.barrier()
-    again = exchange.RollCall(None, range(world_size), rank)
+    again = exchange.Participants(None, range(world_size), rank)
     if rank == 0:
         again.enter()
     found = again.end_of_any() if rank == 0 else None

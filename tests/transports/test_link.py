@@ -17,18 +17,21 @@ import pytest
 
 from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limits
 from odc.engines.base import no_op
-from odc.transports._control import Closing
+from odc.setup.topology import Topology
+from odc.transports._control import Closing, Heartbeats
 from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
 from odc.transports._links import LinkThread
-from odc.transports.base import Signs
+from odc.transports._peers import Peers
 
 
-class Owner:
-    """A rank that has 100 bytes of memory and four signals."""
+class Owner(Peers):
+    """A rank that has 100 bytes of memory, or those that are given, and four signals."""
 
-    def __init__(self) -> None:
-        self.bytes = bytearray(range(100))
+    def __init__(self, memory: bytearray | None = None) -> None:
+        super().__init__(Topology(0, ("host",), ("host",), (0,)))
+        self.bytes = memory or bytearray(range(100))
+        self.memory = [memoryview(self.bytes)]
         self.delivered: list[tuple[int, bool]] = []
         self.notices: list[str] = []
         self.losses = 0
@@ -40,9 +43,6 @@ class Owner:
             raise IndexError(f"index {index} of 4")
         self.delivered.append((index, daemon))
 
-    def memory(self, buffer: int) -> memoryview | None:
-        return memoryview(self.bytes) if buffer == 0 else None
-
     def notice(self, text: str) -> None:
         self.notices.append(text)
 
@@ -50,6 +50,7 @@ class Owner:
         self.losses += 1
 
     def check(self) -> None:
+        super().check()
         if self.failure is not None:
             raise self.failure
 
@@ -72,7 +73,7 @@ class Pair:
         self.owner = Owner()
         self.thread = LinkThread()
         self.link = Link(7, "rank 7", data, control, keepalive, self.owner, timeout_s, self.thread.ask_for_service)
-        self.thread.start([self.link], lambda: (Signs(0, 0, 0), None))
+        self.thread.start([self.link], lambda: (Heartbeats(0, 0, 0), None))
 
     def __enter__(self) -> Pair:
         return self
@@ -120,7 +121,7 @@ def test_control_frames_come_in_pieces_and_several_at_a_time() -> None:
         news = Frame(Kind.STATUS, a=41, b=3).pack() + Frame(Kind.ABORT, b=2).pack() + "é".encode()
         for byte in news[:40]:
             pair.control.sendall(bytes([byte]))
-        pair.until(lambda: (pair.link.signs.progress, pair.link.waiting_on) == (41, 2))
+        pair.until(lambda: (pair.link.heartbeats.progress, pair.link.waiting_on) == (41, 2))
         assert not pair.owner.notices
         pair.control.sendall(news[40:] + Frame(Kind.CLOSED, a=Closing.FAILED.value).pack())
         pair.until(lambda: pair.link.closing is Closing.FAILED)
@@ -169,11 +170,11 @@ def test_status_is_a_sign_of_life_and_names_ranks_of_the_whole_job() -> None:
         pair.control.sendall(
             Frame(Kind.STATUS, a=1, b=9000, c=5).pack() + Frame(Kind.STATUS, a=2, b=10_000, c=6).pack()
         )
-        pair.until(lambda: pair.link.signs == (2, 6, 2))
+        pair.until(lambda: pair.link.heartbeats == (2, 6, 2))
         assert pair.link.waiting_on == 9999
         pair.control.sendall(Frame(Kind.STATUS, a=3, b=MAX_RANKS + 1).pack())
         pair.until(lambda: pair.link.is_dead)
-        assert pair.link.signs.progress == 2
+        assert pair.link.heartbeats.progress == 2
 
 
 def test_an_answer_longer_than_asked_for_is_refused() -> None:
@@ -264,7 +265,7 @@ def test_closing_waits_for_no_transfer(what: str) -> None:
             thread.start()
             pair.until(lambda: 7 in pair.owner.waited_for)  # for its turn
         started = time.monotonic()
-        pair.link.end_transfers()
+        pair.owner.is_leaving = True
         for thread in threads:
             thread.join(30)
         assert time.monotonic() - started < 30
@@ -302,14 +303,13 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
     """However little the sockets hold: while a thread of a rank sends, another one receives, and what is queued goes
     out between what the threads of the rank send themselves."""
     pairs = [connection() for _ in range(3)]
-    owners, sources = [Owner(), Owner()], [bytes([41 + rank]) * LARGE for rank in range(2)]
+    owners = [Owner(bytearray(LARGE)) for _ in range(2)]
+    sources = [bytes([41 + rank]) * LARGE for rank in range(2)]
     threads = [LinkThread(), LinkThread()]
     links = [
         Link(1 - rank, f"rank {1 - rank}", *(pair[rank] for pair in pairs), owners[rank], 60.0, thread.ask_for_service)
         for rank, thread in enumerate(threads)
     ]
-    for owner in owners:
-        owner.bytes = bytearray(LARGE)
     both_begin, read, errors = threading.Barrier(2 * len(ACTIONS[what])), [], []
 
     def transfer(rank: int, action: str) -> None:
@@ -328,7 +328,7 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
     transfers = [threading.Thread(target=transfer, args=(r, action)) for r in range(2) for action in ACTIONS[what]]
     try:
         for link, thread in zip(links, threads, strict=True):
-            thread.start([link], lambda: (Signs(0, 0, 0), None))
+            thread.start([link], lambda: (Heartbeats(0, 0, 0), None))
         for transfer_thread in transfers:
             transfer_thread.start()
         for transfer_thread in transfers:
@@ -353,6 +353,7 @@ def test_an_answer_that_nobody_takes_holds_up_no_signal() -> None:
     """The other rank asks for much and receives nothing for a while; then it finds everything, whole and in order."""
     with Pair() as pair:
         pair.owner.bytes = bytearray(os.urandom(1 << 20) * 16)
+        pair.owner.memory[0] = memoryview(pair.owner.bytes)
         pair.far.sendall(Frame(Kind.READ, 0, 0, len(pair.owner.bytes), 5).pack())
         pair.until(lambda: pair.link._queue.needs_service)
         pair.far.sendall(Frame(Kind.POST, 1).pack())
@@ -435,7 +436,7 @@ def test_a_silent_host_is_dead_and_a_silent_process_is_not() -> None:
         assert [keepalive.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [1, 1, 6, 0]
         assert not pair.link.data.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its window may be shut for long
         for _ in range(1000):  # more than a quarter of an hour of a rank that reads no control frames
-            pair.link.send_status(Signs(1, 0, 0), 2)
+            pair.link.send_status(Heartbeats(1, 0, 0), 2)
         assert not pair.link.is_dead
 
 

@@ -171,7 +171,7 @@ def reading_from_a_stopped_rank(rank: int, world_size: int) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 0:
-        wait_until(lambda: runtime._transport.waiting_on(1) == 2, "rank 1 did not wait for its link")
+        wait_until(lambda: runtime._transport.peers.by_rank[1].waiting_on == 2, "rank 1 did not wait for its link")
         be_impatient(runtime)
     if rank == 1:
         wait_for_stop(runtime.topology.pids[2])
@@ -211,13 +211,13 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         started = time.monotonic()
         for _ in range(times):
             out = torch.empty(numel)
-            transport.read(out, buffer, owner, 0)
+            transport.read([(out, owner)], buffer, 0)
             assert out.eq(owner).all()
         return time.monotonic() - started
 
     def read_more_than_sockets_hold(owner: int) -> None:
         while True:
-            transport.read(torch.empty(slots.num_bytes, dtype=torch.uint8), slots, owner, 0)
+            transport.read([(torch.empty(slots.num_bytes, dtype=torch.uint8), owner)], slots, 0)
 
     exchange.all_gather(b"")
     before_s = read(1 - rank, 10) if rank < 2 else 0.0

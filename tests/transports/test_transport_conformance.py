@@ -21,11 +21,12 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
-from odc.errors import ConfigError, UnsupportedError
+from odc.errors import ConfigError
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
 from odc.transports import registry
-from odc.transports.base import IN_COLLECTIVE, PeerState, Transport
+from odc.transports._peers import IN_COLLECTIVE, PeerState
+from odc.transports.base import Transport
 
 HAS_GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU; its host logic runs as fake_cuda")
@@ -62,8 +63,7 @@ def on_transport(
             exchange, topology, 30.0, device_of(name)
         )
         try:
-            transport.reserve(1 << 20)
-            transport.open(num_signals=signals, num_locks=locks)
+            transport.open(num_signals=signals, num_locks=locks, num_bytes=1 << 20)
             result = body(transport, exchange)
             meet(transport, exchange)
             return result
@@ -81,9 +81,15 @@ def meet(transport: Transport, exchange: ThreadExchange) -> None:
 
 def await_signal(transport: Transport, rank: int, index: int, count: int) -> None:
     while transport.count(rank, index) < count:
-        ticket = transport.ticket(rank)
+        word = transport.peers.sleep_word(rank)
+        ticket = word.ticket
         if transport.count(rank, index) < count:
-            transport.sleep(rank, ticket, 1.0)
+            word.sleep(ticket, 1.0)
+
+
+def all_are_told(transport: Transport) -> bool:
+    transport.forward_arrivals()
+    return not transport.to_forward
 
 
 def eventually(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
@@ -139,12 +145,12 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         out = torch.empty(numel * 3, dtype=torch.bfloat16, device=device)
         found = []
         for owner in transport.topology.rotation():
-            transport.read(out, buffer, owner, 64)
+            transport.read([(out, owner)], buffer, 64)
             assert transport.engine.synchronize(30.0)
             found.append(out.view(3, -1).eq(torch.tensor([[1.5], [2.5], [3.5]], device=device)).all().item())
         rows = torch.zeros(3, numel, dtype=torch.bfloat16, device=device)
         offset = 64 + 2 * numel * ((rank + 1) % 3)  # where another rank wrote to all of them
-        transport.read_all([(rows[owner], owner) for owner in transport.topology.rotation()], buffer, offset)
+        transport.read([(rows[owner], owner) for owner in transport.topology.rotation()], buffer, offset)
         assert transport.engine.synchronize(30.0)
         found.append(rows.eq((rank + 1) % 3 + 1.5).all().item())
         meet(transport, exchange)
@@ -183,8 +189,7 @@ def test_a_rank_of_another_host_has_no_address_and_no_lock(far: str) -> None:
         assert not buffer.reaches(other)
         with pytest.raises(ValueError, match=f"'far' of rank {other} is not addressable from rank {exchange.rank}"):
             buffer.peer(other)
-        with pytest.raises(UnsupportedError, match="is on another host: no lock reaches so far"):
-            transport.lock(other, 0, 0.0)
+        assert not transport.peers.blocks[other].try_lock(0, exchange.rank)
 
     on_transport(far, 2, body)
 
@@ -207,7 +212,7 @@ def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str
         transport.seal()
         found = []
         for turn, num_bytes in enumerate([24, 4096, 1 << 18], start=1):
-            added = transport.extend(num_bytes, "added")
+            added = transport.allocate(num_bytes, "added")
             assert added.num_bytes == num_bytes
             assert not added.local.any()
             meet(transport, exchange)
@@ -223,7 +228,7 @@ def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str
             meet(transport, exchange)
             for buffer in (added, first):
                 row = torch.zeros(24, dtype=torch.uint8, device=device_of(name))
-                transport.read(row, buffer, (exchange.rank + 1) % 3, 0)
+                transport.read([(row, (exchange.rank + 1) % 3)], buffer, 0)
                 meet(transport, exchange)
                 found.append(row.unique().tolist())
             transport.release(added)
@@ -298,13 +303,14 @@ def test_a_signal_for_one_rank_is_counted_there(name: str) -> None:
     """The other ranks of its host may see it too."""
 
     def body(transport: Transport, exchange: ThreadExchange) -> int:
-        ticket = transport.ticket(2)
+        word = transport.peers.sleep_word(2)
+        ticket = word.ticket
         exchange.all_gather(b"")
         if exchange.rank == 2:
             transport.post(6, to=1)
         if exchange.rank == 1:
             await_signal(transport, 2, 6, 1)
-            assert transport.ticket(2) != ticket
+            assert word.ticket != ticket
         exchange.all_gather(b"")
         return transport.count(2, 6)
 
@@ -326,17 +332,18 @@ def test_daemons_are_woken_by_what_is_announced_and_see_it_arrive(name: str) -> 
                 for rank in (0, 1):
                     transport.write(buffer, rank, 0, value)
                 transport.post(4, daemon=True)
-                eventually(lambda: not transport.forward_arrivals())
+                eventually(lambda: all_are_told(transport))
                 for rank in (0, 1):
                     eventually(lambda rank=rank, number=number: transport.has_arrived(rank, 5, number))  # type: ignore[misc]
                 continue
             while not transport.has_arrived(2, 4, number):
-                ticket = transport.ticket(None)
+                word = transport.peers.sleep_word(None)
+                ticket = word.ticket
                 if transport.count(2, 4) < number:
-                    transport.sleep(None, ticket, 20.0)
+                    word.sleep(ticket, 20.0)
             transport.engine.copy(own[number - 1 : number], buffer.local.view(torch.int64))
             transport.acknowledge([(5, 2)])
-            eventually(lambda: not transport.forward_arrivals())
+            eventually(lambda: all_are_told(transport))
         meet(transport, exchange)
         return own.tolist()
 
@@ -351,18 +358,19 @@ def test_sleep_returns_at_a_signal_and_not_much_before(name: str) -> None:
             time.sleep(0.3)
             transport.post(0)
             return 0.0, 0.0
-        transport.sleep(1, transport.ticket(1), 0.0)  # nothing has come: returns at once
+        word = transport.peers.sleep_word(1)
+        word.sleep(word.ticket, 0.0)  # nothing has come: returns at once
         start = time.monotonic()
         exchange.all_gather(b"")
         while not transport.count(1, 0):
-            ticket = transport.ticket(1)
+            ticket = word.ticket
             if not transport.count(1, 0):
-                transport.sleep(1, ticket, 25.0)
+                word.sleep(ticket, 25.0)
         woken = time.monotonic() - start
         timed_out = 0.0
         for _ in range(3):  # it may be woken for other news
             start = time.monotonic()
-            transport.sleep(1, transport.ticket(1), 0.2)
+            word.sleep(word.ticket, 0.2)
             timed_out = max(timed_out, time.monotonic() - start)
         return woken, timed_out
 
@@ -373,12 +381,13 @@ def test_sleep_returns_at_a_signal_and_not_much_before(name: str) -> None:
 
 def test_sleep_with_a_ticket_from_before_a_signal_returns_at_once(near: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> float:
-        ticket = transport.ticket(1 - exchange.rank)
+        word = transport.peers.sleep_word(1 - exchange.rank)
+        ticket = word.ticket
         exchange.all_gather(b"")
         transport.post(0)
         exchange.all_gather(b"")
         start = time.monotonic()
-        transport.sleep(1 - exchange.rank, ticket, 30.0)
+        word.sleep(ticket, 30.0)
         return time.monotonic() - start
 
     assert max(on_transport(near, 2, body)) < 15.0
@@ -387,14 +396,14 @@ def test_sleep_with_a_ticket_from_before_a_signal_returns_at_once(near: str) -> 
 def test_locks_exclude(near: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> int:
         buffer = transport.allocate_host(8, "counter")
-        counter = buffer.peer(0).view(torch.int64)
+        counter, block = buffer.peer(0).view(torch.int64), transport.peers.blocks[0]
         for _ in range(100):
-            while not transport.lock(0, 1, 1.0):
+            while not block.lock(1, exchange.rank, 1.0):
                 continue
             value = int(counter[0])
             time.sleep(0)
             counter[0] = value + 1
-            transport.unlock(0, 1)
+            block.unlock(1)
         exchange.all_gather(b"")
         return int(counter[0])
 
@@ -403,52 +412,54 @@ def test_locks_exclude(near: str) -> None:
 
 def test_a_held_lock_times_out_and_other_locks_are_free(near: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
+        block = transport.peers.blocks[0]
         if exchange.rank == 0:
-            assert transport.lock(0, 0)
+            assert block.try_lock(0, 0)
         exchange.all_gather(b"")
         if exchange.rank == 1:
-            assert transport.lock_holder(0, 0) == 0
-            assert not transport.lock(0, 0)
-            assert not transport.lock(0, 0, 0.05)
-            assert transport.lock(0, 1, 0.05)
-            assert transport.lock_holder(0, 1) == 1
-            transport.unlock(0, 1)
-            assert transport.lock_holder(0, 1) is None
+            assert block.holder(0) == 0
+            assert not block.try_lock(0, 1)
+            assert not block.lock(0, 1, 0.05)
+            assert block.lock(1, 1, 0.05)
+            assert block.holder(1) == 1
+            block.unlock(1)
+            assert block.holder(1) is None
         exchange.all_gather(b"")
         if exchange.rank == 0:
-            transport.unlock(0, 0)
+            block.unlock(0)
 
     on_transport(near, 2, body)
 
 
 def test_progress_and_waiting_are_visible(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
-        before = transport.signs(1).progress
+        peers = transport.peers
+        before = peers.by_rank[1].heartbeats.progress
         exchange.all_gather(b"")
         if exchange.rank == 1:
-            transport.tick()
+            peers.tick()
         for awaited in (0, IN_COLLECTIVE):
             if exchange.rank == 1:
-                transport.set_waiting_on(awaited)
-            eventually(lambda: transport.waiting_on(1) == awaited)  # noqa: B023  # called at once
+                peers.set_waiting_on(awaited)
+            eventually(lambda: peers.by_rank[1].waiting_on == awaited)  # noqa: B023  # called at once
             exchange.all_gather(b"")
-        eventually(lambda: transport.signs(1).progress == before + 1)
-        assert transport.waiting_on(0) is None
+        eventually(lambda: peers.by_rank[1].heartbeats.progress == before + 1)
+        assert peers.by_rank[0].waiting_on is None
 
     on_transport(name, 2, body)
 
 
 def test_the_first_abort_notice_stays(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> str | None:
-        assert transport.abort_notice() is None
+        assert transport.peers.abort_notice() is None
         exchange.all_gather(b"")
         if exchange.rank == 2:
-            transport.abort_peers("rank 2: ValueError: é" + "x" * 20000)
-            transport.abort_peers("rank 2: a later thought")
+            transport.peers.abort("rank 2: ValueError: é" + "x" * 20000)
+            transport.peers.abort("rank 2: a later thought")
         exchange.all_gather(b"")
         if exchange.rank != 2:
-            eventually(lambda: transport.abort_notice() is not None)
-        return transport.abort_notice()
+            eventually(lambda: transport.peers.abort_notice() is not None)
+        return transport.peers.abort_notice()
 
     first, second, own = on_transport(name, 3, body)
     assert first == second
@@ -460,36 +471,36 @@ def test_the_first_abort_notice_stays(name: str) -> None:
 def test_what_a_rank_has_refused_is_shown_until_it_has_gone_on(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
         other = 1 - exchange.rank
-        assert transport.refusal(other) == ""
+        assert transport.peers.by_rank[other].refusal == ""
         exchange.all_gather(b"")
         for text in ("é" + "x" * 1000, "x" * 20_000, "short", "", "to stay"):
             if exchange.rank == 1:
-                transport.set_refusal(text)
+                transport.peers.set_refusal(text)
             else:
-                eventually(lambda told=text: transport.refusal(1)[:1000] == told[:1000])
+                eventually(lambda told=text: transport.peers.by_rank[1].refusal[:1000] == told[:1000])
             exchange.all_gather(b"")
-        assert transport.peer_state(other) is PeerState.ALIVE
-        assert transport.abort_notice() is None
+        assert transport.peers.by_rank[other].state is PeerState.ALIVE
+        assert transport.peers.abort_notice() is None
         exchange.all_gather(b"")
         if exchange.rank == 1:
             transport.close()
         else:
-            eventually(lambda: transport.peer_state(1) is PeerState.CLOSED)
-            assert transport.refusal(1) == "to stay"
+            eventually(lambda: transport.peers.by_rank[1].state is PeerState.CLOSED)
+            assert transport.peers.by_rank[1].refusal == "to stay"
 
     on_transport(name, 2, body)
 
 
 def test_a_closed_peer_is_told_from_a_living_one(name: str) -> None:
     def body(transport: Transport, exchange: ThreadExchange) -> None:
-        assert transport.peer_state(1) is PeerState.ALIVE
+        assert transport.peers.by_rank[1].state is PeerState.ALIVE
         exchange.all_gather(b"")
         if exchange.rank == 1:
             transport.close()
             transport.close()
         exchange.all_gather(b"")
         if exchange.rank == 0:
-            eventually(lambda: transport.peer_state(1) is PeerState.CLOSED)
+            eventually(lambda: transport.peers.by_rank[1].state is PeerState.CLOSED)
 
     on_transport(name, 2, body)
 

@@ -15,7 +15,7 @@ import pytest
 
 from odc.errors import SetupError
 from odc.liveness.threads import HelperThread
-from odc.transports._rendezvous import MOST_WAITING, Door
+from odc.transports._rendezvous import MOST_WAITING, Acceptor
 
 
 class Listener(socket.socket):
@@ -30,7 +30,7 @@ class Listener(socket.socket):
 
 
 @contextmanager
-def open_door() -> Iterator[tuple[Door, Listener, list[socket.socket]]]:
+def open_door() -> Iterator[tuple[Acceptor, Listener, list[socket.socket]]]:
     """It lets in whoever says "friend"."""
     friends: list[socket.socket] = []
 
@@ -44,7 +44,7 @@ def open_door() -> Iterator[tuple[Door, Listener, list[socket.socket]]]:
     listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(200)
-    door = Door(listener, 6, admit)
+    door = Acceptor(listener, 6, admit)
     door.open()
     try:
         yield door, listener, friends
@@ -53,7 +53,7 @@ def open_door() -> Iterator[tuple[Door, Listener, list[socket.socket]]]:
         door.close()
         for friend in friends:
             friend.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "odc-door"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "odc-acceptor"]
 
 
 def knock(address: object, data: bytes) -> socket.socket:
@@ -120,7 +120,7 @@ def test_a_door_without_a_thread_is_shut(monkeypatch: pytest.MonkeyPatch) -> Non
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     with pytest.raises(SetupError, match="can't start new thread"):
-        Door(listener, 6, lambda connection, greeting: True).open()
+        Acceptor(listener, 6, lambda connection, greeting: True).open()
     with pytest.raises(ConnectionRefusedError):
         knock(address, b"")
 
