@@ -1,7 +1,7 @@
 """Break ODC in one small way at a time, and see that tests notice: ``python mutants/run.py [NAME ...]``.
 
 Each ``*.patch`` beside this file is a mutant: a fault that somebody could really make, as a diff, with a text above it
-that says what is broken, what a user would see, and which tests have to notice (``Tests:``, arguments of pytest). It is
+that says what is broken, what a user would see, and which tests have to notice (``Tests:``, files or ids). It is
 applied to a copy of this tree and these tests are run there, by the Python that runs this file. A failure kills it, and
 so does a run beyond the time limit. What survives is a gap in the tests. First the tests have to pass without a mutant.
 
@@ -13,6 +13,7 @@ was executed. Where no process has, the run says nothing, and counts as an error
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -28,12 +29,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "build", "runs", "*.egg-info")
-_KILLER = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+TIME_LIMIT_S = 300.0
+_KILLER = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Mutant:
 
     @property
     def tests(self) -> list[str]:
-        """Arguments of pytest."""
+        """Files, or ids of single ones."""
         (line,) = re.findall(r"^Tests: (.+)$", self.text, re.MULTILINE)
         return shlex.split(line)
 
@@ -108,9 +110,8 @@ def run_tests(tests: Sequence[str], limit_s: float, mutant: Mutant | None = None
             env, code = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}, None
             run = subprocess.Popen(command, cwd=tree, env=env, stdout=said, stderr=said, start_new_session=True)
             try:
-                code = run.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                pass
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = run.wait(limit_s)
             finally:
                 run.send_signal(signal.SIGTERM)
                 run.wait()
@@ -121,28 +122,18 @@ def run_tests(tests: Sequence[str], limit_s: float, mutant: Mutant | None = None
         return code, text
 
 
-def outcome(mutant: Mutant, limit_s: float) -> Outcome:
+def outcome(mutant: Mutant) -> Outcome:
     """Run one."""
     started = time.monotonic()
     try:
-        code, said = run_tests(mutant.tests, limit_s, mutant)
+        code, said = run_tests(mutant.tests, TIME_LIMIT_S, mutant)
         killer = _KILLER.search(said) if code == 1 else None
-        by = {None: "time limit", 0: "survived"}.get(code, killer[1] if killer else f"pytest: {code}: {said[-500:]}")
+        ways = {None: "time limit", 0: "survived"}
+        by = killer[1] if killer else ways.get(code, f"pytest ended with {code}: {said[-500:]}")
         is_killed = code is None or killer is not None
     except ValueError as problem:
         is_killed, by = False, str(problem)
     return Outcome(mutant.name, is_killed, by, round(time.monotonic() - started, 1))
-
-
-def table_of(outcomes: Sequence[Outcome]) -> Table:
-    num_killed = sum(one.is_killed for one in outcomes)
-    table = Table(
-        "mutant", Column("killed by", overflow="fold"), "seconds", title=f"{num_killed} of {len(outcomes)} killed"
-    )
-    for one in outcomes:
-        by = escape(one.by)
-        table.add_row(one.name, by if one.is_killed else f"[red]{by}[/]", f"{one.seconds:.0f}")
-    return table
 
 
 def main() -> int:
@@ -150,7 +141,6 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants; default: all")
     parser.add_argument("--list", action="store_true", help="only say which there are, and their tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
-    parser.add_argument("--time-limit", type=float, default=300.0, metavar="S", help="of each (default: %(default)g)")
     options, console = parser.parse_args(), Console(highlight=False)
     known = {mutant.name: mutant for mutant in mutants()}
     if unknown := sorted(set(options.names) - set(known)):
@@ -164,17 +154,22 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with console.status("without any mutant") as status:
         tests = sorted({test for mutant in chosen for test in mutant.tests})
-        code, said = run_tests(tests, options.time_limit * len(chosen))
+        code, said = run_tests(tests, TIME_LIMIT_S * len(chosen))
         if code != 0:
             console.print(f"without any mutant pytest ends with {code}:\n{said[-3000:]}", style="red", markup=False)
             return 1
         for number, mutant in enumerate(chosen, start=1):
             status.update(f"{number} of {len(chosen)}: {mutant.name}")
-            outcomes.append(outcome(mutant, options.time_limit))
+            outcomes.append(outcome(mutant))
             if options.json is not None:
                 options.json.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
-    console.print(table_of(outcomes))
-    return 0 if all(one.is_killed for one in outcomes) else 1
+    num_killed = sum(one.is_killed for one in outcomes)
+    columns = "mutant", Column("killed by", overflow="fold"), "seconds"
+    table = Table(*columns, title=f"{num_killed} of {len(outcomes)} killed")
+    for one in outcomes:
+        table.add_row(one.name, Text(one.by, "" if one.is_killed else "red"), f"{one.seconds:.0f}")
+    console.print(table)
+    return 0 if num_killed == len(outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class TwoGroups:
     def abort_notice(self) -> str:
         return "rank 3: ValueError"
 
-    def abort_peers(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         self.told.append(text)
         self.is_told.set()
 
@@ -150,7 +150,7 @@ def test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes(
     job: Any = TwoGroups()
     watchdog = JobWatchdog(job, Failure(), InCollective(), LIMIT_S, lambda error: None, lambda: 0)
     try:
-        assert job.is_told.wait(10)
+        assert job.is_told.wait(5)
     finally:
         watchdog.close()
     assert job.told == ["rank 3: ValueError"]

@@ -136,18 +136,18 @@ def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
         with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10)) as runtime:
             publish_all(runtime)
             runtime.begin()
-            transport = runtime._transport
-            assert exchange.rank == 1 or transport.lock(0, 0)
+            peers = runtime._transport.peers
+            assert exchange.rank == 1 or peers.blocks[0].try_lock(0, 0)
             exchange.all_gather(b"")
             if exchange.rank == 1:
                 runtime.scatter_accumulate(0, torch.ones(18))
             else:
                 deadline = time.monotonic() + 10
-                while transport.waiting_on(1) is None and runtime._store.collect(0, 1) is None:
+                while peers.by_rank[1].waiting_on is None and runtime._store.collect(0, 1) is None:
                     assert time.monotonic() < deadline
                     time.sleep(1e-3)
                 assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
-                transport.unlock(0, 0)
+                peers.blocks[0].unlock(0)
             runtime.finish()
             found = runtime.gradient(0)
             assert found is not None

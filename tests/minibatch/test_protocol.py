@@ -224,7 +224,7 @@ def test_what_a_signal_says_is_true_when_it_is_posted(early: bool) -> None:
         runtime, transport, post = run.runtime, run.runtime._transport, run.runtime._transport.post
 
         def look(index: int, **options: Any) -> None:
-            coming = runtime.minibatch + 1
+            coming = runtime.state.coming
             if index < case.num_units:
                 assert set(runtime.published_shard(index).tolist()) == {version(coming, index, run.rank)}
             elif index == runtime._protocol._open:
@@ -290,6 +290,31 @@ def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(MinibatchProtocol, "_await_done", lambda *args: None)
     with pytest.raises((Violation, ProtocolError)):
         run_until_it_fails(ADVERSARY)
+
+
+def test_what_a_rank_says_of_its_end_stays_until_all_have_looked() -> None:
+    """Rank 1 is done with minibatch 2 before rank 0 looks how it has ended minibatch 1."""
+
+    def body(exchange: ThreadExchange) -> None:
+        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
+        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+            protocol, look = runtime._protocol, runtime._protocol._check_ends
+
+            def look_late() -> None:
+                deadline = time.monotonic() + 10
+                while exchange.rank == 0 and runtime._transport.count(1, protocol._done) < 2:
+                    assert time.monotonic() < deadline
+                    time.sleep(1e-3)
+                look()
+
+            protocol._check_ends = look_late  # type: ignore[method-assign]
+            for minibatch in (1, 2):
+                runtime.publish(0, lambda out: out.zero_())
+                runtime.begin()
+                runtime.finish(End(notes=(minibatch, 0, 0, 0, 0, 0)))
+                assert [end.notes[0] for end in runtime.ends] == [minibatch] * 2
+
+    values(run_threads(2, body))
 
 
 def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:
