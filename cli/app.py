@@ -25,7 +25,7 @@ app = typer.Typer(
     help="On-demand communication for sharded LLM training.\n\n"
     "Without an edit: [bold]odc run --nproc-per-node 8 train.py[/bold]. In a training script: "
     "[bold]session = odc.patch_fsdp(model)[/bold] after sharding the model.",
-    epilog="Benchmark: torchrun --nproc-per-node 2 -m odc.bench.primitives --json FILE. "
+    epilog="Benchmark: torchrun --nproc-per-node 2 -m odc.bench.communication.primitives --json FILE. "
     "Environment: ODC_TIMEOUT (seconds of silence after which a wait fails), ODC_TRANSPORT, ODC_ACCUMULATE, ODC_FAULT.",
 )
 

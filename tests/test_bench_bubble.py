@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from odc.bench.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
-from odc.bench.demo_runs import Run
-from odc.bench.demo_summary import quietest, summarize, table
+from odc.bench.training.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
+from odc.bench.training.runs import Run
+from odc.bench.training.summary import quietest, summarize, table
 from odc.timeline import KINDS, Span, Timeline
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.emulated import NUM_UNTIMED, Clock, RankRun, Settings, run, shares, table, work_of
+from odc.bench.training.emulated import NUM_UNTIMED, Clock, RankRun, Settings, run, shares, table, work_of
 from odc.timeline import Span, Timeline
 
 TINY = Settings(ranks=2, layers=2, minibatches=3, minibatch_size=2, scale=0.05, optimizer_s=0.002)
@@ -78,7 +78,7 @@ def test_a_sleep_that_is_too_long_is_taken_off_the_next(monkeypatch: pytest.Monk
         now_ns[0] += round(seconds * 1e9) + 3_000_000
 
     fake = SimpleNamespace(sleep=sleep, monotonic_ns=lambda: now_ns[0])
-    monkeypatch.setattr("odc.bench.emulated.time", fake)
+    monkeypatch.setattr("odc.bench.training.emulated.time", fake)
     clock = Clock()
     for milliseconds in (10, 10, 2, 2, 10):
         clock.compute(milliseconds / 1e3)

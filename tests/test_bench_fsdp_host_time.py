@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import odc.bench
-from odc.bench.fsdp_host_time import KINDS, PARTS, Settings, measure_rank, parts_table, summarize
-from odc.bench.ranks import run_ranks
+from odc.bench.communication.fsdp_host_time import KINDS, PARTS, Settings, measure_rank, parts_table, summarize
+from odc.bench.harness.ranks import run_ranks
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
 

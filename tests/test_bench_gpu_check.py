@@ -33,7 +33,7 @@ from odc.bench.gpu.command import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
 from odc.bench.gpu.ranks import Rank, run_ranks
 from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.ranks import process_of_fork_server
+from odc.bench.harness.ranks import process_of_fork_server
 
 HERE = __name__
 

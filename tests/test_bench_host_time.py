@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.host_time import (
+from odc.bench.communication.host_time import (
     IDLE,
     OPERATIONS,
     RankResult,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from odc.bench.loading import LOADERS, Epoch, Samples, memory_of_tree_mb, pad, show, summarize
+from odc.bench.batching.loading import LOADERS, Epoch, Samples, memory_of_tree_mb, pad, show, summarize
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.multimodal_emulated import NUM_UNTIMED, WAYS, Settings, add_ratios, run, shares, table
-from odc.bench.multimodal_model import RankRun, segments
+from odc.bench.training.multimodal_emulated import NUM_UNTIMED, WAYS, Settings, add_ratios, run, shares, table
+from odc.bench.training.multimodal_model import RankRun, segments
 from odc.timeline import Span
 
 TINY = Settings(ranks=2, minibatches=2, minibatch_size=8, scale=0.1)

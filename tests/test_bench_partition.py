@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from odc.bench.partition_quality import measure_law, measure_random
-from odc.bench.partition_speed import measure, peak_memory_bytes
-from odc.bench.progress import progress_bar
+from odc.bench.harness.progress import progress_bar
+from odc.bench.planning.partition_quality import measure_law, measure_random
+from odc.bench.planning.partition_speed import measure, peak_memory_bytes
 
 
 def test_speed_compares_both_forms_on_the_same_costs() -> None:

@@ -13,10 +13,19 @@ from typer.testing import CliRunner
 from watching import until
 
 from odc.balance import LinearCost
-from odc.bench import batching, peers
-from odc.bench.paper_costs import paper_cost
-from odc.bench.peer_programs import PROGRAMS, Batches
-from odc.bench.peers import PEERS, Peer, PeerError, check_packages, count_samples, epoch_of, rows_of, run_program
+from odc.bench.batching import batching, peers
+from odc.bench.batching.peer_programs import PROGRAMS, Batches
+from odc.bench.batching.peers import (
+    PEERS,
+    Peer,
+    PeerError,
+    check_packages,
+    count_samples,
+    epoch_of,
+    rows_of,
+    run_program,
+)
+from odc.bench.planning.paper_costs import paper_cost
 
 LENGTHS = np.array([100, 200, 300, 400, 50])
 # Rank 0 has two microbatches in its first step, rank 1 a second step.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from odc.bench import planning as bench
+from odc.bench.planning import planning as bench
 
 
 def test_rows_on_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

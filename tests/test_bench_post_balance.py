@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from odc.balance import QuadraticCost
-from odc.bench import post_balance as bench
+from odc.bench.planning import post_balance as bench
 
 
 def test_exhaustive_search_by_hand() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc.bench import ranks
-from odc.bench.ranks import RankFailedError, run_ranks
+from odc.bench.harness import ranks
+from odc.bench.harness.ranks import RankFailedError, run_ranks
 
 
 def fail(report: Callable[[float], object], rank: int, world_size: int, how: str) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from odc.bench import stream_training
-from odc.bench.demo_runs import Configuration, Run
-from odc.bench.stream_training import CONFIGURATIONS, curve, show, summarize
+from odc.bench.training import stream_training
+from odc.bench.training.runs import Configuration, Run
+from odc.bench.training.stream_training import CONFIGURATIONS, curve, show, summarize
 
 
 def make_run(rate: float, tokens: tuple[int, ...], losses: list[float], wait: float = 0.1) -> Run:

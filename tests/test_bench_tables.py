@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 from odc.balance import QuadraticCost
 from odc.balance.costs import evaluate
 from odc.balance.partition.differencing import largest_differencing
-from odc.bench import tables, textbook
-from odc.bench.paper_costs import paper_cost
-from odc.bench.tables import Cell, read_cells, rms_error, simulate_cells
+from odc.bench.planning.paper_costs import paper_cost
+from odc.bench.planning import tables, textbook
+from odc.bench.planning.tables import Cell, read_cells, rms_error, simulate_cells
 
 SFT_METHODS = {"Collective LocalSort", "ODC LocalSort", "Collective LB-Micro", "ODC LB-Micro", "ODC LB-Mini"}
 RL_METHODS = {"Collective Native", "Collective LB-Micro", "ODC LB-Micro", "ODC LB-Mini"}
@@ -228,7 +228,7 @@ def test_only_a_fitted_row_that_is_too_far_off_fails(
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
     """Ctrl-C of a terminal goes to all processes of the group, workers included."""
-    command = [sys.executable, "-m", "odc.bench.tables", "--samples", "2000000", "--jobs", "2"]
+    command = [sys.executable, "-m", "odc.bench.planning.tables", "--samples", "2000000", "--jobs", "2"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:

@@ -14,12 +14,12 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import odc
-from odc.bench.conformance import comparison, launch, training
-from odc.bench.conformance.__main__ import main
-from odc.bench.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
-from odc.bench.conformance.comparison import Outcome
-from odc.bench.conformance.launch import run_cells
-from odc.bench.conformance.report import read_statuses, write_markdown
+from odc.bench.proof.conformance import comparison, launch, training
+from odc.bench.proof.conformance.__main__ import main
+from odc.bench.proof.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
+from odc.bench.proof.conformance.comparison import Outcome
+from odc.bench.proof.conformance.launch import run_cells
+from odc.bench.proof.conformance.report import read_statuses, write_markdown
 from odc.fsdp_patch.session import Session
 from odc.fsdp_patch.unit import FinalSum, Unit
 from odc.minibatch.runtime import Runtime

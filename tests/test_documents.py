@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
-from odc.bench import multimodal_sizes
-from odc.bench.readme import DOCUMENTS as WITH_FIGURES
-from odc.bench.readme import README, RELIABILITY, Figure, figures, update
+from odc.bench.harness.readme import DOCUMENTS as WITH_FIGURES
+from odc.bench.harness.readme import README, RELIABILITY, Figure, figures, update
+from odc.bench.planning import multimodal_sizes
 from odc.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +82,7 @@ def test_every_figure_of_a_document_is_its_files() -> None:
     texts = {document: (ROOT / document).read_text() for document in WITH_FIGURES}
     changed, lost = update(texts, figures(ROOT / "bench" / "results"))
     assert [figure.words for figure in lost] == []
-    assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
+    assert [figure.words for figure in changed] == []  # python -m odc.bench.harness.readme writes them
 
 
 def test_figures_measured_anew_find_their_places() -> None:

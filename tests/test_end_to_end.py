@@ -33,7 +33,17 @@ def test_the_command_line_explains_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), pytest.param("2", "tcp", marks=pytest.mark.extended)])
 def test_the_primitive_benchmark_writes_its_rows(hosts: str, transport: str, tmp_path: Path) -> None:
-    options = ["-m", "odc.bench.primitives", "--json", "out.json", "--sizes", "65536", "1048576", "--repetitions", "2"]
+    options = [
+        "-m",
+        "odc.bench.communication.primitives",
+        "--json",
+        "out.json",
+        "--sizes",
+        "65536",
+        "1048576",
+        "--repetitions",
+        "2",
+    ]
     text = run([*TORCHRUN, *RENDEZVOUS, *options, "--hosts", hosts], tmp_path)
     assert f"scatter_accumulate ({transport})" in text
     document = json.loads((tmp_path / "out.json").read_text())
@@ -47,7 +57,7 @@ def test_the_primitive_benchmark_writes_its_rows(hosts: str, transport: str, tmp
 
 def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> None:
     sizes = ["--repetitions", "1", "--minibatches", "5", "--hidden-size", "64", "--num-layers", "1"]
-    run([sys.executable, "-m", "odc.bench.demo", "--out", str(tmp_path), *sizes], ROOT)
+    run([sys.executable, "-m", "odc.bench.training.demo", "--out", str(tmp_path), *sizes], ROOT)
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert set(runs) == {"collective-lb-micro", "odc-lb-micro", "odc-lb-mini"}
     for result in runs.values():

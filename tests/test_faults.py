@@ -37,8 +37,8 @@ from watching import scheduler_state, until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench import warm_launch
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness import warm_launch
+from odc.bench.harness.warm_launch import WarmLauncher
 from odc.setup.agreement import ProcessGroupExchange
 
 TIMEOUT = {"ODC_TIMEOUT": "60"}

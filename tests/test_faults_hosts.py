@@ -17,7 +17,7 @@ from test_links import across
 from training import build, full_parameters, largest_difference, loss_of, reference, shard, tokens, train
 
 import odc
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness.warm_launch import WarmLauncher
 
 # Fault test 16: other modules per rank and microbatch
 

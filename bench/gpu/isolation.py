@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.ranks import process_of_fork_server
+from odc.bench.harness.ranks import process_of_fork_server
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 _LOG_LINES = 30

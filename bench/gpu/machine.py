@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from odc.bench.environment import describe_environment
 from odc.bench.gpu.setting import Report, Setting
+from odc.bench.harness.environment import describe_environment
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from odc.bench.gpu.setting import CheckFailedError, NotRunError, Setting
-from odc.bench.ranks import meet, rank_processes
+from odc.bench.harness.ranks import meet, rank_processes
 
 _MEETING_LIMIT_S = 120.0
 
