@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from odc.bench.batching import batching
 from odc.bench.batching.batching import (
     BOUNDS,
     ROWS,
     SURPLUS,
     Bound,
     Result,
-    batching,
     dropped_percent,
     gmt_updates,
     odb_epoch,

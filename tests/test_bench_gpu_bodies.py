@@ -35,10 +35,10 @@ from odc.bench.gpu import (
     uneven,
 )
 from odc.bench.gpu.minibatches import Case, RandomRun
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Setting
+from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
 from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
+from odc.bench.harness.ranks import Rank
 from odc.engines.base import TransferTable
 
 

@@ -31,9 +31,8 @@ from odc.bench.gpu import (
 from odc.bench.gpu.catalogue import CHECKS, Check, select
 from odc.bench.gpu.command import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, main, run_checks
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.harness.ranks import process_of_fork_server
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
+from odc.bench.harness.ranks import NotRunError, Rank, process_of_fork_server, resolve
 
 HERE = __name__
 

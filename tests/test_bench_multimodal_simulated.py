@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from odc.balance import karmarkar_karp
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench.planning.multimodal_sizes import MEL_BANDS, PATCH, SIZES, audio, vision
 from odc.bench.planning import multimodal_simulated as bench
+from odc.bench.planning.multimodal_sizes import MEL_BANDS, PATCH, SIZES, audio, vision
 
 PARAMETERS = {"MLLM-10B": (1.81, 0.63), "MLLM-18B": (2.76, 0.63), "MLLM-84B": (5.53, 5.44)}
 """Billions, of the layers of vision and audio: the paper rounds to 2, 3, 6 and 0.6, 0.6, 6."""

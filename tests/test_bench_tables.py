@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from odc.balance import QuadraticCost
 from odc.balance.costs import evaluate
 from odc.balance.partition.differencing import largest_differencing
-from odc.bench.planning.paper_costs import paper_cost
 from odc.bench.planning import tables, textbook
+from odc.bench.planning.paper_costs import paper_cost
 from odc.bench.planning.tables import Cell, read_cells, rms_error, simulate_cells
 
 SFT_METHODS = {"Collective LocalSort", "ODC LocalSort", "Collective LB-Micro", "ODC LB-Micro", "ODC LB-Mini"}

@@ -13,7 +13,7 @@ the budget, dealt out to the ranks. Standard has batches of a fixed size.
 The second table is how long ranks wait. Under collectives, where each step waits for the slowest rank: ODB's alignment
 ("dgap"), batches of a sorted pool ("pool-sort"), steps of equal cost ("steps"). With on-demand communication, where
 ranks need not run in step: equal quotas of cost, each rank's from its own pool ("minibatch"), packed. Costs are those
-of the 1.5B model of the ODC paper (:mod:`odc.bench.planning.paper_costs`). All of it are the loader's own rounds, without data.
+of the 1.5B model of the ODC paper (:mod:`.paper_costs`). All of it are the loader's own rounds, without data.
 
 The third is ODB's Tables 4 and 5: how many samples of an epoch may be dropped without join, and how many come twice
 because ranks do not divide their number.

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from odc.balance import StreamLoader, sample_lengths
 from odc.bench.harness.environment import describe_environment
 from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import run_ranks
+from odc.bench.harness.ranks import Rank, run_ranks
 
 WORLD_SIZE, NUM_WORKERS, MAX_TOKENS, NUM_SAMPLES = 2, 2, 3072, 4001
 LOADERS = ("torch, batches of 8", "torch, single samples", "dgap", "steps", "minibatch")
@@ -124,20 +124,18 @@ def memory_of_tree_mb() -> float:
     return total / 1024
 
 
-def measure_times(
-    report: Callable[[float], None], rank: int, world_size: int, repetitions: int
-) -> dict[str, list[Epoch]]:
+def measure_times(me: Rank, repetitions: int) -> dict[str, list[Epoch]]:
     """All epochs of one rank."""
-    loaders = {loader: make(loader, rank) for loader in LOADERS}
+    loaders = {loader: make(loader, me.rank) for loader in LOADERS}
     found: dict[str, list[Epoch]] = {loader: [] for loader in LOADERS}
     for _ in range(repetitions):
         for loader, batches in loaders.items():
             found[loader].append(run_epoch(batches()))
-            report(1.0)
+            me.report(1.0)
     return found
 
 
-def measure_memory(report: Callable[[float], None], rank: int, world_size: int, loader: str) -> float:
+def measure_memory(me: Rank, loader: str) -> float:
     """Most of one rank in one epoch, in a process that has had no other."""
     found = []
 
@@ -145,8 +143,8 @@ def measure_memory(report: Callable[[float], None], rank: int, world_size: int, 
         if count % 25 == 0:
             found.append(memory_of_tree_mb())
 
-    run_epoch(make(loader, rank)(), look)
-    report(1.0)
+    run_epoch(make(loader, me.rank)(), look)
+    me.report(1.0)
     return max(found)
 
 

@@ -2,7 +2,7 @@
 
     python -m odc.bench.batching.peer_programs lhotse job.json answer.json    # what odc.bench.batching.peers starts, nobody by hand
 
-Their packages are on this process's path only (:mod:`odc.bench.batching.peers` puts them there). They do their own work through
+Their packages are on this process's path only (:mod:`.peers` puts them there). They do their own work through
 their own doors; a sample's data is nothing but its length. Each line on standard output is how many samples more have
 been put into batches; whatever a package prints goes to standard error.
 """
@@ -74,7 +74,7 @@ def odb(job: Job, report: Report) -> Batches:
     return [[[batch] for batch in mine] for mine in steps]
 
 
-def _odb_rank(report: Callable[[float], None], rank: int, world_size: int, job: Job) -> list[list[int]]:
+def _odb_rank(me: Any, job: Job) -> list[list[int]]:
     import torch
     import torch.distributed as dist
     from torch.utils.data import DistributedSampler
@@ -84,7 +84,7 @@ def _odb_rank(report: Callable[[float], None], rank: int, world_size: int, job: 
     loader = package.ODBDataLoader(
         samples,
         token_budget=job.max_tokens,
-        sampler=DistributedSampler(samples, world_size, rank, shuffle=False),  # they are shuffled already
+        sampler=DistributedSampler(samples, me.world_size, me.rank, shuffle=False),  # they are shuffled already
         collate_fn=_collate_indices,
         multiprocessing_context="fork",  # its grouping process uses the group of its rank
         **job.settings,
@@ -92,7 +92,7 @@ def _odb_rank(report: Callable[[float], None], rank: int, world_size: int, job: 
     found = []
     for batch in loader:
         found.append(batch["indices"])
-        report(len(found[-1]))
+        me.report(len(found[-1]))
     dist.barrier()  # the grouping process of a rank that has no more takes part until all are done
     return found
 

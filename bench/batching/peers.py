@@ -4,7 +4,7 @@
     python -m odc.bench.batching.batching --peers --peers-folder FOLDER --json runs/batching_peers.json
 
 The packages are no dependencies of this project. They lie in a folder of their own, which is on the path of one process
-per row only (:mod:`odc.bench.batching.peer_programs`); where one is missing, the error says what to install. Such a process gets
+per row only (:mod:`.peer_programs`); where one is missing, the error says what to install. Such a process gets
 the lengths of the shuffled samples and gives back which samples each rank has in each microbatch. All else is done
 here, as for our own rows. Peers train under collectives: their ranks wait for the slowest at every microbatch. Where
 steps have several microbatches, a second row, "at steps", is of the same batches if ranks waited at steps only, as
@@ -79,7 +79,7 @@ class Peer:
 
     kind: str
     program: str
-    """One of :data:`odc.bench.batching.peer_programs.PROGRAMS`."""
+    """One of :data:`.peer_programs.PROGRAMS`."""
 
     package: str
     """Name and version."""

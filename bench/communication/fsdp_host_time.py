@@ -33,7 +33,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from odc import patch_fsdp
 from odc.bench.harness.environment import describe_environment
 from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import RankFailedError, run_ranks
+from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
 from odc.engines.base import CpuEngine
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
@@ -147,18 +147,16 @@ def _sharded(settings: Settings, world_size: int) -> nn.Sequential:
     return model
 
 
-def measure_rank(
-    report: Callable[[float], object], rank: int, world_size: int, settings: Settings
-) -> list[dict[str, float]]:
+def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
     """CPU us by unit of each kind of microbatch, for each repetition."""
-    plain, fsdp, ours = _model(settings), _sharded(settings, world_size), _sharded(settings, world_size)
+    plain, fsdp, ours = _model(settings), _sharded(settings, me.world_size), _sharded(settings, me.world_size)
     for layer in fsdp:
         assert isinstance(layer, FSDPModule)
         layer.set_custom_all_gather(_NoGather())
         layer.set_custom_reduce_scatter(_NoScatter())
     gc.collect()
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
-    turns, found = _Turns(rank, world_size, settings), []
+    turns, found = _Turns(me.rank, me.world_size, settings), []
     for repetition in range(settings.repetitions + 1):
         row = turns.take({ALONE: (fsdp, ())})
         with patch_fsdp(ours) as session:
@@ -167,7 +165,7 @@ def measure_rank(
             session.discard()
         if repetition:  # the first warms up
             found.append(row)
-        report(1.0 if rank == 0 else 0.0)
+        me.report(1.0 if me.rank == 0 else 0.0)
     return found
 
 

@@ -69,7 +69,7 @@ from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
 from odc.bench.harness.environment import describe_environment
 from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import RankFailedError, run_ranks
+from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
 from odc.minibatch import daemon
 from odc.setup.agreement import ProcessGroupExchange
 
@@ -152,9 +152,7 @@ class CountingExchange(ProcessGroupExchange):
 # A rank
 
 
-def measure_rank(
-    report: Callable[[float], object], rank: int, world_size: int, settings: Settings, modes: Sequence[str]
-) -> list[RankResult]:
+def measure_rank(me: Rank, settings: Settings, modes: Sequence[str]) -> list[RankResult]:
     """One result for each mode of accumulating."""
     gc.collect()
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
@@ -163,14 +161,14 @@ def measure_rank(
         daemon.NUM_SLOTS = settings.num_units + 1  # what the looks at slots cost depends on how long owners take
     results = []
     for mode in modes:
-        runtime, result = _set_up(rank, world_size, settings, mode)
+        runtime, result = _set_up(me.rank, me.world_size, settings, mode)
         with runtime:
-            ranks = _Turns(rank, world_size, runtime, settings)
+            ranks = _Turns(me.rank, me.world_size, runtime, settings)
             for repetition in range(settings.repetitions + 1):
                 ranks.repetition(repetition)
                 if repetition == 0:  # warms up
                     ranks.samples.clear()
-                report(1.0 if rank == 0 else 0.0)
+                me.report(1.0 if me.rank == 0 else 0.0)
             result.samples.extend(ranks.samples)
             dist.barrier()  # nobody closes while another one is timed
         results.append(result)

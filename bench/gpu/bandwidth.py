@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import Report, Setting, TableData
+from odc.bench.gpu.setting import Report, Setting, TableData, run_ranks
 from odc.bench.gpu.timing import Spread, size_text
 from odc.bench.gpu.transfers import choose_accumulate, measure_transfers, transfer_report
+from odc.bench.harness.ranks import Rank
 from odc.config import LaunchEnvironment
 from odc.setup.agreement import ProcessGroupExchange
 
@@ -106,7 +106,7 @@ def accumulate_of(rows: Sequence[Row], world_size: int) -> str:
 
 def measure_all(rank: Rank) -> tuple[list[Row], dict[str, Any]]:
     """All sizes, then the two ways of a gather. Collective; the same on every rank."""
-    quick = rank.setting.quick
+    quick = rank.place.quick
     sizes, repetitions = (QUICK_SIZES, QUICK_REPETITIONS) if quick else (SIZES, REPETITIONS)
     modes = [mode for mode in PUSHES if mode == "daemon" or _can_add_directly(rank)]
     rows = [row for size in sizes for mode in modes for row in measure(rank, size, repetitions, mode, mode == modes[0])]
@@ -125,7 +125,7 @@ class Workload:
         numel = num_bytes // 4 // rank.world_size
         self.num_bytes = numel * 4 * rank.world_size
         unit = UnitSpec("bench", numel, torch.float32, (ParamSlice("weight", numel),))
-        config = RuntimeConfig.from_environment(transport=rank.setting.transport, accumulate=mode)
+        config = RuntimeConfig.from_environment(transport=rank.place.transport, accumulate=mode)
         self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device)
         self.source = torch.randn(numel * rank.world_size, device=rank.device)
         self.out = torch.zeros_like(self.source)
@@ -151,7 +151,7 @@ class Workload:
 def _can_add_directly(rank: Rank) -> bool:
     """Whether atomic additions reach all peers, whatever was chosen by an earlier measurement. Collective."""
     unit = UnitSpec("probe", 64, torch.float32, (ParamSlice("weight", 64),))
-    config = replace(RuntimeConfig.from_environment(transport=rank.setting.transport), transfer_table="")
+    config = replace(RuntimeConfig.from_environment(transport=rank.place.transport), transfer_table="")
     with Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device) as runtime:
         return not runtime.memory()["slots"]
 

@@ -17,9 +17,9 @@ import torch
 
 from odc import ParamSlice, Runtime, UnitSpec
 from odc.bench.gpu.minibatches import create_runtime
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
 from odc.bench.gpu.streams import Streams, engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 
 MODES = ("direct", "daemon")
 """All that "auto" can choose."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import multiprocessing
 import os
@@ -11,8 +12,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from odc.config import LaunchEnvironment
 
 logger = logging.getLogger("odc")
 
@@ -30,35 +34,125 @@ _PR_SET_PDEATHSIG = 1
 FOR_TRAINING = ("torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch", "odc.transports.shm")
 
 
-class RankFailedError(RuntimeError):
+class BenchError(RuntimeError):
+    """Ends a benchmark, or a check. The text says by itself what is wrong."""
+
+
+class RankFailedError(BenchError):
     """A rank of :func:`run_ranks` has failed; its traceback is on standard error."""
+
+
+class NotRunError(BenchError):
+    """What was asked for cannot be measured on this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks compute, and over which transport."""
+
+    transport: str = "auto"
+    device_type: str = "cpu"
+    num_gpus: int = 0
+    quick: bool = False
+    """Fewer cases, sizes and repetitions: a first look, not a proof."""
+    prepare: str = ""
+    """``"module:function"`` to call in every process first: fake transports are registered there."""
+
+    @classmethod
+    def of_this_machine(cls) -> Place:
+        """Its GPUs if there are any, else its cores."""
+        if torch.cuda.is_available() and torch.cuda.device_count():
+            return cls(device_type="cuda", num_gpus=torch.cuda.device_count())
+        return cls()
+
+    def owns_gpus(self, world_size: int) -> bool:
+        """Whether every rank has a GPU of its own."""
+        return self.device_type == "cuda" and self.num_gpus >= world_size
+
+    def device(self, rank: int) -> torch.device:
+        """Where ``rank`` of one host computes. Ranks share GPUs if there are fewer of them."""
+        if self.device_type != "cuda":
+            return torch.device(self.device_type)
+        return torch.device("cuda", rank % max(self.num_gpus, 1))
+
+    def backend(self, world_size: int) -> str:
+        """The process group for set-up and baselines: NCCL refuses two ranks on one GPU."""
+        return "cpu:gloo,cuda:nccl" if self.owns_gpus(world_size) else "gloo"
+
+    def be_prepared(self) -> None:
+        if self.prepare:
+            resolve(self.prepare)()
+
+
+def resolve(location: str) -> Callable[..., Any]:
+    """The function at ``"module:name"``."""
+    module, _, name = location.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, inside a process group."""
+
+    rank: int
+    world_size: int
+    place: Place
+    device: torch.device
+    report: Callable[[float], object] = lambda amount: None
+    """Progress, for the bar of the process that started the ranks."""
+
+    def meet(self) -> None:
+        """All ranks are here, and what their devices were given is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.largest(0.0)
+
+    def largest(self, value: float) -> float:
+        """The largest ``value`` of all ranks. Collective, between hosts' memories only."""
+        word = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(word, dist.ReduceOp.MAX)
+        return float(word.item())
 
 
 def run_ranks(
     world_size: int,
     body: Callable[..., Any],
     *arguments: Any,
+    place: Place = Place(),
     on_progress: Callable[[float], object] = lambda amount: None,
+    limit_s: float | None = None,
+    expendable: Collection[int] = (),
     have_children: bool = False,
+    preload: Sequence[str] = FOR_TRAINING,
 ) -> list[Any]:
-    """What ``body(report, rank, world_size, *arguments)`` returned on every CPU rank, inside a gloo group.
+    """What ``body(rank, *arguments)``, with a :class:`Rank`, returned on every rank, inside a process group.
 
     Args:
-        body: a function of a module; what it gives to ``report`` reaches ``on_progress``.
+        body: a function of a module.
+        limit_s: of all together; without one they must report progress every ten minutes.
+        expendable: ranks that may die; what they return is not waited for, and None.
         have_children: ranks may start processes, such as the workers of a loader, and end them themselves.
+        preload: see :func:`process_of_fork_server`.
 
     Raises:
-        RankFailedError: a rank failed or ended, or none said anything for ten minutes. The others do not outlive it.
+        NotRunError: a rank raised it.
+        RankFailedError: a rank failed, ended or was late. The others do not outlive it.
     """
     results: list[Any] = [None] * world_size
-    with rank_processes(world_size, _run_body, (body, arguments), have_children=have_children) as pipes:
-        awaited = {pipe: rank for rank, pipe in enumerate(pipes)}
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    options: dict[str, Any] = {"have_children": have_children, "preload": preload}
+    with rank_processes(world_size, _run_body, (place, body, arguments), **options) as pipes:
+        awaited = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in expendable}
         while awaited:
-            ready = wait(list(awaited), SILENCE_LIMIT_S)
+            ready = wait(list(awaited), SILENCE_LIMIT_S if deadline is None else max(deadline - time.monotonic(), 0.0))
             if not ready:
-                raise RankFailedError(f"ranks {sorted(awaited.values())} said nothing for {SILENCE_LIMIT_S:g} s")
+                what = (
+                    f"said nothing for {SILENCE_LIMIT_S:g}" if limit_s is None else f"had not ended after {limit_s:g}"
+                )
+                raise RankFailedError(f"ranks {sorted(awaited.values())} {what} s")
             for pipe in [pipe for pipe in awaited if pipe in ready]:
-                kind, payload = _receive(pipe, awaited[pipe])
+                kind, payload = _receive(pipe, f"rank {awaited[pipe]} of {world_size}")
                 if kind == "progress":
                     on_progress(payload)
                 else:
@@ -66,31 +160,59 @@ def run_ranks(
     return results
 
 
-def _receive(pipe: Connection, rank: int) -> tuple[str, Any]:
+def _receive(pipe: Connection, who: str) -> tuple[str, Any]:
     try:
         kind, payload = pipe.recv()
     except EOFError:
-        raise RankFailedError(f"rank {rank} ended without a result") from None
+        raise RankFailedError(f"{who}: its process ended without a result") from None
+    if kind == "not run":
+        raise NotRunError(payload)
     if kind == "error":
-        raise RankFailedError(f"rank {rank}: {payload}")
+        raise RankFailedError(f"{who}: {payload}")
     return kind, payload
 
 
 def _run_body(
-    rank: int, world_size: int, store: str, pipe: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    place: Place,
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
     try:
-        meet(rank, world_size, store, "gloo", SILENCE_LIMIT_S)
-        dist.barrier()  # one that ends before the others have all their connections takes theirs along
-        pipe.send(("value", body(lambda amount: pipe.send(("progress", amount)), rank, world_size, *arguments)))
+        me = join(rank, world_size, place, store, lambda amount: pipe.send(("progress", amount)))
+        pipe.send(("value", body(me, *arguments)))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        text = str(error) if isinstance(error, BenchError) else f"{type(error).__name__}: {error}"
+        pipe.send(("not run" if isinstance(error, NotRunError) else "error", text))
         pipe.close()
         os._exit(1)  # a failed rank does nothing collective on its way out
     pipe.close()
     dist.destroy_process_group()
+
+
+def join(
+    rank: int, world_size: int, place: Place, store: str, report: Callable[[float], object] = lambda amount: None
+) -> Rank:
+    """Join the process group of these ranks. They meet through the file ``store``; without one, as torchrun says."""
+    place.be_prepared()
+    launched = LaunchEnvironment.from_environment()
+    device = place.device(rank if store else launched.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if store:
+        meet(rank, world_size, store, place.backend(world_size), SILENCE_LIMIT_S)
+    elif not dist.is_initialized():
+        backend = place.backend(launched.local_world_size)
+        dist.init_process_group(backend, timeout=timedelta(seconds=SILENCE_LIMIT_S))
+    me = Rank(rank, world_size, place, device, report)
+    me.largest(0.0)  # one that ends before the others have all their connections takes theirs along
+    return me
 
 
 def process_of_fork_server(

@@ -3,7 +3,7 @@
     python -m odc.bench.planning.multimodal_simulated --json runs/multimodal_simulated.json
 
 Lengths are drawn from a law of samples (:mod:`odc.balance.simulate.modalities`), costs are counted FLOPs of the models
-of table 1 (:mod:`odc.bench.planning.multimodal_sizes`), and time is cost: each phase is planned as in training, and worked out
+of table 1 (:mod:`.multimodal_sizes`), and time is cost: each phase is planned as in training, and worked out
 by :func:`odc.balance.multimodal.step_times`. Ways to train, on the same samples, with collectives and with ODC:
 
     none             samples stay where they were read

@@ -30,8 +30,8 @@ from odc.balance import karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.simulate.laws import sample_lengths
 from odc.bench.harness.environment import describe_environment
-from odc.bench.planning.paper_costs import paper_cost
 from odc.bench.planning import textbook
+from odc.bench.planning.paper_costs import paper_cost
 
 SIZES = ((512, 64), (4096, 256), (32768, 1024))
 LARGEST_FOR_TEXTBOOK = 4096

@@ -8,7 +8,7 @@
   minibatches are planned by the thread that trains, the others beside it.
 - ``rebalance``: samples of MLLM-10B where they were read, nodes of 8 ranks. ``moved`` is the cost that changes ranks,
   ``between_nodes`` the tokens that change nodes, both of all; ``excess`` is the makespan above the mean.
-- Plans: all phases of MLLM-10B (:func:`odc.bench.planning.multimodal_simulated.orchestrator`), each balanced by itself.
+- Plans: all phases of MLLM-10B (:func:`.multimodal_simulated.orchestrator`), each balanced by itself.
   ``even`` is the slowest rank of a phase over what it would be, evenly shared and without padding; ``between_nodes``
   the bytes that cross between nodes in a forward, of all that samples and items have.
 

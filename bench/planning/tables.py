@@ -4,7 +4,7 @@
     python -m odc.bench.planning.tables --model 1.5B --dataset LongAlign --json runs/tables.json
 
 Lengths are spread evenly over the shipped laws, which were fitted to the 1.5B rows; nothing was fitted to the
-other sizes. Costs: see :mod:`odc.bench.planning.paper_costs`. A global minibatch is the next ``devices * minibatch size``
+other sizes. Costs: see :mod:`.paper_costs`. A global minibatch is the next ``devices * minibatch size``
 samples of the shuffled set, a microbatch has at most as many tokens as the longest sample, and the bubble rate
 is idle time over total time of all minibatches. "Native" balances batches of 256 samples per device before it
 cuts them, which the paper does not state.

@@ -56,7 +56,7 @@ from odc.balance import Plan, Scenario, bubble_rate, law_names, sample_lengths
 from odc.balance.plan import Comm
 from odc.bench.harness.environment import describe_environment
 from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import RankFailedError, run_ranks
+from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.bubble import segments
 from odc.setup.agreement import ProcessGroupExchange
@@ -219,9 +219,7 @@ class OnDemand(Communication):
 
 
 def run_rank(
-    report: Callable[[float], object],
-    rank: int,
-    world_size: int,
+    me: Rank,
     settings: Settings,
     comm: Comm,
     works: Sequence[Work],
@@ -229,6 +227,7 @@ def run_rank(
     """Train, as far as the others can tell."""
     gc.collect()
     gc.freeze()
+    rank = me.rank
     communication = OnDemand(rank, settings) if comm == "odc" else Communication(Timeline(rank))
     run = RankRun(communication.timeline, [], [], [])
     communication.publish()
@@ -238,7 +237,7 @@ def run_rank(
         with run.timeline.span("minibatch", str(number)):
             _minibatch(run, communication, settings, microbatches)
         run.cpu_ns.append(time.thread_time_ns() - cpu_ns)
-        report(1.0 if rank == 0 else 0.0)
+        me.report(1.0 if rank == 0 else 0.0)
     dist.barrier()
     communication.close()
     return run

@@ -7,7 +7,7 @@ Each rank is a process. It loads minibatches through :class:`~odc.balance.multim
 with :func:`~odc.balance.multimodal.run_minibatch`: encoders and language model are sleeps of what the cost model says
 of the items and samples that have come, a third of it in the forward; what goes between them is really sent, shrunk: a
 row of an output has the hidden size of the language model divided by ``--shrink``, and inputs are as much smaller.
-Models, lengths and costs are those of :mod:`odc.bench.planning.multimodal_simulated`, and so are the ways to train. Under
+Models, lengths and costs are those of :mod:`.multimodal_simulated`, and so are the ways to train. Under
 collectives all ranks meet before each forward and backward of a microbatch in each phase and behind the backward, as
 FSDP's collectives make them; then a minibatch is as long as its slowest ranks.
 
@@ -20,7 +20,7 @@ FSDP's collectives make them; then a minibatch is as long as its slowest ranks.
 Eight ranks share few cores: those that exchange wait for each other's turn on one, so the time of moving is an upper
 bound. Beside it stands the CPU time of a rank's training thread in it.
 
-Not covered: parameters and their gradients (they move in :mod:`odc.bench.training.emulated`), GPUs, real bandwidths: 8 ranks
+Not covered: parameters and their gradients (they move in :mod:`.emulated`), GPUs, real bandwidths: 8 ranks
 share the memory of one host, so the time of moving is none of a cluster's.
 """
 
@@ -67,10 +67,10 @@ from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
 from odc.bench.harness.environment import describe_environment
 from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import RankFailedError, run_ranks
+from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 from odc.bench.training.bubble import Segment
-from odc.bench.training.multimodal_model import DTYPE, Counting, Rank, RankRun, segments
+from odc.bench.training.multimodal_model import DTYPE, Counting, RankRun, SleepingModel, segments
 from odc.setup.agreement import ProcessGroupExchange
 
 NUM_UNTIMED = 1  # minibatches at the start
@@ -202,14 +202,12 @@ class Feed:
         raise NotImplementedError("a benchmark has one epoch")
 
 
-def run_rank(
-    report: Callable[[float], object], rank: int, world_size: int, model: str, settings: Settings, way: str, pace: float
-) -> RankRun:
+def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) -> RankRun:
     """Train, as far as the others can tell. ``pace``: seconds per FLOP."""
     gc.collect()
     gc.freeze()
-    size, how = SIZES[model], WAYS[way]
-    emulated = Rank(size, settings.width(size), pace, lockstep=how.comm == "collective")
+    rank, size, how = me.rank, SIZES[model], WAYS[way]
+    emulated = SleepingModel(size, settings.width(size), pace, lockstep=how.comm == "collective")
     encoders, run = emulated.encoders(), emulated.run
     items: ItemExchange | None = None
     mover: Mover = InStep()
@@ -219,7 +217,7 @@ def run_rank(
         mover = OnDemand(items, rank)
     feed: Any = Feed(size, settings, rank)
     loader: MultimodalLoader[SampleParts] = MultimodalLoader(
-        feed, lambda sample: sample, orchestrator(size, world_size, how), rank
+        feed, lambda sample: sample, orchestrator(size, me.world_size, how), rank
     )
     minibatches = iter(loader)
     for number in range(NUM_UNTIMED + settings.minibatches):
@@ -236,7 +234,7 @@ def run_rank(
         run.moving_cpu_ns.append(emulated.moving_cpu_ns)
         emulated.cost_s, emulated.moving_cpu_ns = 0.0, 0
         run.num_bytes.append(dict(counting.num_bytes))
-        report(1.0 if rank == 0 else 0.0)
+        me.report(1.0 if rank == 0 else 0.0)
     run.planning_s = loader.planning_s
     for _ in minibatches:
         raise AssertionError("more minibatches than were asked for")

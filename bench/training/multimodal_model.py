@@ -1,4 +1,4 @@
-"""A model of several modalities that sleeps, for :mod:`odc.bench.training.multimodal_emulated`, and what a rank did with it."""
+"""A model of several modalities that sleeps, for :mod:`.multimodal_emulated`, and what a rank did with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankRun:
     """That came from other ranks, of each cargo."""
 
 
-class Rank:
+class SleepingModel:
     """The model of one rank: sleeps, and memory of the right sizes.
 
     Args:
@@ -139,7 +139,12 @@ class _Work(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rank: Rank, name: str, seconds: float, shapes: Sequence[tuple[int, ...]], *inputs: torch.Tensor
+        ctx: Any,
+        rank: SleepingModel,
+        name: str,
+        seconds: float,
+        shapes: Sequence[tuple[int, ...]],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.rank, ctx.name, ctx.seconds = rank, name, seconds
         ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -159,7 +164,7 @@ class Counting:
         items: that of an :class:`OnDemand`, whose runtime records its waits.
     """
 
-    def __init__(self, mover: Mover, rank: Rank, items: ItemExchange | None) -> None:
+    def __init__(self, mover: Mover, rank: SleepingModel, items: ItemExchange | None) -> None:
         self.rank, self.moved = mover.rank, mover.moved
         self.num_bytes: Counter[str] = Counter()
         self._mover, self._model, self._items = mover, rank, items
@@ -215,7 +220,7 @@ _STRENGTH = {"minibatch": 0, "move": 1, "compute": 2, "wait": 3}
 
 
 def segments(run: RankRun, minibatch: int) -> list[Segment]:
-    """What a rank did in a minibatch, for :func:`odc.bench.training.plots.plot_timelines`: the phases by name, "move", "wait",
+    """What a rank did in a minibatch, for :func:`.plots.plot_timelines`: the phases by name, "move", "wait",
     and "other"."""
     spans = [span for span in run.spans if span.minibatch == minibatch and span.kind in _STRENGTH]
     borders = sorted({border for span in spans for border in (span.start_ns, span.end_ns)})

@@ -96,7 +96,7 @@ class Run:
     minibatch_seconds: list[float]
     losses: list[float]
     shares: dict[str, float]
-    """Part of the ranks' time in each of :data:`odc.bench.training.bubble.ACTIVITIES`."""
+    """Part of the ranks' time in each of :data:`.bubble.ACTIVITIES`."""
     folder: Path
     num_untimed: int
     collectives: bool
