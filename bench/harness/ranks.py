@@ -84,6 +84,9 @@ class Place:
             resolve(self.prepare)()
 
 
+CPU = Place()
+
+
 def resolve(location: str) -> Callable[..., Any]:
     """The function at ``"module:name"``."""
     module, _, name = location.partition(":")
@@ -119,7 +122,7 @@ def run_ranks(
     world_size: int,
     body: Callable[..., Any],
     *arguments: Any,
-    place: Place = Place(),
+    place: Place = CPU,
     on_progress: Callable[[float], object] = lambda amount: None,
     limit_s: float | None = None,
     expendable: Collection[int] = (),

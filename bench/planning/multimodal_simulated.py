@@ -1,7 +1,5 @@
 """What balancing every phase of a model of several modalities gains, by plans alone: OrchMLLM's models and ranks.
 
-    python -m odc.bench.planning.multimodal_simulated --json runs/multimodal_simulated.json
-
 Lengths are drawn from a law of samples (:mod:`odc.balance.simulate.modalities`), costs are counted FLOPs of the models
 of table 1 (:mod:`.multimodal_sizes`), and time is cost: each phase is planned as in training, and worked out
 by :func:`odc.balance.multimodal.step_times`. Ways to train, on the same samples, with collectives and with ODC:
@@ -27,18 +25,13 @@ and a rank's speed does not depend on its batch. So what the paper gains from fu
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance import Rearrangement, get_policy, karmarkar_karp
 from odc.balance.checks import FloatArray
@@ -46,11 +39,10 @@ from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, Phase, StepTimes, step_times
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, spread
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 
-RANKS = (8, 128, 2560)
+RANKS = Numbers(8, 128, 2560)
 RANKS_PER_NODE = 8
 ABLATION_RANKS = 128
 PLANNING_RANKS = (64, 128, 256, 512, 1024, 2560)  # table 2
@@ -218,7 +210,7 @@ def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[
     return found
 
 
-def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[str, float]:
+def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[str, Any]:
     """Seconds that :meth:`Orchestrator.plan` takes for all phases of MLLM-10B, placement included."""
     size = SIZES["MLLM-10B"]
     seconds = []
@@ -231,64 +223,10 @@ def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[st
     return {
         "ranks": num_ranks,
         "samples_per_rank": samples_per_rank,
-        "median_s": statistics.median(seconds),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
+        "time_s": spread(seconds),
         "repetitions": repetitions,
         "step_s": step_times(schedule, "collective").makespan / _FLOPS_PER_S,
     }
-
-
-def comparison_table(entries: Sequence[dict[str, Any]]) -> Table:
-    """Ratio, busy and bubble of each way."""
-    table = Table(title="throughput over that of none under collectives, and busy/bubble in percent")
-    for name in ("model", "ranks x samples", "", *WAYS):
-        table.add_column(name, justify="right" if name in WAYS else "left")
-    for entry in entries:
-        for suffix, comm in (("", "collectives"), (", ODC", "ODC")):
-            rows = [entry["ways"][f"{way}{suffix}"] for way in WAYS]
-            cells = [f"{row['ratio']:.3f}x {100 * row['busy']:.1f}/{100 * row['bubble']:.1f}" for row in rows]
-            table.add_row(entry["model"], f"{entry['ranks']} x {entry['samples_per_rank']}", comm, *cells)
-    return table
-
-
-def rigid_table(found: dict[str, dict[str, float]]) -> Table:
-    """Figure 11."""
-    table = Table(title=f"busy, percent, on {ABLATION_RANKS} ranks: algorithms of the encoders (figure 11)")
-    table.add_column("model")
-    for name in next(iter(found.values())):
-        table.add_column(name, justify="right")
-    for model, row in found.items():
-        table.add_row(model, *(f"{100 * value:.1f}" for value in row.values()))
-    return table
-
-
-def moving_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """Figures 12 and 13."""
-    table = Table(title=f"MB of a rank and minibatch, forward, on {ABLATION_RANKS} ranks (figures 12, 13)")
-    columns = ("model", "what", "all-gather", "all-to-all", "between nodes", "unplaced", "of it", "most", "unplaced")
-    for name in (*columns, "of it"):
-        table.add_column(name, justify="left" if name in ("model", "what") else "right")
-    for model, kinds in found.items():
-        for name, row in kinds.items():
-            values = [row[key] / 1e6 for key in ("all_gather_bytes", "all_to_all_bytes")]
-            cells = [f"{value:.1f}" for value in values]
-            for most in ("", "_most"):
-                pair = (f"between_nodes{most}_bytes", f"between_nodes{most}_unplaced_bytes")
-                cells += [f"{row[key] / 1e6:.2f}" for key in pair] + [f"{row[f'placed_over_unplaced{most}']:.3f}"]
-            table.add_row(model, name, *cells)
-    return table
-
-
-def planning_table(rows: Sequence[dict[str, float]]) -> Table:
-    """Table 2's ranks."""
-    table = Table(title=f"planning all phases of MLLM-10B, {PLANNING_SAMPLES} samples a rank (table 2's sizes)")
-    for name in ("ranks", "planning, s", "a step at 40 % MFU, s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        spread = f"{row['median_s']:.2f} ({row['min_s']:.2f}-{row['max_s']:.2f})"
-        table.add_row(f"{row['ranks']}", spread, f"{row['step_s']:.1f}")
-    return table
 
 
 def _rounded(value: Any) -> Any:
@@ -300,50 +238,42 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def main(
-    ranks: Annotated[list[int] | None, typer.Option(min=2, help=f"Compare on so many: {RANKS}.")] = None,
+def measure(
+    run: Run,
+    ranks: Annotated[Numbers, typer.Option(parser=numbers, help="Compare on so many.")] = RANKS,
     model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(SIZES)}.")] = None,
-    minibatches: Annotated[int | None, typer.Option(min=1, help=f"Of each comparison ({MINIBATCHES}, else 2).")] = None,
+    minibatches: Annotated[
+        int, typer.Option(min=0, help="Of each comparison; 0: 40 on 8 ranks, 10 on 128, else 2.")
+    ] = 0,
     ablations: Annotated[bool, typer.Option(help="Figures 11 to 13 and planning, too.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Compare balancing no phase, the language model, and all phases of OrchMLLM's models, by their plans."""
+) -> Entries:
     for name in model or ():
         if name not in SIZES:
-            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(SIZES)}", param_hint="--model")
+            raise ValueError(f"--model {name!r}: expected one of {', '.join(SIZES)}")
     sizes = [SIZES[name] for name in model or SIZES]
-    counts = {number: minibatches or MINIBATCHES.get(number, 2) for number in ranks or RANKS}
+    counts = {number: minibatches or MINIBATCHES.get(number, 2) for number in ranks}
     jobs = [(size, number, size.samples_per_rank(number)) for number in counts for size in sizes]
     jobs += [(size, 2560, size.unbalanced_size) for size in sizes if 2560 in counts]
-    result: dict[str, Any] = {"environment": describe_environment(), "paper_ratio": PAPER_RATIO, "comparisons": []}
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(WAYS) * sum(counts[number] for _, number, _ in jobs))
-        for size, number, samples in jobs:
-            progress.update(bar, description=f"{size.name}, {number} ranks")
-            entry = compare(size, number, samples, counts[number], lambda: progress.advance(bar))
-            result["comparisons"].append(entry)
-        if ablations:
-            progress.update(bar, total=None, description="ablations")
-            few = minibatches or 5
-            result["rigid"] = {size.name: rigid(size, ABLATION_RANKS, few) for size in sizes}
-            result["moving"] = {size.name: moving(size, ABLATION_RANKS, few) for size in sizes}
-            progress.update(bar, description="planning")
-            result["planning"] = [planning(number, PLANNING_SAMPLES, minibatches or 3) for number in PLANNING_RANKS]
-    result = add_paper_sizes(result)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    console.print(comparison_table(result["comparisons"]))
-    for found in result["against_smaller_minibatches"]:
-        console.print(
-            f"{found['model']} on 2560 ranks, minibatches as large as the paper's with and without balance: "
-            f"{found['ratio']:.2f}x (the paper: {PAPER_RATIO[0]} to {PAPER_RATIO[1]} in MFU)"
-        )
-    if ablations:
-        console.print(rigid_table(result["rigid"]))
-        console.print(moving_table(result["moving"]))
-        console.print(planning_table(result["planning"]))
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(_rounded(result), indent=1) + "\n")
+    few = minibatches or 5
+    steps = len(PLANNING_RANKS) + 2 * len(sizes) if ablations else 0
+    run.begin(len(WAYS) * sum(counts[number] for _, number, _ in jobs) + steps)
+    result: Entries = {"paper_ratio": list(PAPER_RATIO), "comparisons": [], "rigid": [], "moving": [], "planning": []}
+    for size, number, samples in jobs:
+        run.describe(f"{size.name}, {number} ranks")
+        result["comparisons"].append(compare(size, number, samples, counts[number], run.advance))
+    for size in sizes if ablations else ():
+        run.describe("ablations")
+        result["rigid"].append({"model": size.name, **rigid(size, ABLATION_RANKS, few)})
+        run.advance()
+        found = moving(size, ABLATION_RANKS, few)
+        result["moving"] += [{"model": size.name, "what": what, **row} for what, row in found.items()]
+        run.advance()
+    for number in PLANNING_RANKS if ablations else ():
+        run.describe("planning")
+        result["planning"].append(planning(number, PLANNING_SAMPLES, minibatches or 3))
+        run.advance()
+    rounded: Entries = _rounded(add_paper_sizes(result))
+    return rounded
 
 
 def add_paper_sizes(result: dict[str, Any]) -> dict[str, Any]:
@@ -360,5 +290,72 @@ def add_paper_sizes(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "against_smaller_minibatches": found}
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def figures(result: Entries) -> Figures:
+    against_smaller = {entry["model"]: entry["ratio_odc"] for entry in result["against_smaller_minibatches"]}
+    shown = set[str]()
+    for entry in result["comparisons"]:
+        name, ways = f"{entry['model']}, {entry['ranks']} ranks", entry["ways"]
+        if entry["ranks"] == 8 or name in shown:  # once more with smaller minibatches
+            continue
+        shown.add(name)
+        text = f" {ways['language']['ratio']:.2f}x | {ways['all']['ratio']:.2f}x | {ways['all, ODC']['ratio']:.2f}x |"
+        if entry["ranks"] == 2560:
+            text += f" {against_smaller[entry['model']]:.2f}x |"
+        yield f"| {name} |", text
+
+
+_MODEL, _NUM_RANKS = Column("model", "model"), Column("ranks", "ranks")
+BENCHMARK = Benchmark(
+    measure,
+    "15 min, quick 10 s",
+    (
+        Table(
+            "comparisons",
+            "throughput over that of none under collectives",
+            (_MODEL, _NUM_RANKS, Column("samples", "samples_per_rank")),
+            tuple(Column(way, f"ways.{way}.ratio", ".3f") for each in WAYS for way in (each, f"{each}, ODC")),
+        ),
+        Table(
+            "comparisons",
+            "busy with FLOPs that are no padding",
+            (_MODEL, _NUM_RANKS, Column("samples", "samples_per_rank")),
+            tuple(Column(way, f"ways.{way}.busy", ".1%") for each in WAYS for way in (each, f"{each}, ODC")),
+        ),
+        Table(
+            "against_smaller_minibatches",
+            "all phases on 2560 ranks, minibatches as large as the paper's with and without balance: over none "
+            "(the paper: {paper_ratio[0]} to {paper_ratio[1]} in MFU)",
+            (_MODEL,),
+            (Column("collectives", "ratio", ".2f"), Column("ODC", "ratio_odc", ".2f")),
+        ),
+        Table(
+            "rigid",
+            f"busy on {ABLATION_RANKS} ranks: algorithms of the encoders (figure 11)",
+            (_MODEL,),
+            tuple(Column(name, name, ".1%") for name in ("tailored", "all rmpad", "all pad")),
+        ),
+        Table(
+            "moving",
+            f"MB of a rank and minibatch, forward, on {ABLATION_RANKS} ranks (figures 12, 13)",
+            (_MODEL, Column("what", "what")),
+            (
+                Column("all-gather", "all_gather_bytes", ".1f", 1e-6),
+                Column("all-to-all", "all_to_all_bytes", ".1f", 1e-6),
+                Column("between nodes", "between_nodes_bytes", ".2f", 1e-6),
+                Column("unplaced", "between_nodes_unplaced_bytes", ".2f", 1e-6),
+                Column("of it", "placed_over_unplaced", ".3f"),
+                Column("most", "between_nodes_most_bytes", ".2f", 1e-6),
+                Column("unplaced", "between_nodes_most_unplaced_bytes", ".2f", 1e-6),
+                Column("of it", "placed_over_unplaced_most", ".3f"),
+            ),
+        ),
+        Table(
+            "planning",
+            f"planning all phases of MLLM-10B, {PLANNING_SAMPLES} samples a rank (table 2's sizes)",
+            (_NUM_RANKS,),
+            (Column("planning, s", "time_s", ".2f"), Column("a step at 40 % MFU, s", "step_s", ".1f")),
+        ),
+    ),
+    quick={"ranks": Numbers(8), "minibatches": 4, "ablations": False},
+    figures=(("docs/multimodal.md", figures, ["multimodal_simulated"]),),
+)

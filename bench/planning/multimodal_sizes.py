@@ -15,7 +15,7 @@ out of a second of 16 kHz audio, and one token of two of them (two convolutions 
 What is assumed: downsampling averages tokens, and connectors have two matrices (``h H + H^2``). A multiply-add is two
 FLOPs, a backward two forwards. Not counted: softmax, norms, activations, lookups, and recomputation of activations.
 
-``python -m odc.bench.planning.multimodal_sizes MLLM-10B --out mix.jsonl`` writes lengths of made-up samples
+``odc bench multimodal-lengths MLLM-10B --out mix.jsonl`` writes lengths of made-up samples
 (:mod:`odc.balance.simulate.modalities`) as one of the models sees them, for ``odc plan --modality``.
 """
 
@@ -26,10 +26,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
 from odc.balance import QuadraticCost, TransformerCost, TransformerShape
 from odc.balance.checks import FloatArray, IntArray
@@ -211,18 +209,17 @@ SIZES = {
 }
 
 
-def main(
-    model: Annotated[str, typer.Argument(help=f"Of {', '.join(SIZES)}.")],
-    out: Annotated[Path, typer.Option(help="The file to write, .jsonl.")],
-    samples: Annotated[int, typer.Option(min=1, help="How many to draw.")] = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Draws others.")] = 0,
-) -> None:
-    """Write lengths of made-up samples as a model of OrchMLLM's table 1 sees them, for odc plan --modality.
+def write_lengths(model: str, out: Path, samples: int, seed: int) -> str:
+    """Write the lengths of samples as a model sees them (``odc bench multimodal-lengths``).
 
-    One line each: the whole sequence, and of each item its tokens in the encoder and the rows that come out.
+    Returns:
+        The command that plans with them.
+
+    Raises:
+        ValueError: there is no such model.
     """
     if model not in SIZES:
-        raise typer.BadParameter(f"{model!r} is not known: expected of {', '.join(SIZES)}", param_hint="model")
+        raise ValueError(f"{model!r} is not known: expected of {', '.join(SIZES)}")
     size = SIZES[model]
     lengths = size.minibatch(sample_modalities(samples, seed), 1)
     records: list[dict[str, object]] = [{"length": length} for length in lengths.language.tolist()]
@@ -236,8 +233,4 @@ def main(
         + ("" if each.layout == "packed" else f",layout={each.layout}")
         for name, each in size.encoders.items()
     ]
-    typer.echo(f"odc plan {out} --model {size.preset} {' '.join(options)}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return f"odc plan {out} --model {size.preset} {' '.join(options)}"

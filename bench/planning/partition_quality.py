@@ -1,7 +1,5 @@
 """How far LB-Mini's partitions are from the optimum.
 
-    python -m odc.bench.planning.partition_quality --json runs/partition_quality.json
-
 - On the shipped length laws (1.5B costs, 8 devices): the bubble rate of 200 minibatches beside the least possible.
   That is the larger of mean load and largest sample (and other simple bounds) where LB-Mini is within 0.1 % of it;
   else the exact solver is asked for the optimum, or for what it can prove in time.
@@ -12,17 +10,11 @@ Not covered: limits on tokens, which no partition over ranks has to keep; packin
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from odc.balance import karmarkar_karp
 from odc.balance.checks import FloatArray
@@ -30,8 +22,7 @@ from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts, largest_differencing
 from odc.balance.partition.exact import exact_partition
 from odc.balance.simulate.laws import law_names, sample_lengths
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.planning.paper_costs import paper_cost
 from odc.bench.planning.textbook import optimal_makespan
 
@@ -47,13 +38,11 @@ def makespan(costs: FloatArray, parts: Parts) -> float:
     return max(float(costs[part].sum()) for part in parts)
 
 
-def measure_law(
-    law: str, minibatch_size: int, num_minibatches: int, time_limit_s: float, progress: Progress
-) -> dict[str, Any]:
+def measure_law(run: Run, law: str, minibatch_size: int, num_minibatches: int, time_limit_s: float) -> dict[str, Any]:
     """Bubble rates (percent) over all minibatches: LB-Mini's, and the least that is possible."""
     n = minibatch_size * DEVICES
     costs = COST(sample_lengths(law, n * num_minibatches)).reshape(num_minibatches, n)
-    bar = progress.add_task(f"{law}, minibs {minibatch_size}", total=num_minibatches)
+    run.describe(f"{law}, minibs {minibatch_size}")
     found, bounds, num_asked, num_optimal = [], [], 0, 0
     for minibatch in costs:
         parts = karmarkar_karp(minibatch, DEVICES)
@@ -64,8 +53,7 @@ def measure_law(
             bounds[-1] = exact.lower_bound
             num_asked += 1
             num_optimal += exact.optimal
-        progress.advance(bar)
-    progress.remove_task(bar)
+        run.advance()
     work = costs.sum() / DEVICES
     # A bound is a sum in another order than the work: the least rate is 0, not -1e-14.
     rate, least = (max(0.0, 100 * (1 - work / np.sum(makespans))) for makespans in (found, bounds))
@@ -92,16 +80,15 @@ def random_instances(num: int, equal_size: bool) -> Iterator[tuple[FloatArray, i
         yield COST(rng.lognormal(9.5, 0.8, n).clip(100, 65536)), k
 
 
-def measure_random(num: int, equal_size: bool, progress: Progress) -> dict[str, Any]:
+def measure_random(run: Run, num: int, equal_size: bool) -> dict[str, Any]:
     """Relative excess over the optimum, of our partition and of the plain differencing method."""
-    bar = progress.add_task("random instances" + ", equal sizes" * equal_size, total=num)
+    run.describe("random instances" + ", equal sizes" * equal_size)
     ours, plain = [], []
     for costs, k in random_instances(num, equal_size):
         best = optimal_makespan(costs, k, equal_size=equal_size)
         ours.append(makespan(costs, karmarkar_karp(costs, k, equal_size=equal_size)) / best - 1)
         plain.append(makespan(costs, largest_differencing(costs, k, equal_size=equal_size)) / best - 1)
-        progress.advance(bar)
-    progress.remove_task(bar)
+        run.advance()
     return {
         "equal_size": equal_size,
         "num_instances": num,
@@ -111,64 +98,65 @@ def measure_random(num: int, equal_size: bool, progress: Progress) -> dict[str, 
     }
 
 
-def main(
+def measure(
+    run: Run,
     minibatches: Annotated[int, typer.Option(min=1, help="Minibatches for each law and size.")] = 200,
     instances: Annotated[int, typer.Option(min=1, help="Random instances, of each kind.")] = 1000,
     time_limit_s: Annotated[float, typer.Option(min=0.1, help="Of the exact solver, for each minibatch.")] = 5.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Compare LB-Mini's partitions with optimal ones. Exits with 1 if they are further off than they should be."""
-    with progress_bar(Console(stderr=True)) as progress:
-        random = [measure_random(instances, equal_size, progress) for equal_size in (False, True)]
-        laws = [
-            measure_law(law, size, minibatches, time_limit_s, progress)
-            for law in law_names()
-            for size in MINIBATCH_SIZES
-        ]
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(_show_laws(laws))
-    console.print(_show_random(random))
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        result = {"environment": describe_environment(), "time_limit_s": time_limit_s, "laws": laws, "random": random}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if any(row["points_above"] > MOST_POINTS_ABOVE for row in laws):
-        raise typer.Exit(1)
-    if any(row["mean_excess"] > MOST_MEAN_EXCESS for row in random):
-        raise typer.Exit(1)
+) -> Entries:
+    of_laws = [(law, size) for law in law_names() for size in MINIBATCH_SIZES]
+    run.begin(2 * instances + len(of_laws) * minibatches)
+    random = [measure_random(run, instances, equal_size) for equal_size in (False, True)]
+    laws = [measure_law(run, *each, minibatches, time_limit_s) for each in of_laws]
+    for row in laws:
+        if row["points_above"] > MOST_POINTS_ABOVE:
+            run.miss(f"{row['law']}: more than {MOST_POINTS_ABOVE} points above the least possible")
+    for row in random:
+        if row["mean_excess"] > MOST_MEAN_EXCESS:
+            run.miss(f"random instances: a mean excess of more than {MOST_MEAN_EXCESS:.1%}")
+    return {"laws": laws, "random": random}
 
 
-def _show_laws(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"Bubble rate of LB-Mini on {DEVICES} devices, percent")
-    for name in ("law", "minibs", "LB-Mini", "least possible", "points above", "near bound", "solved"):
-        table.add_column(name, justify="left" if name == "law" else "right")
-    for row in rows:
-        table.add_row(
-            row["law"],
-            str(row["minibatch_size"]),
-            f"{row['bubble_percent']:.3f}",
-            f"{row['least_bubble_percent']:.3f}",
-            f"{row['points_above']:.3f}",
-            f"{row['num_near_bound']} of {row['num_minibatches']}",
-            f"{row['num_solved']} of {row['num_minibatches'] - row['num_near_bound']}",
-        )
-    return table
+def figures(result: Entries) -> Figures:
+    worst = max(row["points_above"] for row in result["laws"])
+    yield "", f"its bubble rate is at most {worst:.2f} points above the least possible"
+    free, equal = sorted(result["random"], key=lambda row: row["equal_size"])
+    yield (
+        "",
+        f"on {free['num_instances']} random small instances the mean excess over exhaustive search is "
+        f"{free['mean_excess']:.3%} (equal sizes: {equal['mean_excess']:.3%}, where plain Karmarkar-Karp leaves "
+        f"{equal['mean_excess_of_plain_differencing']:.1%})",
+    )
 
 
-def _show_random(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Makespan over the optimum, up to 16 items in up to 4 parts")
-    for name in ("sizes", "instances", "mean excess", "largest", "plain differencing, mean"):
-        table.add_column(name, justify="left" if name == "sizes" else "right")
-    for row in rows:
-        table.add_row(
-            "equal" if row["equal_size"] else "any",
-            str(row["num_instances"]),
-            f"{row['mean_excess']:.4%}",
-            f"{row['largest_excess']:.2%}",
-            f"{row['mean_excess_of_plain_differencing']:.2%}",
-        )
-    return table
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = Benchmark(
+    measure,
+    "10 min, quick 20 s",
+    (
+        Table(
+            "laws",
+            f"bubble rate of LB-Mini on {DEVICES} devices, percent",
+            (Column("law", "law"), Column("minibs", "minibatch_size")),
+            (
+                Column("LB-Mini", "bubble_percent", ".3f"),
+                Column("least possible", "least_bubble_percent", ".3f"),
+                Column("points above", "points_above", ".3f"),
+                Column("minibatches", "num_minibatches"),
+                Column("near bound", "num_near_bound"),
+                Column("solved", "num_solved"),
+            ),
+        ),
+        Table(
+            "random",
+            "makespan over the optimum, up to 16 items in up to 4 parts",
+            (Column("equal sizes", "equal_size"), Column("instances", "num_instances")),
+            (
+                Column("mean excess", "mean_excess", ".4%"),
+                Column("largest", "largest_excess", ".2%"),
+                Column("plain differencing, mean", "mean_excess_of_plain_differencing", ".2%"),
+            ),
+        ),
+    ),
+    quick={"minibatches": 10, "instances": 20, "time_limit_s": 0.5},
+    figures=(("README.md", figures, ["partition_quality"]),),
+)

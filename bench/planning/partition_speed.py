@@ -1,6 +1,4 @@
-"""Time LB-Mini's partition against the differencing method in the form textbooks have it.
-
-    python -m odc.bench.planning.partition_speed --json runs/partition_speed.json
+"""Speed of LB-Mini's partition beside the differencing method in the form textbooks have it.
 
 Both run in this process by turns, on the same costs (lengths of the LongAlign law, 1.5B), and the medians are
 compared; the textbook form is left out where it would take a minute. The largest instance also runs in a
@@ -12,24 +10,18 @@ Not covered: packing into microbatches, other languages than Python.
 from __future__ import annotations
 
 import gc
-import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance import karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.simulate.laws import sample_lengths
-from odc.bench.harness.environment import describe_environment
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
 from odc.bench.planning import textbook
 from odc.bench.planning.paper_costs import paper_cost
 
@@ -47,7 +39,7 @@ def excess(costs: FloatArray, parts: list[list[int]]) -> float:
     return float(max(costs[part].sum() for part in parts) / max(costs.sum() / len(parts), costs.max()) - 1)
 
 
-def measure(n: int, k: int, repetitions: int) -> dict[str, Any]:
+def compare(n: int, k: int, repetitions: int) -> dict[str, Any]:
     """Medians and spread of both on the same costs, a new draw in each repetition."""
     seconds: dict[str, list[float]] = {"odc": [], "textbook": []}
     excesses: dict[str, list[float]] = {"odc": [], "textbook": []}
@@ -67,15 +59,9 @@ def measure(n: int, k: int, repetitions: int) -> dict[str, Any]:
     result: dict[str, Any] = {"n": n, "k": k}
     for name in seconds:
         if seconds[name]:
-            times = seconds[name]
-            result[name] = {
-                "median_s": statistics.median(times),
-                "min_s": min(times),
-                "max_s": max(times),
-                "largest_excess": max(excesses[name]),
-            }
+            result[name] = {"time_s": spread(seconds[name]), "largest_excess": max(excesses[name])}
     if seconds["textbook"]:
-        result["speedup"] = result["textbook"]["median_s"] / result["odc"]["median_s"]
+        result["speedup"] = result["textbook"]["time_s"]["median"] / result["odc"]["time_s"]["median"]
         pairs = zip(excesses["odc"], excesses["textbook"], strict=True)
         result["never_a_larger_makespan"] = all(ours <= theirs for ours, theirs in pairs)
     return result
@@ -100,45 +86,53 @@ def peak_memory_bytes(n: int, k: int) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def main(
+def measure(
+    run: Run,
     repetitions: Annotated[int, typer.Option(min=1, help="Draws of costs for each size.")] = 7,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Compare LB-Mini's partition with the textbook form of Karmarkar and Karp's method, in speed and result."""
+) -> Entries:
     gc.collect()
     gc.freeze()  # or the collector would look at what this process imported, most often for the textbook form
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    table = Table(title="Partition of n items into k parts, medians (minimum-maximum) in ms")
-    for name in ("n", "k", "odc", "textbook", "speedup", "excess odc", "excess textbook"):
-        table.add_column(name, justify="right")
+    run.begin(len(SIZES) + 1)
     results = []
     for n, k in SIZES:
-        with console.status(f"n={n}, k={k}"):
-            results.append(measure(n, k, repetitions))
-        table.add_row(*_row(results[-1]))
-    largest = SIZES[-1]
-    memory = peak_memory_bytes(*largest)
-    console.print(table)
-    console.print(f"peak memory of a process at n={largest[0]}, k={largest[1]}: {memory / 1e6:.0f} MB")
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        result = {"environment": describe_environment(), "peak_memory_bytes": memory, "results": results}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        run.describe(f"n={n}, k={k}")
+        results.append(compare(n, k, repetitions))
+        run.advance()
+    return {"results": results, "peak_memory_bytes": peak_memory_bytes(*SIZES[-1])}
 
 
-def _row(result: dict[str, Any]) -> list[str]:
-    cells = [str(result["n"]), str(result["k"])]
-    for name in ("odc", "textbook"):
-        times = result.get(name)
-        cells.append("-" if times is None else "{:.1f} ({:.1f}-{:.1f})".format(*_milliseconds(times)))
-    cells.append(f"{result['speedup']:.0f}x" if "speedup" in result else "-")
-    cells += [f"{result[name]['largest_excess']:.1e}" if name in result else "-" for name in ("odc", "textbook")]
-    return cells
+def figures(result: Entries) -> Figures:
+    for row in result["results"]:
+        ours, textbook = row["odc"], row.get("textbook")
+        theirs, speedup, excess = "-", "-", "-"
+        if textbook is not None:
+            theirs, speedup = f"{1e3 * textbook['time_s']['median']:.0f} ms", f"{row['speedup']:.0f}x"
+            excess = f"{textbook['largest_excess']:.2%}"
+        yield (
+            f"| {row['n']}, {row['k']} |",
+            f" {1e3 * ours['time_s']['median']:.0f} ms | {theirs} | {speedup} | "
+            f"{ours['largest_excess']:.2%}, {excess} |",
+        )
 
 
-def _milliseconds(times: dict[str, float]) -> np.ndarray:
-    return 1e3 * np.array([times["median_s"], times["min_s"], times["max_s"]])
-
-
-if __name__ == "__main__":
-    typer.run(main)
+BENCHMARK = Benchmark(
+    measure,
+    "20 s, quick 6 s",
+    (
+        Table(
+            "results",
+            "partition of n items into k parts, medians (minimum-maximum) in ms; peak memory of a process with the "
+            "largest: {peak_memory_bytes:,} bytes",
+            (Column("n", "n"), Column("k", "k")),
+            (
+                Column("odc", "odc.time_s", ".1f", 1e3),
+                Column("textbook", "textbook.time_s", ".1f", 1e3),
+                Column("speedup", "speedup", ".0f"),
+                Column("excess odc", "odc.largest_excess", ".1e"),
+                Column("excess textbook", "textbook.largest_excess", ".1e"),
+            ),
+        ),
+    ),
+    quick={"repetitions": 2},
+    figures=(("README.md", figures, ["partition_speed"]),),
+)

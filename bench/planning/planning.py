@@ -1,8 +1,5 @@
 """What planning costs a rank's host, and what it gives: minibatches of a loader, loads evened out, OrchMLLM's largest.
 
-    python -m odc.bench.planning.planning
-    python -m odc.bench.planning.planning --before runs/planning_before.json --json runs/planning.json
-
 - Loader: CPU time per minibatch of a :class:`~odc.balance.MinibatchLoader` of one rank, in all threads and in the one
   that trains, whose samples cost nothing to read. An epoch is gone through, its shuffle included; its first two
   minibatches are planned by the thread that trains, the others beside it.
@@ -12,32 +9,25 @@
   ``even`` is the slowest rank of a phase over what it would be, evenly shared and without padding; ``between_nodes``
   the bytes that cross between nodes in a forward, of all that samples and items have.
 
-Times are medians, smallest and largest of the repetitions, of one core. With ``--before``, the rows of a file that this
-module has written at another commit stand beside the new ones.
+Times are medians, smallest and largest of the repetitions, of one core.
 
 Not covered: the time in which ranks tell each other their lengths, and what planning beside the training takes from it.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance import MinibatchLoader, Rearrangement, TransformerCost, preset, rebalance, sample_lengths
 from odc.balance.checks import FloatArray
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
 from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, orchestrator
 from odc.bench.planning.multimodal_sizes import SIZES
 
@@ -47,7 +37,6 @@ REBALANCE_RANKS = (64, 256, 1024, 2560)
 PLAN_RANKS = (256, 2560)
 RANKS_PER_NODE = 8
 MODEL, LAW = "MLLM-10B", "longalign"
-Advance = Callable[[], object]
 
 
 class _Nothing:
@@ -81,8 +70,8 @@ def measure_loader(num_ranks: int, samples: int, minibatches: int, repetitions: 
         "ranks": num_ranks,
         "samples_per_rank": samples,
         "minibatches": minibatches,
-        "cpu_s": _spread(everywhere),
-        "training_thread_s": _spread(training),
+        "cpu_s": spread(everywhere),
+        "training_thread_s": spread(training),
     }
 
 
@@ -107,7 +96,7 @@ def measure_rebalance(num_ranks: int, repetitions: int) -> dict[str, Any]:
                 "excess": float(loads.max() / loads.mean()) - 1,
             }
         )
-    return {"ranks": num_ranks, "cpu_s": _spread(seconds), **_means(rows)}
+    return {"ranks": num_ranks, "cpu_s": spread(seconds), **_means(rows)}
 
 
 def measure_plan(num_ranks: int, repetitions: int) -> dict[str, Any]:
@@ -124,7 +113,7 @@ def measure_plan(num_ranks: int, repetitions: int) -> dict[str, Any]:
         for name, volume in journeys(size, schedule, placed=True):
             row[f"between_nodes {name}"] = _between_nodes(volume)
         rows.append(row)
-    return {"ranks": num_ranks, "cpu_s": _spread(seconds), **_means(rows)}
+    return {"ranks": num_ranks, "cpu_s": spread(seconds), **_means(rows)}
 
 
 def _between_nodes(volume: FloatArray) -> float:
@@ -134,79 +123,80 @@ def _between_nodes(volume: FloatArray) -> float:
     return 1 - float(np.trace(by_node) / by_node.sum())
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    return {name: round(of(seconds), 6) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
-
-
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.fmean(row[name] for row in rows), 6) for name in rows[0]}
 
 
-def measure(repetitions: int, advance: Advance) -> dict[str, Any]:
-    """All of it."""
-    found: dict[str, Any] = {"loader": [], "rebalance": [], "plan": []}
-    for sizes in LOADERS:
-        found["loader"].append(measure_loader(*sizes, repetitions))
-        advance()
-    for num_ranks in REBALANCE_RANKS:
-        found["rebalance"].append(measure_rebalance(num_ranks, repetitions))
-        advance()
-    for num_ranks in PLAN_RANKS:
-        found["plan"].append(measure_plan(num_ranks, repetitions))
-        advance()
+def measure(
+    run: Run,
+    repetitions: Annotated[int, typer.Option(min=1, help="Epochs, and minibatches of each other size.")] = 3,
+    ranks: Annotated[int, typer.Option(min=64, help="Of the largest world that is planned.")] = 2560,
+) -> Entries:
+    jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = []
+    jobs += [("loader", functools.partial(measure_loader, *each, repetitions)) for each in LOADERS if each[0] <= ranks]
+    for part, of, worlds in (("rebalance", measure_rebalance, REBALANCE_RANKS), ("plan", measure_plan, PLAN_RANKS)):
+        jobs += [(part, functools.partial(of, each, repetitions)) for each in worlds if each <= ranks]
+    run.begin(len(jobs), "planning")
+    found: Entries = {"model": MODEL, "law": LAW, "loader": [], "rebalance": [], "plan": []}
+    for part, job in jobs:
+        found[part].append(job())
+        run.advance()
     return found
 
 
-def commit() -> str:
-    """Of the tree in which this runs; empty where there is none."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+def figures(result: Entries, before: Entries) -> Figures:
+    for row, old in zip(result["loader"][-2:], before["loader"][-2:], strict=True):
+        now, then = (f"{1e3 * each['cpu_s']['median']:.0f} ms" for each in (row, old))
+        yield f"| {row['ranks']} ranks, {row['samples_per_rank']} samples each |", f" {now} | {then} |"
+    plan = result["plan"][-1]
+    yield f"| {result['model']}, {plan['ranks']} ranks |", f" {_s(plan)} s | {_s(before['plan'][-1])} s |"
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """One for each part, times in ms; a row measured before stands above its new one."""
-    shown = []
-    for part, title in (("loader", "MinibatchLoader"), ("rebalance", "rebalance"), ("plan", f"all phases of {MODEL}")):
-        table = Table(title=f"{title}, CPU ms and parts of 1")
-        names = [name for name in result[part][0] if name != "minibatches"]
-        for name in ("commit", *names):
-            table.add_column(name, justify="left" if name == "commit" else "right")
-        for number, row in enumerate(result[part]):
-            for of, each in ((result.get("before"), None), (result, row)):
-                if of is not None:
-                    values = each or of[part][number]
-                    table.add_row(of["commit"], *(_cell(values[name]) for name in names))
-        shown.append(table)
-    return shown
+def figures_moved(result: Entries) -> Figures:
+    moved, plan = result["rebalance"][-1], result["plan"][-1]
+    yield (
+        "",
+        f"On {moved['ranks']} ranks, samples of {result['model']}, {moved['moved']:.1%} of the cost changes ranks and "
+        f"{moved['between_nodes']:.1%} of the tokens nodes; all phases are planned in {_s(plan)} s",
+    )
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{1e3 * value['median']:.1f} ({1e3 * value['min']:.1f}-{1e3 * value['max']:.1f})"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+def _s(row: dict[str, Any]) -> str:
+    return f"{row['cpu_s']['median']:.2f}"
 
 
-def main(
-    repetitions: Annotated[int, typer.Option(min=1, help="Epochs, and minibatches of each other size.")] = 3,
-    before: Annotated[Path | None, typer.Option(help="What this has written at another commit.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """CPU time of planning, and how good the plans are."""
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("planning", total=len(LOADERS) + len(REBALANCE_RANKS) + len(PLAN_RANKS))
-        result: dict[str, Any] = {"commit": commit(), "model": MODEL, "law": LAW, "repetitions": repetitions}
-        result |= measure(repetitions, lambda: progress.advance(bar))
-    result["environment"] = describe_environment()
-    if before is not None:
-        result["before"] = json.loads(before.read_text())
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for table in tables(result):
-        console.print(table)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+_RANKS, _CPU = Column("ranks", "ranks"), Column("CPU ms", "cpu_s", ".1f", 1e3)
+_KINDS = ("vision inputs", "vision outputs", "audio inputs", "audio outputs", "text")
+BENCHMARK = Benchmark(
+    measure,
+    "1 min, quick 5 s",
+    (
+        Table(
+            "loader",
+            "MinibatchLoader, CPU time per minibatch",
+            (_RANKS, Column("samples", "samples_per_rank")),
+            (_CPU, Column("in the training thread, ms", "training_thread_s", ".1f", 1e3)),
+        ),
+        Table(
+            "rebalance",
+            "rebalance, and parts of 1",
+            (_RANKS,),
+            (_CPU, *(Column(name.replace("_", " "), name, ".4f") for name in ("moved", "between_nodes", "excess"))),
+        ),
+        Table(
+            "plan",
+            "all phases of {model}: even, and between nodes",
+            (_RANKS,),
+            (
+                _CPU,
+                *(Column(name, f"even {name}", ".4f") for name in ("vision", "audio", "language")),
+                *(Column(name, f"between_nodes {name}", ".4f") for name in _KINDS),
+            ),
+        ),
+    ),
+    quick={"repetitions": 1, "ranks": 256},
+    figures=(
+        ("README.md", figures, ["planning", "planning_before"]),
+        ("docs/multimodal.md", figures_moved, ["planning"]),
+    ),
+)

@@ -1,7 +1,5 @@
 """How good and how fast post-balancing is, and how much less then crosses between nodes.
 
-    python -m odc.bench.planning.post_balance --json runs/post_balance.json
-
 - Quality: the makespan over that of exhaustive search, on 250 random instances of up to 9 items on up to 4 ranks, with
   attention from a thousandth of the cost of a sample of mean length to three times the rest.
 - Speed: 153,600 samples on 2,560 ranks, whose attention costs a tenth of the rest at mean length. The excess is that
@@ -16,17 +14,11 @@ Not covered: the time in which ranks tell each other their lengths, and the exch
 from __future__ import annotations
 
 import importlib.util
-import json
-import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance import QuadraticCost, place_on_nodes, post_balance, sample_lengths
 from odc.balance.checks import FloatArray, IntArray
@@ -34,7 +26,7 @@ from odc.balance.costs import attention_costs
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.mip import find_solver
-from odc.bench.harness.environment import describe_environment
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, spread
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 LAWS = ("llava", "sharegpt4o", "longalign")
@@ -111,9 +103,7 @@ def measure_speed(law: str, num_ranks: int, layout: Layout, repetitions: int) ->
         "layout": layout,
         "num_samples": SAMPLES_PER_RANK * num_ranks,
         "num_ranks": num_ranks,
-        "median_s": statistics.median(seconds),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
+        "time_s": spread(seconds),
         "largest_excess": max(excesses),
     }
 
@@ -173,67 +163,68 @@ def algorithm_3(volume: IntArray, limit_s: float, *, relaxed: bool) -> tuple[flo
     return float(most.value()) * unit, nodes
 
 
-def main(
+def measure(
+    run: Run,
     instances: Annotated[int, typer.Option(min=1, help="Random instances for exhaustive search.")] = 250,
     ranks: Annotated[int, typer.Option(min=8, help="Ranks of the speed measurement, a multiple of 8.")] = 2560,
     repetitions: Annotated[int, typer.Option(min=1, help="Draws of lengths for each law and layout.")] = 3,
     cbc_s: Annotated[float, typer.Option(min=0.1, help="Time limit of CBC, for each of its programs.")] = 12.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-) -> None:
-    """Post-balancing against optimum and clock. Exits with 1 if it is further off than it should be."""
-    console = Console(width=None if sys.stdout.isatty() else 100)
+) -> Entries:
     limit_s = cbc_s if importlib.util.find_spec("pulp") else None
-    with console.status("quality"):
-        quality = measure_quality(instances)
-    with console.status("speed"):
-        speed = [measure_speed(law, ranks, layout, repetitions) for law in LAWS for layout in LAYOUTS]
-    with console.status("nodes"):
-        nodes = [measure_nodes(law, 128, seed, limit_s) for law in LAWS for seed in (0, 1)]
-        nodes += [measure_nodes(law, ranks, 0, None) for law in LAWS]
-    for table in (_show_quality(quality), _show_speed(speed), _show_nodes(nodes)):
-        console.print(table)
     if limit_s is None:
-        console.print("pulp is not installed: CBC is left out")
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        result = {"environment": describe_environment(), "quality": quality, "speed": speed, "nodes": nodes}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if any(row["mean_excess"] > MOST_MEAN_EXCESS[row["layout"]] for row in quality):
-        raise typer.Exit(1)
+        run.note("pulp is not installed: CBC is left out")
+    beside_cbc = min(128, ranks)
+    run.begin(1 + len(LAWS) * (len(LAYOUTS) + 3))
+    quality = measure_quality(instances)
+    run.advance()
+    found: Entries = {"quality": quality, "speed": [], "nodes": []}
+    for law in LAWS:
+        for layout in LAYOUTS:
+            found["speed"].append(measure_speed(law, ranks, layout, repetitions))
+            run.advance()
+    for world, seed, limit in ((beside_cbc, 0, limit_s), (beside_cbc, 1, limit_s), (ranks, 0, None)):
+        for law in LAWS:
+            found["nodes"].append(measure_nodes(law, world, seed, limit))
+            run.advance()
+    for row in quality:
+        if row["mean_excess"] > MOST_MEAN_EXCESS[row["layout"]]:
+            run.miss(f"{row['layout']}: a mean excess of more than {MOST_MEAN_EXCESS[row['layout']]:.1%}")
+    return found
 
 
-def _show_quality(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Makespan over the optimum, up to 9 items on up to 4 ranks")
-    for name in ("layout", "instances", "optimal", "mean excess", "largest"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
-    for row in rows:
-        excesses = (f"{abs(row[name]):.4%}" for name in ("mean_excess", "largest_excess"))
-        table.add_row(row["layout"], str(row["num_instances"]), str(row["num_optimal"]), *excesses)
-    return table
-
-
-def _show_speed(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="One batch per rank, median (minimum-maximum) in s")
-    for name in ("law", "layout", "samples", "ranks", "s", "above mean without padding"):
-        table.add_column(name, justify="left" if name in ("law", "layout") else "right")
-    for row in rows:
-        times = f"{row['median_s']:.2f} ({row['min_s']:.2f}-{row['max_s']:.2f})"
-        sizes = (str(row["num_samples"]), str(row["num_ranks"]))
-        table.add_row(row["law"], row["layout"], *sizes, times, f"{row['largest_excess']:.2%}")
-    return table
-
-
-def _show_nodes(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"Most that a rank sends to other nodes of {RANKS_PER_NODE}, over that without placement")
-    for name in ("law", "ranks", "placed", "s", "CBC", "s", "no less than"):
-        table.add_column(name, justify="left" if name == "law" else "right")
-    for row in rows:
-        cbc = ("-", "-", "-")
-        if "cbc_s" in row:
-            cbc = (f"{row['cbc_share']:.3f}", f"{row['cbc_s']:.0f}", f"{row['least_share']:.3f}")
-        table.add_row(row["law"], str(row["num_ranks"]), f"{row['share']:.3f}", f"{row['seconds']:.2f}", *cbc)
-    return table
-
-
-if __name__ == "__main__":
-    typer.run(main)
+_LAW, _NUM_RANKS = Column("law", "law"), Column("ranks", "num_ranks")
+BENCHMARK = Benchmark(
+    measure,
+    "4 min, quick 15 s",
+    (
+        Table(
+            "quality",
+            "makespan over the optimum, up to 9 items on up to 4 ranks",
+            (Column("layout", "layout"), Column("instances", "num_instances")),
+            (
+                Column("optimal", "num_optimal"),
+                Column("mean excess", "mean_excess", ".4%"),
+                Column("largest", "largest_excess", ".4%"),
+            ),
+        ),
+        Table(
+            "speed",
+            "one batch per rank, median (minimum-maximum)",
+            (_LAW, Column("layout", "layout"), Column("samples", "num_samples"), _NUM_RANKS),
+            (Column("s", "time_s", ".2f"), Column("above mean without padding", "largest_excess", ".2%")),
+        ),
+        Table(
+            "nodes",
+            f"most that a rank sends to other nodes of {RANKS_PER_NODE}, over that without placement",
+            (_LAW, _NUM_RANKS, Column("seed", "seed")),
+            (
+                Column("placed", "share", ".3f"),
+                Column("s", "seconds", ".2f"),
+                Column("CBC", "cbc_share", ".3f"),
+                Column("no less than", "least_share", ".3f"),
+            ),
+        ),
+    ),
+    quick={"instances": 20, "ranks": 64, "repetitions": 1, "cbc_s": 1.0},
+    needs="CBC (pulp) for a part",
+)

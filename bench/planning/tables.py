@@ -1,8 +1,5 @@
 """The bubble rates of the paper's Tables 4 and 6, simulated, cell by cell beside the published ones.
 
-    python -m odc.bench.planning.tables
-    python -m odc.bench.planning.tables --model 1.5B --dataset LongAlign --json runs/tables.json
-
 Lengths are spread evenly over the shipped laws, which were fitted to the 1.5B rows; nothing was fitted to the
 other sizes. Costs: see :mod:`.paper_costs`. A global minibatch is the next ``devices * minibatch size``
 samples of the shuffled set, a microbatch has at most as many tokens as the longest sample, and the bubble rate
@@ -15,29 +12,23 @@ Not covered: Tables 3 and 5 (throughput), which need GPUs.
 from __future__ import annotations
 
 import csv
-import json
 import multiprocessing
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance.plan import Comm
 from odc.balance.simulate.laws import even_lengths
 from odc.balance.simulate.simulator import PlannedEpoch, Scenario
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 
 LAW_OF = {"LongAlign": "longalign", "SWE-Smith": "swesmith", "AIME": "aime"}
@@ -77,7 +68,7 @@ class Cell:
 
 def read_cells() -> list[Cell]:
     """The published cells."""
-    with (files("odc.bench.planning.planning") / "bubble_rates.csv").open() as file:
+    with (files("odc.bench.planning") / "bubble_rates.csv").open() as file:
         return [
             Cell(
                 int(row["table"]),
@@ -111,15 +102,15 @@ def simulate_cells(cells: Sequence[Cell], num_samples: int) -> list[float]:
     return rates
 
 
-def simulate_all(cells: Iterable[Cell], num_samples: int, num_jobs: int, console: Console) -> dict[Cell, float]:
+def simulate_all(run: Run, cells: Iterable[Cell], num_samples: int, num_jobs: int) -> dict[Cell, float]:
     """Simulate all cells in ``num_jobs`` processes, which end at once if this is interrupted."""
     groups: dict[tuple[str, str, int], list[Cell]] = defaultdict(list)
     for cell in cells:
         groups[cell.dataset, cell.model, cell.minibatch_size].append(cell)
     simulated: dict[Cell, float] = {}
     others = set(multiprocessing.active_children())
-    with progress_bar(console) as progress, ProcessPoolExecutor(num_jobs) as pool:
-        bar = progress.add_task("planning", total=sum(map(len, groups.values())))
+    run.begin(sum(map(len, groups.values())), "planning")
+    with ProcessPoolExecutor(num_jobs) as pool:
         # The largest first, so that no process ends up alone with one.
         ordered = sorted(groups.values(), key=lambda group: -group[0].devices * group[0].minibatch_size)
         try:
@@ -127,7 +118,7 @@ def simulate_all(cells: Iterable[Cell], num_samples: int, num_jobs: int, console
                 futures = {pool.submit(simulate_cells, group, num_samples): group for group in ordered}
             for future in as_completed(futures):
                 simulated.update(zip(futures[future], future.result(), strict=True))
-                progress.advance(bar, len(futures[future]))
+                run.advance(len(futures[future]))
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
@@ -152,70 +143,71 @@ def rms_error(simulated: dict[Cell, float], dataset: str, model: str) -> float:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def show(simulated: dict[Cell, float], dataset: str, model: str) -> Table:
-    """The rows of one dataset and model: simulated, published, difference."""
-    cells = {(c.method, c.minibatch_size): c for c in simulated if (c.dataset, c.model) == (dataset, model)}
-    first = next(iter(cells.values()))
-    sizes = sorted({size for _, size in cells})
-    error = rms_error(simulated, dataset, model)
-    table = Table(
-        title=f"Table {first.table}: {dataset}, {model} on {first.devices} devices, bubble rate in percent",
-        caption=f"simulated / paper (difference); root mean square error {error:.2f} points",
-    )
-    table.add_column("method")
-    for size in sizes:
-        table.add_column(f"minibs {size}", justify="right")
-    for method in dict.fromkeys(method for method, _ in cells):
-        row = [(simulated[cells[method, size]], cells[method, size].paper) for size in sizes]
-        table.add_row(method, *(f"{rate:.2f} / {paper:.2f} ({rate - paper:+.2f})" for rate, paper in row))
-    return table
-
-
-def main(
+def measure(
+    run: Run,
     dataset: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(LAW_OF)}.")] = None,
     model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(MODELS)}.")] = None,
     samples: Annotated[int, typer.Option(min=1024, help="Samples per dataset; fewer are faster and noisier.")] = 20_000,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all cells to this file.")] = None,
-) -> None:
-    """Simulate Tables 4 and 6 of the paper. Exits with 1 if a fitted row is further off than it should be."""
+) -> Entries:
     for name, given, known in (("--dataset", dataset, LAW_OF), ("--model", model, MODELS)):
         for value in given or ():
             if value not in known:
-                raise typer.BadParameter(f"{value!r}: expected one of {', '.join(known)}", param_hint=name)
+                raise ValueError(f"{name} {value!r}: expected one of {', '.join(known)}")
     cells = [c for c in read_cells() if c.dataset in (dataset or LAW_OF) and c.model in (model or MODELS)]
     if not cells:
-        raise typer.BadParameter("the paper has no such rows (AIME has no 32B)")
-    progress_console = Console(stderr=True)
-    try:
-        simulated = simulate_all(cells, samples, jobs, progress_console)
-    except KeyboardInterrupt:
-        progress_console.print("interrupted")
-        raise typer.Exit(130) from None
-    errors = {}
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for name, size in dict.fromkeys((cell.dataset, cell.model) for cell in cells):
-        console.print(show(simulated, name, size))
-        errors[name, size] = rms_error(simulated, name, size)
-    if json_file:
-        _write(json_file, simulated, errors, samples)
-    too_far = {key: error for key, error in errors.items() if key[1] == "1.5B" and error > LARGEST_ERROR[key[0]]}
-    for (name, size), error in too_far.items():
-        console.print(f"[red]{name} {size}: {error:.2f} points, expected at most {LARGEST_ERROR[name]}[/red]")
-    if too_far:
-        raise typer.Exit(1)
-
-
-def _write(path: Path, simulated: dict[Cell, float], errors: dict[tuple[str, str], float], num_samples: int) -> None:
-    result = {
-        "environment": describe_environment(),
-        "num_samples": num_samples,
-        "rms_error_points": {f"{dataset} {model}": round(error, 3) for (dataset, model), error in errors.items()},
+        raise ValueError("the paper has no such rows (AIME has no 32B)")
+    simulated = simulate_all(run, cells, samples, jobs)
+    groups = dict.fromkeys((cell.dataset, cell.model) for cell in cells)
+    errors = {key: rms_error(simulated, *key) for key in groups}
+    for (name, size), error in errors.items():
+        if size == "1.5B" and error > LARGEST_ERROR[name]:
+            run.miss(f"{name} {size}: {error:.2f} points, expected at most {LARGEST_ERROR[name]}")
+    return {
+        "rms_error_points": {f"{name} {size}": round(error, 3) for (name, size), error in errors.items()},
+        "errors": [
+            {"dataset": name, "model": size, "rms_error_points": round(error, 3)}
+            for (name, size), error in errors.items()
+        ],
         "cells": [{**asdict(cell), "simulated": round(rate, 3)} for cell, rate in simulated.items()],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def figures(result: Entries) -> Figures:
+    errors = result["rms_error_points"]
+    fitted = {data: errors[f"{data} 1.5B"] for data in LAW_OF}
+    others = [error for cell, error in errors.items() if not cell.endswith(" 1.5B")]
+    yield (
+        "Root mean square errors on the 1.5B rows, to which the length laws were fitted: ",
+        f"{fitted['LongAlign']:.2f} points for LongAlign, {fitted['SWE-Smith']:.2f} for SWE-Smith, "
+        f"{fitted['AIME']:.2f} for AIME; the other sizes, unfitted, {min(others):.1f} to {max(others):.1f}",
+    )
+    yield "", f"[all {len(result['cells'])} cells](bench/results/tables.json)"
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "2 min, quick 30 s",
+    (
+        Table(
+            "cells",
+            "Tables 4 and 6: bubble rates in percent",
+            tuple(
+                Column(n.replace("_size", ""), n) for n in ("dataset", "model", "devices", "method", "minibatch_size")
+            ),
+            (
+                Column("simulated", "simulated", ".2f"),
+                Column("paper", "paper", ".2f"),
+                Column("difference", lambda row: f"{row['simulated'] - row['paper']:+.2f}"),
+            ),
+        ),
+        Table(
+            "errors",
+            "root mean square of the differences",
+            (Column("dataset", "dataset"), Column("model", "model")),
+            (Column("points", "rms_error_points", ".2f"),),
+        ),
+    ),
+    quick={"model": ["1.5B"], "samples": 1024},
+    figures=(("README.md", figures, ["tables"]),),
+)
