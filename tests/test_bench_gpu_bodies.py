@@ -202,7 +202,9 @@ def test_sft_has_ranks_without_a_microbatch() -> None:
 
 def test_bandwidth() -> None:
     report = bandwidth.check_shared(WITHIN)
-    assert {row["operation"] for row in report.data["rows"]} == {"gather", "push, direct", "push, daemon", "copy"}
+    operations = {"gather", "push, direct", "push, daemon", "copy", "add", "all_gather", "reduce_scatter"}
+    assert {row["operation"] for row in report.data["rows"]} == operations
+    assert {row["wrong"] for row in report.data["rows"] if row["by"] != "torch"} == {0}
     assert report.tables[0].title == "2 ranks"
     assert "transfers not compared" in report.figures
 

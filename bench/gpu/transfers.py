@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from odc.bench.communication.primitives import size_text
 from odc.bench.gpu.setting import TableData
-from odc.bench.gpu.timing import size_text
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import COPY_ENGINE, KERNEL, Engine, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
