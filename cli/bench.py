@@ -189,37 +189,28 @@ def run_benchmark(
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank outlives us
     with errors_in_one_line():
         check_plot(plot)
-        run = Run(quick=quick, is_quiet=False)
+        settings = {n: v if isinstance(v, bool | int | float | str) else _word(v) for n, v in options.items()}
+        about = {"benchmark": name, "command": line, "settings": settings}
+        run = Run(quick=quick, is_quiet=False, json=json, about=about)
         try:
             with run.progress:
                 found = benchmark.measure(run, **options)
         except BenchError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(2 if isinstance(error, NotRunError) else 1) from None
-        document = {
-            "benchmark": name,
-            "command": line,
-            "commit": results.commit(),
-            "environment": {**results.describe_environment(), **run.environment},
-            "settings": {
-                n: value if isinstance(value, bool | int | float | str) else _word(value)
-                for n, value in options.items()
-            },
-            **found,
-        }
+        document = run.document(found)
+        run.keep(found)
         if run.is_first:
             for table in results.tables_of(benchmark, document):
                 _console().print(table)
-            if json is not None:
-                results.write(json, document)
             if plot is not None:
                 from odc.bench.harness.pictures import draw
 
                 draw(plot, benchmark.picture, document, benchmark.title)
     for text in run.missed if run.is_first else ():
         typer.echo(text)
-    if run.missed:
-        raise typer.Exit(1)
+    if run.missed or run.status:
+        raise typer.Exit(1 if run.missed else run.status)
 
 
 def _console() -> Console:

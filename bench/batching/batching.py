@@ -1,9 +1,5 @@
 """What batches an epoch has under online dynamic batching: the paper's updates and padding, rebuilt from lengths alone.
 
-    python -m odc.bench.batching.batching
-    python -m odc.bench.batching.batching --json runs/batching.json
-    python -m odc.bench.batching.batching --peers    # the second table alone, with the batches of other packages
-
 Samples are drawn from the shipped laws of Table 10 of the paper on Online Dynamic Batching (ODB), as many as its
 Tables 13 and 14 have trained on (updates x samples per update: 95 % of each data set). Each of 8 ranks has a pool of
 1024 of its share, which becomes groups of a token budget; the ranks are aligned, what was returned goes back into the
@@ -23,39 +19,32 @@ Not covered: accuracy and samples per second, which need the models and the GPUs
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from odc.balance import LinearCost
 from odc.balance.checks import IntArray
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds
-from odc.bench.batching.peers import PeerError, compare
 from odc.bench.batching.streamed import StreamedEpoch, stream_epoch
 from odc.bench.batching.waiting import (
+    MINIBATCH_SIZE,
     POOL_SIZE,
     SMALL_POOL,
+    STREAM_COLUMNS,
+    STREAM_KEYS,
     STREAMS,
     WAITING,
     WORLD_SIZE,
     StreamRow,
-    show_streams,
     shuffled,
     simulate_streams,
 )
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 
-WIDTH = 100  # columns of the table
 LARGEST_ERROR = {"odb": 0.09, "gmt": 0.01, "standard": 1.0}
 """How far simulated may be from published: updates of ODB and of GMT, relative; padding of Standard, in points."""
 
@@ -204,101 +193,98 @@ def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
     return 100 * (1 - int(epoch.num_samples.sum()) / bound.num_samples)
 
 
-def show_bounds(dropped: Sequence[float | None]) -> Table:
-    """The third table."""
-    surplus = ", ".join(f"{law} {-num_samples % WORLD_SIZE} / {paper}" for law, (num_samples, paper) in SURPLUS.items())
-    table = Table(
-        title="Dropped without join: bound / published, and simulated (ODB, Table 4)",
-        caption=f"Twice in an epoch, as DistributedSampler deals: {surplus} (Table 5). Streams here: 0",
-    )
-    for name in ("data set", "tokens", "depth", "bound %", "dropped %"):
-        table.add_column(name, justify="left" if name == "data set" else "right")
-    for bound, found in zip(BOUNDS, dropped, strict=True):
-        figures = (f"{bound.percent:.1f} / {bound.paper_percent:.1f}", "" if found is None else f"{found:.2f}")
-        table.add_row(bound.dataset, str(bound.max_tokens), str(bound.depth), *figures)
-    return table
-
-
-def show(results: Sequence[Result]) -> Table:
-    """Simulated beside published."""
-    table = Table(title="Online dynamic batching on 8 ranks: simulated / published (ODB, Tables 13 and 14)")
-    for name in ("data set", "model", "method", "tokens or size", "updates per epoch", "padding %", "off by"):
-        table.add_column(name, justify="left" if name in ("data set", "model", "method") else "right")
-    for result in results:
-        row = result.row
-        updates, padding = f"{result.simulated:.0f} / {row.paper:.0f}", ""
-        if row.method == "standard":
-            updates, padding = "", f"{result.simulated:.1f} / {row.paper:.1f}"
-        elif result.simulated_padding_percent is not None:
-            padding = f"{result.simulated_padding_percent:.1f} / {row.padding_percent:.1f}"
-        error = f"{result.error:+.1f} points" if row.method == "standard" else f"{result.error:+.1%}"
-        table.add_row(row.dataset, row.model, row.method, str(row.setting), updates, padding, error)
-    return table
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
+def measure(
+    run: Run,
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths and their order.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
-    with_peers: Annotated[
-        bool, typer.Option("--peers", help="Only how long ranks wait, beside the batches of other packages.")
-    ] = False,
-    peers_folder: Annotated[Path, typer.Option(help="Where these packages are installed.")] = Path("runs/peers"),
-) -> None:
-    """Rebuild the updates and the padding of ODB's Tables 13 and 14, and simulate streams on the same laws.
-
-    Exits with 1 if a row is further off than it should be.
-    """
-    if with_peers:
-        try:
-            compare(peers_folder, seed, json_file)
-        except PeerError as error:
-            print(error, file=sys.stderr)
-            raise typer.Exit(1) from None
-        return
+    only: Annotated[str, typer.Option(help="Of the laws' names, e.g. sharegpt4o.")] = "",
+) -> Entries:
+    rows = [row for row in ROWS if only in row.dataset]
+    waiting = [each for each in WAITING if only in each[0]]
+    bounds = [bound for bound in BOUNDS if only in bound.dataset]
+    total = sum(row.num_samples for row in rows) + sum(bound.num_samples for bound in bounds)
+    run.begin(total + len(STREAMS) * sum(number for _, number, _ in waiting))
     results: list[Result] = []
     streams: list[StreamRow] = []
-    with progress_bar(Console(stderr=True)) as progress:
-        each = len(STREAMS)
-        total = sum(row.num_samples for row in (*ROWS, *BOUNDS))
-        total += each * sum(num_samples for _, num_samples, _ in WAITING)
-        bar = progress.add_task("batching", total=total)
-        for row in ROWS:
-            results.append(simulate(row, seed))
-            progress.advance(bar, row.num_samples)
-        for law, num_samples, max_tokens in WAITING:
-            streams += simulate_streams(law, num_samples, max_tokens, seed)
-            progress.advance(bar, each * num_samples)
-        dropped = []
-        for bound in BOUNDS:
-            dropped.append(dropped_percent(bound, seed))
-            progress.advance(bar, bound.num_samples)
-    given = Console()
-    console = Console(width=given.width if given.is_terminal else WIDTH)
-    console.print(show(results))
-    console.print(show_streams(streams))
-    console.print(show_bounds(dropped))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        document = {
-            "rows": [{**asdict(result), "error": round(result.error, 5)} for result in results],
-            "streams": [asdict(row) for row in streams],
-            "dropped": [{**asdict(one), "found_percent": found} for one, found in zip(BOUNDS, dropped, strict=True)],
-            "seed": seed,
-            "pool_size": POOL_SIZE,
-            "small_pool": SMALL_POOL,
-            "world_size": WORLD_SIZE,
-        }
-        json_file.write_text(json.dumps({**document, "environment": describe_environment()}, indent=1) + "\n")
-    bad = [result.row for result in results if not result.is_good]
-    for row in bad:
-        print(f"{row.dataset} {row.model} {row.method}: further off than {LARGEST_ERROR[row.method]:g}")
-    if bad:
-        raise typer.Exit(1)
+    dropped = []
+    for row in rows:
+        results.append(simulate(row, seed))
+        run.advance(row.num_samples)
+        if not results[-1].is_good:
+            run.miss(f"{row.dataset} {row.model} {row.method}: further off than {LARGEST_ERROR[row.method]:g}")
+    for law, num_samples, max_tokens in waiting:
+        streams += simulate_streams(law, num_samples, max_tokens, seed)
+        run.advance(len(STREAMS) * num_samples)
+    for bound in bounds:
+        dropped.append({**asdict(bound), "bound_percent": bound.percent, "found_percent": dropped_percent(bound, seed)})
+        run.advance(bound.num_samples)
+    return {
+        "rows": [{**asdict(result), "error": round(result.error, 5)} for result in results],
+        "streams": [asdict(row) for row in streams],
+        "dropped": dropped,
+        "pool_size": POOL_SIZE,
+        "small_pool": SMALL_POOL,
+        "world_size": WORLD_SIZE,
+    }
 
 
-if __name__ == "__main__":
-    app()
+def _bubbles(result: Entries, kind: str) -> list[float]:
+    return [row["bubble_percent"] for row in result["streams"] if row["kind"] == kind]
+
+
+def figures(result: Entries) -> Figures:
+    ours, dgap, steps = (_bubbles(result, kind) for kind in ("minibatch", "dgap", "steps"))
+    yield "", f"bubbles are {ours[0]:.1f} % (LongAlign) and {ours[1]:.1f} % (ShareGPT4o), with no length known"
+    yield "", f"online dynamic batching leaves {dgap[0]:.1f} % and {dgap[1]:.1f} %, and its contract"
+    yield "", f'(`align="steps"`, padded) {steps[0]:.1f} % and {steps[1]:.1f} %'
+
+
+def figures_table(result: Entries) -> Figures:
+    cells = {kind: " % / ".join(f"{rate:.1f}" for rate in _bubbles(result, kind)) for kind in ("dgap", "steps")}
+    yield "(online dynamic batching) | collectives |", f" {cells['dgap']} % |"
+    yield "the microbatches of a step **cost** the same | collectives, a cost model |", f" {cells['steps']} % |"
+    ours, known, pool_sort = (_bubbles(result, kind) for kind in ("minibatch", "LB-Mini (known)", "pool-sort"))
+    yield "padded or packed | ODC, a cost model |", f" {ours[0]:.1f} % / {ours[1]:.1f} % |"
+    yield "at one time | |", f" {pool_sort[0]:.1f} % / {pool_sort[1]:.1f} % (pool sort, pools of {result['pool_size']})"
+    yield "the samples of each minibatch together, has ", f"{known[0]:.1f} % / {known[1]:.1f} %."
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "3 min, quick 20 s",
+    (
+        Table(
+            "rows",
+            "online dynamic batching on 8 ranks, ODB's Tables 13 and 14: updates per epoch (standard: padding %)",
+            tuple(Column(name, f"row.{name}") for name in ("dataset", "model", "method", "setting")),
+            (
+                Column("simulated", "simulated", ".1f"),
+                Column("published", "row.paper", ".1f"),
+                Column("off by", "error", "+.3f"),
+                Column("padding %", "simulated_padding_percent", ".1f"),
+                Column("published", "row.padding_percent", ".1f"),
+            ),
+        ),
+        Table(
+            "streams",
+            f"streams on {WORLD_SIZE} ranks, pools of {SMALL_POOL} (pool-sort: {POOL_SIZE}); minibatches of about "
+            f"{MINIBATCH_SIZE}",
+            STREAM_KEYS,
+            STREAM_COLUMNS,
+        ),
+        Table(
+            "dropped",
+            "dropped without join, percent (ODB, Table 4)",
+            (Column("data set", "dataset"), Column("tokens", "max_tokens"), Column("depth", "depth")),
+            (
+                Column("bound", "bound_percent", ".1f"),
+                Column("published", "paper_percent", ".1f"),
+                Column("simulated", "found_percent", ".2f"),
+            ),
+            "Twice in an epoch, as DistributedSampler deals: "
+            + ", ".join(f"{law} {-number % WORLD_SIZE} / {paper}" for law, (number, paper) in SURPLUS.items())
+            + " (Table 5). Streams here: 0",
+        ),
+    ),
+    quick={"only": "sharegpt4o"},
+    figures=(("README.md", figures, ["batching"]), ("docs/streams.md", figures_table, ["batching"])),
+)

@@ -1,8 +1,5 @@
 """What a stream costs beside torch's own loader: time per sample, time to the first batch, memory with all workers.
 
-    python -m odc.bench.batching.loading
-    python -m odc.bench.batching.loading --json runs/loading.json
-
 Samples have a quarter of the lengths of ShareGPT4o and cost next to nothing to make, so the loaders themselves are what
 is timed: nothing trains between two batches. Each of two ranks has two workers. ``torch.utils.data.DataLoader`` gives
 batches of 8, which workers collate, and single samples; streams give batches of about 3072 padded tokens, aligned over
@@ -13,8 +10,6 @@ Memory is what is resident of a rank and its workers, largest of an epoch.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import statistics
 import time
@@ -26,14 +21,11 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, DistributedSampler
 
 from odc.balance import StreamLoader, sample_lengths
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import Rank, run_ranks
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
+from odc.bench.harness.ranks import Rank
 
 WORLD_SIZE, NUM_WORKERS, MAX_TOKENS, NUM_SAMPLES = 2, 2, 3072, 4001
 LOADERS = ("torch, batches of 8", "torch, single samples", "dgap", "steps", "minibatch")
@@ -175,46 +167,44 @@ def summarize(times: Sequence[dict[str, list[Epoch]]], memory: dict[str, float])
     return rows
 
 
-def show(rows: Sequence[Row]) -> Table:
-    """One row per loader."""
-    table = Table(title=f"{NUM_SAMPLES} samples on {WORLD_SIZE} ranks with {NUM_WORKERS} workers each")
-    table.add_column("loader")
-    for name in ("us/sample (spread)", "of torch's", "first batch s", "MB more"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        spread = (
-            f"{statistics.median(row.us_per_sample):.0f} ({min(row.us_per_sample):.0f}-{max(row.us_per_sample):.0f})"
-        )
-        first = f"{statistics.median(row.first_batch_s):.2f}"
-        table.add_row(row.loader, spread, f"{row.times_torch:.2f}", first, f"{row.memory_over_torch_mb:.0f}")
-    return table
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
+def measure(
+    run: Run,
     repetitions: Annotated[int, typer.Option(min=1, help="Epochs of each loader.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows to this file.")] = None,
-) -> None:
-    """Time and memory of streams beside torch's DataLoader."""
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("loading", total=WORLD_SIZE * len(LOADERS) * (repetitions + 1))
-
-        def run(body: Callable[..., Any], *arguments: Any) -> list[Any]:
-            on_progress = functools.partial(progress.advance, bar)
-            return run_ranks(WORLD_SIZE, body, *arguments, on_progress=on_progress, have_children=True)
-
-        times = run(measure_times, repetitions)
-        memory = {loader: max(run(measure_memory, loader)) for loader in LOADERS}
-    rows = summarize(times, memory)
-    Console().print(show(rows))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        document = {"rows": [asdict(row) for row in rows], "environment": describe_environment()}
-        json_file.write_text(json.dumps(document, indent=1) + "\n")
+) -> Entries:
+    run.begin(WORLD_SIZE * len(LOADERS) * (repetitions + 1), "loading")
+    times = run.ranks(WORLD_SIZE, measure_times, repetitions, have_children=True)
+    memory = {loader: max(run.ranks(WORLD_SIZE, measure_memory, loader, have_children=True)) for loader in LOADERS}
+    return {"rows": [asdict(row) for row in summarize(times, memory)]}
 
 
-if __name__ == "__main__":
-    app()
+def figures(result: Entries) -> Figures:
+    rows = {row["loader"]: row for row in result["rows"]}
+    times = sorted(rows["minibatch"]["us_per_sample"])
+    per_minibatch_ms = 8 * times[len(times) // 2] / 1000
+    yield "Loading takes ", f'{rows["dgap"]["times_torch"]:.2f}x (`"dgap"`) of the time per sample'
+    yield "", f'{rows["steps"]["times_torch"]:.2f}x, `"minibatch"` with 8 samples in a minibatch'
+    yield (
+        "8 samples in a minibatch ",
+        f"{rows['minibatch']['times_torch']:.2f}x, which is {per_minibatch_ms:.0f} ms per minibatch",
+    )
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "2 min, quick 40 s",
+    (
+        Table(
+            "rows",
+            f"{NUM_SAMPLES} samples on {WORLD_SIZE} ranks with {NUM_WORKERS} workers each",
+            (Column("loader", "loader"),),
+            (
+                Column("us/sample", lambda row: Column("", "", ".0f").written(spread(row["us_per_sample"]))),
+                Column("of torch's", "times_torch", ".2f"),
+                Column("first batch s", lambda row: f"{statistics.median(row['first_batch_s']):.2f}"),
+                Column("MB more", "memory_over_torch_mb", ".0f"),
+            ),
+        ),
+    ),
+    quick={"repetitions": 1},
+    figures=(("docs/streams.md", figures, ["loading"]),),
+)

@@ -1,6 +1,6 @@
 """Other people's batching, each in a process of its own: the samples' lengths in, every rank's batches out.
 
-    python -m odc.bench.batching.peer_programs lhotse job.json answer.json    # what odc.bench.batching.peers starts, nobody by hand
+    python -m odc.bench.batching.peer_programs lhotse job.json answer.json    # what peers.py starts
 
 Their packages are on this process's path only (:mod:`.peers` puts them there). They do their own work through
 their own doors; a sample's data is nothing but its length. Each line on standard output is how many samples more have

@@ -1,7 +1,6 @@
 """Other people's batching on the samples of the streams' table: their own code, our metrics.
 
-    python -m odc.bench.batching.batching --peers                             # with the packages in runs/peers
-    python -m odc.bench.batching.batching --peers --peers-folder FOLDER --json runs/batching_peers.json
+    odc bench peers --folder runs/peers
 
 The packages are no dependencies of this project. They lie in a folder of their own, which is on the path of one process
 per row only (:mod:`.peer_programs`); where one is missing, the error says what to install. Such a process gets
@@ -28,11 +27,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from odc.balance.checks import IntArray
 from odc.balance.costs import CostModel, evaluate
@@ -43,17 +41,17 @@ from odc.bench.batching.waiting import (
     MINIBATCH_SIZE,
     SMALL_POOL,
     STREAM_COLUMNS,
+    STREAM_KEYS,
     WAITING,
     WORLD_SIZE,
     StreamRow,
     shuffled,
     simulate_streams,
 )
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
+from odc.bench.harness.ranks import BenchError
 from odc.bench.planning.paper_costs import paper_cost
 
-WIDTH = 130  # columns of the table
 _LAST_LINES = 12  # of a process that has failed
 _FOR_LHOTSE = (
     *("soundfile==0.14.0", "cffi==2.1.1", "intervaltree==3.2.1", "sortedcontainers==2.4.0", "cytoolz==1.2.0"),
@@ -69,7 +67,7 @@ _FOR_VERL = (
 Settings = Mapping[str, int | float | bool | str]
 
 
-class PeerError(RuntimeError):
+class PeerError(BenchError):
     """Packages are missing, or the process of a peer has failed."""
 
 
@@ -299,55 +297,90 @@ def rows_of(peer: Peer, law: str, max_tokens: int, lengths: IntArray, batches: B
     return rows
 
 
-def show(rows: Sequence[StreamRow], peers: Sequence[Peer]) -> Table:
-    """Ours and theirs."""
-    said = (f"{peer.kind}: {', '.join(f'{key}={value}' for key, value in peer.settings.items())}" for peer in peers)
-    table = Table(
-        title=f"Streams on {WORLD_SIZE} ranks, pools of {SMALL_POOL}, and the batches of other packages",
-        caption="\n".join(["Lost: in no batch. Twice: how often samples come again.", *said]),
-        caption_justify="left",
-    )
-    table.add_column("data set")
-    table.add_column("batches of")
-    for name in (*STREAM_COLUMNS, "lost", "twice"):
-        table.add_column(name, justify="right")
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
-        counts = (str(row.lost), str(row.twice)) if isinstance(row, PeerRow) else ()
-        ends = following is None or (row.law, type(row)) != (following.law, type(following))
-        table.add_row(row.law, row.kind, *row.cells, *counts, end_section=ends)
-    return table
-
-
-def compare(folder: Path, seed: int, json_file: Path | None) -> None:
-    """Our rows and the peers', as a table and as JSON.
-
-    Raises:
-        PeerError: a package is missing, before any work; a peer failed.
-    """
+def measure(
+    run: Run,
+    folder: Annotated[Path, typer.Option(help="Where the packages are installed.")] = Path("runs/peers"),
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths and their order.")] = 0,
+    law: Annotated[str, typer.Option(help="Only this one, of longalign and sharegpt4o.")] = "",
+) -> Entries:
     check_packages(folder, PEERS)
+    waiting = [each for each in WAITING if law in each[0]]
     ours: list[StreamRow] = []
     theirs: list[PeerRow] = []
-    with progress_bar(Console(stderr=True)) as progress:
-        total = sum(num_samples for _, num_samples, _ in WAITING) * (len(PEERS) + 1)
-        bar = progress.add_task("our streams", total=total)
-        for law, num_samples, max_tokens in WAITING:
-            ours += simulate_streams(law, num_samples, max_tokens, seed)
-            progress.advance(bar, num_samples)
-        for law, num_samples, max_tokens in WAITING:
-            lengths = shuffled(law, num_samples, seed)
-            for peer in PEERS:
-                progress.update(bar, description=f"{peer.kind}, {law}")
-                batches = run_program(
-                    peer, folder, lengths, max_tokens, on_progress=lambda done: progress.advance(bar, done)
-                )
-                theirs += rows_of(peer, law, max_tokens, lengths, batches)
-    given = Console()
-    rows = [row for law, _, _ in WAITING for row in (*ours, *theirs) if row.law == law]
-    Console(width=given.width if given.is_terminal else WIDTH).print(show(rows, PEERS))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        document: dict[str, Any] = {"streams": [asdict(row) for row in ours], "peers": [asdict(row) for row in theirs]}
-        settings = {"seed": seed, "small_pool": SMALL_POOL, "world_size": WORLD_SIZE}
-        json_file.write_text(
-            json.dumps({**document, **settings, "environment": describe_environment()}, indent=1) + "\n"
-        )
+    run.begin(sum(num_samples for _, num_samples, _ in waiting) * (len(PEERS) + 1), "our streams")
+    for name, num_samples, max_tokens in waiting:
+        ours += simulate_streams(name, num_samples, max_tokens, seed)
+        run.advance(num_samples)
+    for name, num_samples, max_tokens in waiting:
+        lengths = shuffled(name, num_samples, seed)
+        for peer in PEERS:
+            run.describe(f"{peer.kind}, {name}")
+            batches = run_program(peer, folder, lengths, max_tokens, on_progress=run.advance)
+            theirs += rows_of(peer, name, max_tokens, lengths, batches)
+    settings = {"small_pool": SMALL_POOL, "world_size": WORLD_SIZE}
+    return {"streams": [asdict(row) for row in ours], "peers": [asdict(row) for row in theirs], **settings}
+
+
+def figures(result: Entries) -> Figures:
+    rows = {(row["law"], row["kind"]): row for row in (*result["streams"], *result["peers"])}
+    names = {
+        "steps": 'here, `"steps"`',
+        "minibatch": 'here, `"minibatch"`, under ODC',
+        "LB-Mini (known)": "here, LB-Mini, lengths known, under ODC",
+        "ODB": "ODB 0.1.2, as it comes",
+        "ODB, no warm-up": "the same, `no_warmup=True`",
+        "cosmos-rl": "cosmos-rl 0.4.7, one packed batch",
+        "cosmos-rl, 4 a step": "the same, four batches",
+        "cosmos-rl, 4 a step, at steps": "these under ODC",
+        "lhotse, 2048": "lhotse 1.33.0, a buffer of all ranks' pools",
+        "lhotse, 20000": "the same, its own buffer",
+        "verl (known), 32": "verl 0.9.1, lengths known, 4 samples",
+        "verl (known), 256": "the same, 32 samples",
+        "verl (known), 256, at steps": "these too under ODC",
+    }
+    for kind, name in names.items():
+        cells = []
+        for law in ("longalign", "sharegpt4o"):
+            row = rows[law, kind]
+            cells.append(f"{row['time_per_1000']:.1f} | {row['bubble_percent']:.1f} % | {row['samples_per_step']:.1f}")
+        yield f"| {name} |", f" {' | '.join(cells)} |"
+    dgap, published = rows["longalign", "dgap"], rows["longalign", "ODB, no warm-up"]
+    yield (
+        "",
+        f"ODB's own code without its warm-up takes {published['time_per_1000']:.1f}, where our rounds of "
+        f'`"dgap"` take {dgap["time_per_1000"]:.1f}',
+    )
+
+    def counts(kind: str, of: str) -> tuple[int, int]:
+        return rows["longalign", kind][of], rows["sharegpt4o", kind][of]
+
+    (lost, also_lost), (again, also_again) = counts("cosmos-rl", "lost"), counts("cosmos-rl", "twice")
+    yield "", f"cosmos-rl leaves {lost} out and takes {again} again (ShareGPT4o: {also_lost} and {also_again})"
+    few, many = counts("verl (known), 32", "lost"), counts("verl (known), 256", "lost")
+    yield (
+        "verl leaves out its last batch, ",
+        f"{few[0]} or {many[0]} samples (ShareGPT4o: {few[1]} or {many[1]})",
+    )
+    yield "lhotse repeats ", f"{max(*counts('lhotse, 2048', 'twice'), *counts('lhotse, 20000', 'twice'))} at most"
+    yield "ODB's sampler repeats ", f"{counts('ODB', 'twice')[1]} of ShareGPT4o"
+
+
+_TITLE = f"on {WORLD_SIZE} ranks, pools of {SMALL_POOL}"
+BENCHMARK = Benchmark(
+    measure,
+    "30 min, quick 8 min",
+    (
+        Table("streams", f"streams {_TITLE}", STREAM_KEYS, STREAM_COLUMNS),
+        Table(
+            "peers",
+            f"batches of other packages {_TITLE}",
+            (Column("data set", "law"), Column("batches of", "kind")),
+            (*STREAM_COLUMNS, Column("lost", "lost"), Column("twice", "twice")),
+            "Lost: in no batch. Twice: how often samples come again.\n"
+            + "\n".join(f"{p.kind}: {', '.join(f'{key}={value}' for key, value in p.settings.items())}" for p in PEERS),
+        ),
+    ),
+    quick={"law": "longalign"},
+    needs="other packages; it says which",
+    figures=(("docs/streams.md", figures, ["batching_peers"]),),
+)

@@ -6,11 +6,10 @@ The second table of :mod:`.batching`, which says what the ways are; with other p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
 
 from odc.balance import sample_lengths
 from odc.balance.checks import IntArray
@@ -19,6 +18,7 @@ from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, QuotaRou
 from odc.balance.random_numbers import random_generator
 from odc.balance.simulate.simulator import Scenario
 from odc.bench.batching.streamed import StreamedEpoch, stream_epoch
+from odc.bench.harness.benchmark import Column
 from odc.bench.planning.paper_costs import paper_cost
 
 WORLD_SIZE, POOL_SIZE = 8, 1024
@@ -104,13 +104,6 @@ class StreamRow:
             epoch.oldest,
         )
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """What stands under :data:`STREAM_COLUMNS`."""
-        early = "" if self.early_bubble_percent is None else f"{self.early_bubble_percent:.2f}"
-        rates = (f"{self.bubble_percent:.2f}", early, f"{self.padding_percent:.1f}")
-        return (f"{self.time_per_1000:.1f}", *rates, f"{self.samples_per_step:.1f}", str(self.oldest or ""))
-
 
 def simulate_streams(law: str, num_samples: int, max_tokens: int, seed: int = 0) -> list[StreamRow]:
     """All rows of one law."""
@@ -120,20 +113,12 @@ def simulate_streams(law: str, num_samples: int, max_tokens: int, seed: int = 0)
     return [*streamed, known]
 
 
-STREAM_COLUMNS = ("time/1000", "bubble %", "until 85 %", "padding %", "samples", "waited")
-"""Of a row, behind data set and kind."""
-
-
-def show_streams(rows: Sequence[StreamRow]) -> Table:
-    """The second table."""
-    table = Table(
-        title=f"Streams on {WORLD_SIZE} ranks, pools of {SMALL_POOL} (pool-sort: {POOL_SIZE}); "
-        f"minibatches of about {MINIBATCH_SIZE}"
-    )
-    table.add_column("data set")
-    table.add_column("aligned by")
-    for name in STREAM_COLUMNS:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row.law, row.kind, *row.cells)
-    return table
+STREAM_KEYS = (Column("data set", "law"), Column("aligned by", "kind"))
+STREAM_COLUMNS = (
+    Column("time/1000", "time_per_1000", ".1f"),
+    Column("bubble %", "bubble_percent", ".2f"),
+    Column("until 85 %", "early_bubble_percent", ".2f"),
+    Column("padding %", "padding_percent", ".1f"),
+    Column("samples", "samples_per_step", ".1f"),
+    Column("waited", "oldest"),
+)

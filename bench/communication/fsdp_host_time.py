@@ -1,7 +1,5 @@
 """What ODC adds to FSDP2's own host time, for each unit and microbatch, by what it goes into; bytes aside.
 
-    python -m odc.bench.communication.fsdp_host_time --json runs/fsdp_host_time.json
-
 On a GPU the host has to launch all work in less time than the work takes. What FSDP2 needs for that, in Python, is
 measured here, and what it needs in addition under ODC. Units pose as decoder layers: 12 parameters each, of 64 elements
 at most, which nobody computes with; their gradients are made out of nothing. So no time goes into arithmetic or bytes.
@@ -22,43 +20,37 @@ that trains, over the units. From these:
 
 Differences are taken within a repetition, some rounds of all kinds, so that a machine that is slower for a while is so
 for all; shown are the medians over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs
-once (the end, publishing) is in odc.bench.communication.host_time. Not covered: GPUs.
+once (the end, publishing) is in ``odc bench host-time``. Not covered: GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from odc import patch_fsdp
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, summary
+from odc.bench.harness.ranks import Rank
 from odc.engines.base import CpuEngine
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
 
 NUM_PARAMETERS = 12
-ALONE = "FSDP2, nothing patched"
+ALONE, OWN = "FSDP2, nothing patched", "FSDP2's own"
 SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "intercepted": (Runtime, Guard),
     "guarded": (Runtime,),
@@ -68,7 +60,7 @@ SWITCHED_OFF: dict[str, tuple[type, ...]] = {
 """Of the patched model: whose operations do nothing."""
 KINDS = ("without FSDP", ALONE, "FSDP2", *SWITCHED_OFF)
 PARTS = {
-    "FSDP2's own": (1, 0),
+    OWN: (1, 0),
     "other models": (2, 1),
     "interception": (3, 2),
     "guard": (4, 3),
@@ -220,70 +212,64 @@ class _Turns:
             return (time.thread_time_ns() - started_ns) * 1e-3 / self._settings.num_units
 
 
-def summarize(ranks: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
-    """The parts, in us and in per cent of FSDP2's own."""
+def summarize(ranks: Sequence[Sequence[dict[str, float]]]) -> Entries:
+    """The kinds in us, and the parts in us and in per cent of FSDP2's own."""
     kinds = np.array([[row[name] for name in KINDS] for rows in ranks for row in rows])
     own = np.median(kinds[:, 1] - kinds[:, 0])
-    parts = {}
+    parts = []
     for name, (more, less) in PARTS.items():
         difference = kinds[:, more] - kinds[:, less]
-        parts[name] = {"us": _quantiles(difference), "percent": _quantiles(100 * difference / own)}
-    return {"kinds_us": {name: _quantiles(kinds[:, i]) for i, name in enumerate(KINDS)}, "parts": parts}
+        parts.append({"part": name, "us": summary(difference), "percent": summary(100 * difference / own)})
+    return {"parts": parts, "kinds": [{"kind": name, "us": summary(kinds[:, i])} for i, name in enumerate(KINDS)]}
 
 
-def _quantiles(values: Any) -> dict[str, float]:
-    p20, median, p80 = (float(value) for value in np.quantile(values, (0.2, 0.5, 0.8)))
-    return {"median": median, "p20": p20, "p80": p80}
+def measure(
+    run: Run,
+    ranks: Annotated[int, typer.Option(min=2, help="Of one host.")] = 2,
+    units: Annotated[int, typer.Option(min=1, help="That pose as layers.")] = Settings.num_units,
+    rounds: Annotated[int, typer.Option(min=1, help="Of a repetition, one more first.")] = Settings.rounds,
+    repetitions: Annotated[int, typer.Option(min=1, help="One more first.")] = Settings.repetitions,
+    keep: Annotated[bool, typer.Option("--keep", help="reshard_after_forward=False")] = False,
+) -> Entries:
+    run.begin(repetitions + 1, f"{ranks} ranks")
+    return summarize(run.ranks(ranks, measure_rank, Settings(units, rounds, repetitions, keep)))
 
 
-def parts_table(result: dict[str, Any]) -> Table:
-    """What the host spends for a unit in a microbatch."""
-    table = Table(title="host time of a unit and microbatch, CPU us of the training thread: median (20th-80th)")
-    for name in ("", "us", "% of FSDP2's own"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, part in result["parts"].items():
-        texts = ["{median:.1f} ({p20:.1f}-{p80:.1f})".format(**part[unit]) for unit in ("us", "percent")]
-        table.add_row(name, *texts, end_section=name in ("FSDP2's own", "other models", "transfers", "all of ODC"))
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="odc.bench.communication.fsdp_host_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def figures(result: Entries) -> Figures:
+    parts = {row["part"]: row for row in result["parts"]}
+    percent = {name: row["percent"]["median"] for name, row in parts.items()}
+    yield (
+        "**What of that meets FSDP2?** ",
+        f"For a unit of 12 parameters and a microbatch FSDP2 itself needs {parts[OWN]['us']['median']:.0f} us of the "
+        f"host; ODC adds {percent['all of ODC']:.0f} %, bytes aside: {percent['interception']:.1f} % by standing "
+        f"between, {percent['guard']:.1f} % by looking whether parameters were changed, {percent['transfers']:.1f} % "
+        "by two gathers and a push",
     )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--ranks", type=int, default=2, help="of one host (2)")
-    parser.add_argument("--units", type=int, default=Settings.num_units, help="that pose as layers (24)")
-    parser.add_argument("--rounds", type=int, default=Settings.rounds, help="of a repetition, one more first (8)")
-    parser.add_argument("--repetitions", type=int, default=Settings.repetitions, help="one more first (20)")
-    parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False")
-    options = parser.parse_args()
-    if min(options.units, options.rounds, options.repetitions) < 1 or options.ranks < 2:
-        parser.error("all numbers must be at least 1, --ranks at least 2")
-    settings = Settings(options.units, options.rounds, options.repetitions, options.keep)
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task(f"{options.ranks} ranks", total=settings.repetitions + 1)
-        try:
-            ranks = run_ranks(
-                options.ranks, measure_rank, settings, on_progress=lambda amount: progress.advance(bar, amount)
-            )
-        except RankFailedError as error:
-            print(error, file=sys.stderr)
-            sys.exit(1)
-    result = summarize(ranks)
-    Console(width=None if sys.stdout.isatty() else 125).print(parts_table(result))
-    if options.json:
-        document = {
-            "environment": {**describe_environment(), "threads_per_rank": 1},
-            "ranks": options.ranks,
-            "settings": asdict(settings),
-            **result,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def figures_before(result: Entries) -> Figures:
+    percent = {row["part"]: row["percent"]["median"] for row in result["parts"]}
+    yield (
+        "while `.grad` was watched by an attribute of its own, ",
+        f"it was {percent['all of ODC']:.0f} %, and models that are not patched paid {percent['other models']:.0f} %",
+    )
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "1 min, quick 15 s",
+    (
+        Table(
+            "parts",
+            "host time of a unit and microbatch, CPU us of the training thread: median (20th-80th percentile)",
+            (Column("part", "part"),),
+            (Column("us", "us", ".1f"), Column("% of FSDP2's own", "percent", ".1f")),
+        ),
+        Table("kinds", "kinds of microbatch", (Column("kind", "kind"),), (Column("us", "us", ".1f"),)),
+    ),
+    quick={"units": 8, "rounds": 3, "repetitions": 4},
+    figures=(
+        ("README.md", figures, ["fsdp_host_time"]),
+        ("README.md", figures_before, ["fsdp_host_time_before"]),
+    ),
+)

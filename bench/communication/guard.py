@@ -1,7 +1,5 @@
 """What it costs to notice parameters that were changed by hand: gathers and pushes with that guard on and off.
 
-    python -m odc.bench.communication.guard --json bench/results/guard.json
-
 Two CPU ranks train a stack of equal blocks (twelve parameters each, one unit each; float32 parameters that compute in
 bfloat16) under FSDP2 and under FSDP1. What is timed is a call of FSDP's own all-gather and reduce-scatter of a block,
 with everything that on-demand communication does in it. The guard is on in every other minibatch and off in those
@@ -21,30 +19,24 @@ Not covered: GPUs, where the comparisons are launches whose answers come later; 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import odc
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import meet, rank_processes
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, summary
+from odc.bench.harness.ranks import Rank
 
 NUM_RANKS = 2
 NUM_BLOCKS = 4
@@ -63,25 +55,9 @@ OPERATIONS = (
     "later eval",
     "publish",
 )
-LIMIT_S = 600.0
 
 Key = tuple[str, bool]  # operation, whether the guard was on
 Sample = tuple[float, float]  # seconds of a call, and of these in the guard
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operation on one kind of unit."""
-
-    fsdp: str
-    unit: str
-    operation: str
-    is_guarded: bool
-    median_s: float
-    p20_s: float
-    p80_s: float
-    in_guard_s: float
-    num_samples: int
 
 
 class Block(nn.Module):
@@ -204,7 +180,7 @@ class _Timed:
         return self._call(*args, **kwargs)
 
 
-def measure(fsdp: str, width: int, num_rounds: int) -> dict[Key, list[Sample]]:
+def samples_of(fsdp: str, width: int, num_rounds: int) -> dict[Key, list[Sample]]:
     """This rank's samples."""
     model = build(fsdp, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -227,71 +203,53 @@ def measure(fsdp: str, width: int, num_rounds: int) -> dict[Key, list[Sample]]:
     return dict(stopwatch.samples)
 
 
-def run_rank(rank: int, world_size: int, store: str, pipe: Connection, num_rounds: int) -> None:
-    """A rank's process: sends its samples of every combination."""
-    torch.set_num_threads(1)
-    meet(rank, world_size, store, "gloo", LIMIT_S)
+def measure_rank(me: Rank, num_rounds: int) -> list[tuple[str, str, dict[Key, list[Sample]]]]:
+    """A rank's samples of every combination."""
+    found = []
     for fsdp, unit in itertools.product(FSDPS, WIDTHS):
-        pipe.send((fsdp, unit, measure(fsdp, WIDTHS[unit], num_rounds)))
-    dist.destroy_process_group()
+        found.append((fsdp, unit, samples_of(fsdp, WIDTHS[unit], num_rounds)))
+        me.report(1.0 if me.rank == 0 else 0.0)
+    return found
 
 
-def rows_of(num_rounds: int) -> Iterator[Row]:
-    """All rows, combination by combination."""
-    quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    with rank_processes(NUM_RANKS, run_rank, [num_rounds]) as pipes:
-        for _ in range(len(FSDPS) * len(WIDTHS)):
-            answers = [pipe.recv() for pipe in pipes]
-            fsdp, unit, samples = answers[0]
-            for operation, is_guarded in sorted(samples, key=lambda key: (OPERATIONS.index(key[0]), key[1])):
-                calls = [sample for answer in answers for sample in answer[2][operation, is_guarded]]
-                seconds, in_guard_s = torch.tensor(calls, dtype=torch.float64).unbind(1)
-                p20, median, p80 = torch.quantile(seconds, quantiles).tolist()
-                yield Row(
-                    fsdp, unit, operation, is_guarded, median, p20, p80, float(in_guard_s.quantile(0.5)), len(calls)
-                )
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Each operation with the guard and without."""
-    by_key = {(row.fsdp, row.unit, row.operation, row.is_guarded): row for row in rows}
-    out = Table(title=f"the guard against changed parameters, {NUM_RANKS} ranks")
-    for column in ("FSDP", "unit", "operation", "off", "p20-p80", "on", "p20-p80", "guard", "of it"):
-        out.add_column(column, justify="left" if column in ("FSDP", "unit", "operation") else "right")
-    for row in (row for row in rows if row.is_guarded):
-        off = by_key.get((row.fsdp, row.unit, row.operation, False))
-        cells = [_us(row.median_s), f"{row.p20_s * 1e6:.0f}-{row.p80_s * 1e6:.0f}"]
-        if off is None:
-            out.add_row(row.fsdp, row.unit, row.operation, "", "", *cells, "", "")
-            continue
-        before = [_us(off.median_s), f"{off.p20_s * 1e6:.0f}-{off.p80_s * 1e6:.0f}"]
-        after = [_us(row.in_guard_s), f"{100 * row.in_guard_s / off.median_s:.0f} %"]
-        out.add_row(row.fsdp, row.unit, row.operation, *before, *cells, *after)
-    return out
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="odc.bench.communication.guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=50, help="of four minibatches: with and without, two evaluate")
-    args = parser.parse_args()
-    rows: list[Row] = []
-    with progress_bar(Console(stderr=True)) as progress:
-        task = progress.add_task("combinations", total=len(FSDPS) * len(WIDTHS))
-        for row in rows_of(args.rounds):
+def measure(
+    run: Run,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Of four minibatches: guarded and not, two of them evaluate.")
+    ] = 50,
+) -> Entries:
+    run.begin(len(FSDPS) * len(WIDTHS), "combinations")
+    rows = []
+    for answers in zip(*run.ranks(NUM_RANKS, measure_rank, rounds), strict=True):
+        fsdp, unit, samples = answers[0]
+        for operation in (name for name in OPERATIONS if (name, True) in samples):
+            row: dict[str, Any] = {"fsdp": fsdp, "unit": unit, "operation": operation}
+            for name, is_guarded in (("off", False), ("on", True)):
+                if (operation, is_guarded) in samples:
+                    calls = [sample for answer in answers for sample in answer[2][operation, is_guarded]]
+                    row[f"{name}_s"] = summary([seconds for seconds, _ in calls])
+                    row["in_guard_s"], row["num_samples"] = statistics.median(guard for _, guard in calls), len(calls)
+            if "off_s" in row:
+                row["share"] = row["in_guard_s"] / row["off_s"]["median"]
             rows.append(row)
-            progress.update(task, completed=len({(row.fsdp, row.unit) for row in rows}))
-    Console(width=110).print(table(rows))
-    if args.json:
-        document = {"environment": describe_environment(), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return {"rows": rows}
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    "1 min, quick 15 s",
+    (
+        Table(
+            "rows",
+            f"the guard against changed parameters, {NUM_RANKS} ranks, us",
+            (Column("FSDP", "fsdp"), Column("unit", "unit"), Column("operation", "operation")),
+            (
+                Column("off", "off_s", ".1f", 1e6),
+                Column("on", "on_s", ".1f", 1e6),
+                Column("guard", "in_guard_s", ".1f", 1e6),
+                Column("of it", "share", ".0%"),
+            ),
+        ),
+    ),
+    quick={"rounds": 5},
+)

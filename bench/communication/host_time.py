@@ -1,8 +1,8 @@
 """Host time of ODC's operations against the number of ranks: what Python and system calls cost, bytes aside.
 
-    python -m odc.bench.communication.host_time --ranks 2 4 8 16 --json runs/host_time.json
-    python -m odc.bench.communication.host_time --ranks 2 4 8 --hosts 2 --json runs/host_time_tcp.json
-    python -m odc.bench.communication.host_time --ranks 2 4 8 16 --streams --json runs/host_time_streams.json
+    odc bench host-time --ranks 2,4,8,16
+    odc bench host-time --ranks 2,4,8 --hosts 2
+    odc bench host-time --streams
 
 With --streams ranks work on streams that pose as a GPU's: all is as there, but for the driver, whose calls are counted
 instead. Without, on host memory.
@@ -40,41 +40,35 @@ Set-up: the slowest rank's wall time of ``Runtime.create``, all ranks at once on
 one rank; how many exchanges it makes (small messages through the store of the process group); the threads and
 descriptors it adds; shared memory per rank. The first of the repetitions is in it: modules are imported then.
 
-Not covered: contention, bytes (see odc.bench.communication.primitives), GPUs, FSDP's own host time.
+Not covered: contention, bytes (``odc bench primitives``), GPUs, FSDP's own host time.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, summary
+from odc.bench.harness.ranks import Rank
 from odc.minibatch import daemon
 from odc.setup.agreement import ProcessGroupExchange
 
 OPERATIONS = ("publish", "gather_first", "gather", "push", "finish", "gradient", "yardstick")
 IDLE = "idle"  # a turn in which nothing is done
+RANKS = Numbers(2, 4, 8, 16)
 QUIET_S = 0.02  # for what a rank has set going elsewhere to come to its end
 SETTLE_S = 0.1  # for all ranks but one to be asleep in finish
 
@@ -276,11 +270,9 @@ class _Turns:
 # All ranks
 
 
-def measure(
-    world_size: int, settings: Settings, modes: Sequence[str], on_progress: Callable[[float], object] = lambda _: None
-) -> list[dict[str, Any]]:
+def cells_of(run: Run, world_size: int, settings: Settings, modes: Sequence[str]) -> list[dict[str, Any]]:
     """One cell of the result for each mode of accumulating."""
-    results = run_ranks(world_size, measure_rank, settings, modes, on_progress=on_progress)
+    results = run.ranks(world_size, measure_rank, settings, modes)
     return [_cell(mode, settings, [mine[index] for mine in results]) for index, mode in enumerate(modes)]
 
 
@@ -294,8 +286,8 @@ def _cell(accumulate: str, settings: Settings, ranks: Sequence[RankResult]) -> d
         "transport": ranks[0].transport,
         "accumulate": accumulate,
         "setup": {
-            "slowest_wall_s": _summary([max(one.wall_s for one in attempt) for attempt in attempts]),
-            "cpu_s": _summary([one.cpu_s for attempt in attempts for one in attempt]),
+            "slowest_wall_s": summary([max(one.wall_s for one in attempt) for attempt in attempts]),
+            "cpu_s": summary([one.cpu_s for attempt in attempts for one in attempt]),
             "exchanges": first.exchanges,
             "exchanged_bytes": max(one.exchanged_bytes for attempt in attempts for one in attempt),
         },
@@ -315,7 +307,7 @@ def _operation(name: str, settings: Settings, ranks: Sequence[RankResult]) -> di
     samples = [sample for result in ranks for sample in result.samples if sample.operation == name]
     if not samples:  # of finish: somebody was always later than the last one
         return {"owners": num_owners, "num_samples": 0}
-    cpu_us = _summary([sample.cpu_ns * 1e-3 / calls for sample in samples])
+    cpu_us = summary([sample.cpu_ns * 1e-3 / calls for sample in samples])
     row = {
         "owners": num_owners,
         "num_samples": len(samples),
@@ -323,12 +315,12 @@ def _operation(name: str, settings: Settings, ranks: Sequence[RankResult]) -> di
         "cpu_us": cpu_us,
         "cpu_us_per_owner": cpu_us["median"] / num_owners,
         "driver_calls": statistics.mean(sample.driver_calls / calls for sample in samples),
-        "wall_us": _summary([sample.wall_ns * 1e-3 / calls for sample in samples]),
+        "wall_us": summary([sample.wall_ns * 1e-3 / calls for sample in samples]),
     }
     if name != "finish":
         idle_ns = statistics.median(_together(IDLE, ranks))
         of_all = [(together - idle_ns) * 1e-3 / (calls * len(ranks)) for together in _together(name, ranks)]
-        row["all_ranks_cpu_us"] = _summary(of_all)
+        row["all_ranks_cpu_us"] = summary(of_all)
     return row
 
 
@@ -338,130 +330,87 @@ def _together(name: str, ranks: Sequence[RankResult]) -> list[int]:
     return [sum(same) for same in zip(*each, strict=True)]
 
 
-def _summary(values: Sequence[float]) -> dict[str, float]:
-    p20, median, p80 = (float(value) for value in np.quantile(values, (0.2, 0.5, 0.8)))
-    return {"median": median, "p20": p20, "p80": p80}
-
-
-# For people
-
-
-def operations_table(cells: Sequence[dict[str, Any]]) -> Table:
-    """What each operation costs at each number of ranks."""
-    table = Table(title="host time of one call, microseconds: median (20th-80th percentile)")
-    table.add_column("operation")
-    table.add_column("ranks, accumulate")
-    for name in ("CPU us", "per owner", "wall us", "calls", "all ranks", "waits"):
-        table.add_column(name, justify="right")
-    for name in OPERATIONS:
-        for index, cell in enumerate(cells):
-            row, words = cell["operations"][name], f"{cell['ranks']} {cell['accumulate']}"
-            if not row["num_samples"]:
-                table.add_row(name, words, "somebody was later", "", "", "", "", "")
-                continue
-            of_all = f"{row['all_ranks_cpu_us']['median']:.1f}" if "all_ranks_cpu_us" in row else ""
-            table.add_row(
-                name,
-                words,
-                _text(row["cpu_us"]),
-                f"{row['cpu_us_per_owner']:.1f}",
-                _text(row["wall_us"]),
-                f"{row['driver_calls']:.1f}" if row["driver_calls"] else "",
-                of_all,
-                f"{row['waits_per_call']:.1f}" if row["waits_per_call"] else "",
-                end_section=index == len(cells) - 1,
-            )
-    return table
-
-
-def setup_table(cells: Sequence[dict[str, Any]]) -> Table:
-    """What set-up costs at each number of ranks, and what a rank holds after it."""
-    threads = ", ".join(f"{number} {name}" for name, number in cells[-1]["python_threads"].items())
-    caption = f"threads of a rank, {cells[-1]['ranks']} {cells[-1]['accumulate']}: {threads or 'none'}"
-    table = Table(title="set-up, and what it adds to one rank", caption=caption)
-    table.add_column("ranks, accumulate")
-    for name in ("slowest rank, ms", "CPU of a rank, ms", "exchanges", "threads", "descriptors", "shared KB"):
-        table.add_column(name, justify="right")
-    for cell in cells:
-        setup = cell["setup"]
-        table.add_row(
-            f"{cell['ranks']} {cell['accumulate']}",
-            _text(setup["slowest_wall_s"], 1e3),
-            _text(setup["cpu_s"], 1e3),
-            str(setup["exchanges"]),
-            f"{cell['threads_per_rank']}",
-            f"{cell['descriptors_per_rank']}",
-            f"{cell['memory_bytes'] / 1024:.0f}",
+def measure(
+    run: Run,
+    ranks: Annotated[Numbers, typer.Option(parser=numbers, help="Numbers of ranks.")] = RANKS,
+    hosts: Annotated[int, typer.Option(min=1, help="The ranks pose as so many hosts: tcp between them.")] = 1,
+    streams: Annotated[bool, typer.Option("--streams", help="On streams that pose as a GPU's.")] = False,
+    accumulate: Annotated[
+        list[str] | None,
+        typer.Option(help="Who adds to an owner's sum: direct (the client), daemon (a thread of the owner), or both."),
+    ] = None,
+    units: Annotated[int, typer.Option(min=1, help="That are communicated.")] = Settings.num_units,
+    numel: Annotated[int, typer.Option(min=1, help="Elements of a shard of a unit.")] = Settings.numel,
+    repetitions: Annotated[int, typer.Option(min=1, help="Minibatches, one more first.")] = Settings.repetitions,
+    setups: Annotated[int, typer.Option(min=1, help="Runtimes that are set up in turn.")] = Settings.setups,
+) -> Entries:
+    modes = accumulate or (["direct", "daemon"] if hosts == 1 else ["daemon"])
+    if min(ranks) < max(2, hosts):
+        raise ValueError(f"--ranks {ranks}: expected at least 2, and one for each host")
+    if unknown := [mode for mode in modes if mode not in ("direct", "daemon")]:
+        raise ValueError(f"--accumulate {unknown[0]!r}: expected direct or daemon")
+    if hosts > 1 and ("direct" in modes or streams):
+        raise ValueError(
+            "--hosts: ranks of several hosts share no memory, so neither --accumulate direct nor --streams"
         )
-    return table
-
-
-def _text(summary: dict[str, float], scale: float = 1.0) -> str:
-    digits = 0 if summary["p80"] * scale >= 100 else 1
-    median, p20, p80 = (f"{summary[name] * scale:.{digits}f}" for name in ("median", "p20", "p80"))
-    return f"{median} ({p20}-{p80})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="odc.bench.communication.host_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks (2 4 8 16)")
-    parser.add_argument("--hosts", type=int, default=1, help="the ranks pose as so many hosts: tcp between them (1)")
-    parser.add_argument("--streams", action="store_true", help="on streams that pose as a GPU's")
-    parser.add_argument(
-        "--accumulate",
-        nargs="+",
-        choices=["direct", "daemon"],
-        help="who adds to an owner's sum: the client, or a thread of the owner (both; between hosts the daemon)",
-    )
-    parser.add_argument("--units", type=int, default=Settings.num_units, help="that are communicated (80)")
-    parser.add_argument("--numel", type=int, default=Settings.numel, help="elements of a shard of a unit (64)")
-    parser.add_argument("--repetitions", type=int, default=Settings.repetitions, help="minibatches, one more first")
-    parser.add_argument("--setups", type=int, default=Settings.setups, help="runtimes that are set up in turn (5)")
-    options = parser.parse_args()
-    if min(*options.ranks, options.units, options.numel, options.repetitions, options.setups, options.hosts) < 1:
-        parser.error("all numbers must be at least 1")
-    if min(options.ranks) < max(2, options.hosts):
-        parser.error("--ranks: at least 2, and one for each host")
-    modes = options.accumulate or (["direct", "daemon"] if options.hosts == 1 else ["daemon"])
-    if options.hosts > 1 and "direct" in modes:
-        parser.error("--accumulate direct: ranks of several hosts do not share memory")
-    if options.hosts > 1 and options.streams:
-        parser.error("--streams: one host")
-    settings = Settings(
-        options.units, options.numel, options.repetitions, options.setups, options.hosts, options.streams
-    )
+    settings = Settings(units, numel, repetitions, setups, hosts, streams)
+    run.begin(len(ranks) * len(modes) * (repetitions + 1))
     cells: list[dict[str, Any]] = []
-    with progress_bar(Console(stderr=True)) as progress:
-        total = len(options.ranks) * len(modes) * (settings.repetitions + 1)
-        bar = progress.add_task("", total=total)
-        for world_size in options.ranks:
-            progress.update(bar, description=f"{world_size} ranks")
-            try:
-                cells += measure(world_size, settings, modes, lambda amount: progress.advance(bar, amount))
-            except RankFailedError as error:
-                print(error, file=sys.stderr)
-                sys.exit(1)
-    console = Console(width=None if sys.stdout.isatty() else 125)
-    where = f"{settings.hosts} hosts" if settings.hosts > 1 else "one host"
-    console.print(
-        f"{settings.num_units} units of {settings.numel} elements per shard, {where} ({cells[0]['transport']})"
-    )
-    console.print(operations_table(cells))
-    console.print(setup_table(cells))
-    if options.json:
-        document = {
-            "environment": {**describe_environment(), "threads_per_rank": 1},
-            "settings": asdict(settings),
-            "cells": cells,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    for world_size in ranks:
+        run.describe(f"{world_size} ranks")
+        cells += cells_of(run, world_size, settings, modes)
+    return {"cells": cells}
 
 
-if __name__ == "__main__":
-    main()
+def figures(result: Entries) -> Figures:
+    for cell in result["cells"]:
+        if cell["accumulate"] == "direct":
+            calls = [cell["operations"][name]["cpu_us"]["median"] for name in ("publish", "gather", "push", "finish")]
+            costs = " | ".join(f"{microseconds:.0f} us" for microseconds in calls)
+            yield f"| {cell['ranks']} |", f" {costs} | {1e3 * cell['setup']['cpu_s']['median']:.0f} ms |"
+
+
+def figures_streams(result: Entries) -> Figures:
+    cells = {(cell["ranks"], cell["accumulate"]): cell["operations"] for cell in result["cells"]}
+    for ranks in sorted({ranks for ranks, _ in cells}):
+        direct, daemon = cells[ranks, "direct"], cells[ranks, "daemon"]
+        rows = [direct["publish"], direct["gather"], direct["push"], daemon["push"]]
+        costs = " | ".join(f"{row['cpu_us']['median']:.0f} us, {row['driver_calls']:.0f}" for row in rows)
+        yield f"| {ranks} |", f" {costs} |"
+
+
+_KEYS = (Column("ranks", "ranks"), Column("accumulate", "accumulate"))
+_WHERE = "{settings[units]} units of {settings[numel]} elements per shard"
+
+
+def _costs(title: str, key: str, form: str) -> Table:
+    return Table("cells", title, _KEYS, [Column(name, f"operations.{name}.{key}", form) for name in OPERATIONS])
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "3 min, quick 20 s",
+    (
+        _costs(f"CPU us of the calling thread, one call, median (20th-80th percentile); {_WHERE}", "cpu_us", ".1f"),
+        _costs("the same over the number of owners", "cpu_us_per_owner", ".1f"),
+        _costs("wall us", "wall_us", ".0f"),
+        _costs("calls of the driver", "driver_calls", ".1f"),
+        _costs("CPU us of all ranks together", "all_ranks_cpu_us", ".0f"),
+        _costs("waits", "waits_per_call", ".1f"),
+        Table(
+            "cells",
+            "set-up, and what it adds to one rank",
+            _KEYS,
+            (
+                Column("slowest rank, ms", "setup.slowest_wall_s", ".1f", 1e3),
+                Column("CPU of a rank, ms", "setup.cpu_s", ".1f", 1e3),
+                Column("exchanges", "setup.exchanges"),
+                Column("threads", "threads_per_rank"),
+                Column("descriptors", "descriptors_per_rank"),
+                Column("shared KB", "memory_bytes", ".0f", 1 / 1024),
+            ),
+        ),
+    ),
+    quick={"ranks": Numbers(2, 4), "repetitions": 3, "setups": 2},
+    figures=(("README.md", figures, ["host_time"]), ("docs/gpu.md", figures_streams, ["host_time_streams"])),
+)

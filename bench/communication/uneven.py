@@ -1,8 +1,5 @@
 """Ranks with uneven work: what a fast rank's device needs beyond its own computation, and the whole minibatch.
 
-    python -m odc.bench.communication.uneven                                 4 ranks
-    python -m odc.bench.communication.uneven --repetitions 15 --json runs/uneven.json
-
 On this machine's GPUs, or without one on streams that pose as a GPU's (threads that lag behind their host); all else is
 the real code. Two minibatches: one rank computes ten times as slowly as the others; one has a single long microbatch
 where the others have four short ones of the same total.
@@ -16,67 +13,82 @@ where the others have four short ones of the same total.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Annotated
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from odc.bench.gpu.setting import CheckFailedError, Setting
-from odc.bench.gpu.uneven import MODES, MOST_OF_LONGEST, MOST_OF_OWN, measure, plans, table
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
+from odc.bench.gpu.setting import Setting
+from odc.bench.gpu.uneven import MODES, MOST_OF_LONGEST, MOST_OF_OWN, measure_plan, plans
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 
 
-def _setting() -> Setting:
+def measure(
+    run: Run,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Minibatches of a kind.")] = 7,
+) -> Entries:
+    setting = Setting("fake_cuda_streams", "cpu", prepare="odc.bench.fake.cuda:register_prompt_fakes")
     if torch.cuda.is_available():
-        return Setting(num_gpus=torch.cuda.device_count())
-    return Setting("fake_cuda_streams", "cpu", prepare="odc.bench.fake.cuda:register_prompt_fakes")
+        setting = Setting(num_gpus=torch.cuda.device_count())
+    jobs = [(plan, mode) for plan in plans(ranks) for mode in MODES]
+    run.begin(len(jobs))
+    cells = []
+    for plan, mode in jobs:
+        run.describe(f"{plan.name}, {mode}")
+        cells.append(measure_plan(setting, plan, mode, repetitions))
+        run.advance()
+        if cells[-1]["of_own"] > MOST_OF_OWN or cells[-1]["of_longest"] > MOST_OF_LONGEST:
+            run.miss(f"{plan.name}, {mode}: aims are {MOST_OF_OWN} of own and {MOST_OF_LONGEST} of the longest")
+    return {"transport": setting.transport, "cells": cells}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if an aim is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m odc.bench.communication.uneven",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _halves(result: Entries) -> list[dict[str, Entries]]:
+    """By the way to accumulate: those of the first plan, those of the second one."""
+    first = result["cells"][0]["plan"]
+    return [
+        {cell["accumulate"]: cell for cell in result["cells"] if (cell["plan"] == first) is is_first}
+        for is_first in (True, False)
+    ]
+
+
+def figures(result: Entries) -> Figures:
+    slower, longer = _halves(result)
+    yield (
+        "",
+        f"the others need {slower['direct']['of_own']:.2f} times their own computation to their last push where "
+        f"clients add, {slower['daemon']['of_own']:.2f} times where daemons do",
     )
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks (%(default)s)")
-    parser.add_argument("--repetitions", type=int, default=7, metavar="N", help="minibatches of a kind (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
-    options = parser.parse_args(argv)
-    if options.ranks < 2 or options.repetitions < 1:
-        parser.error("--ranks: at least 2, --repetitions: at least 1")
-    setting, cells = _setting(), []
-    jobs = [(plan, mode) for plan in plans(options.ranks) for mode in MODES]
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(jobs))
-        for plan, mode in jobs:
-            progress.update(bar, description=f"{plan.name}, {mode}")
-            try:
-                cells.append(measure(setting, plan, mode, options.repetitions))
-            except CheckFailedError as error:
-                print(error, file=sys.stderr)
-                return 2
-            progress.advance(bar)
-    data = table(cells)
-    shown = Table(title=data.title)
-    for index, column in enumerate(data.columns):
-        shown.add_column(column, justify="left" if index < 2 else "right")
-    for row in data.rows:
-        shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(shown)
-    if options.json:
-        document = {"environment": describe_environment(), "transport": setting.transport, "cells": cells}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    missed = [cell for cell in cells if cell["of_own"] > MOST_OF_OWN or cell["of_longest"] > MOST_OF_LONGEST]
-    return 1 if missed else 0
+    yield (
+        "",
+        f"takes {longer['direct']['of_longest']:.2f} and {longer['daemon']['of_longest']:.2f} times the longest "
+        f"computation, and would take {longer['direct']['lockstep_s'] / longer['direct']['longest_s']:.2f} times in "
+        "lockstep",
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def figures_before(result: Entries) -> Figures:
+    slower, longer = _halves(result)
+    yield "", f"it was {slower['daemon']['of_own']:.1f} and {longer['daemon']['of_longest']:.2f} times with daemons"
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "1 min, quick 30 s",
+    (
+        Table(
+            "cells",
+            "uneven minibatches over {transport}: medians (20th-80th percentile)",
+            (Column("minibatch", "plan"), Column("accumulate", "accumulate")),
+            (
+                Column("fast ranks, s", "fast_s", ".3f"),
+                Column("of own", "of_own", ".2f"),
+                Column("minibatch, s", "total_s", ".3f"),
+                Column("of longest", "of_longest", ".2f"),
+                Column("lockstep, s", "lockstep_s", ".2f"),
+            ),
+        ),
+    ),
+    quick={"ranks": 2, "repetitions": 2},
+    figures=(("docs/gpu.md", figures, ["uneven"]), ("docs/gpu.md", figures_before, ["uneven_before"])),
+)

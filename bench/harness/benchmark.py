@@ -18,12 +18,16 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from odc.bench.harness.environment import commit, describe_environment, write
 from odc.bench.harness.ranks import CPU, Place, Rank, join, run_ranks
 from odc.config import LaunchEnvironment
 
@@ -53,13 +57,13 @@ def numbers(text: str | Numbers) -> Numbers:
     return found
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
+def summary(values: npt.ArrayLike) -> dict[str, float]:
     """Median, 20th and 80th percentile.
 
     >>> summary([3.0, 1.0, 2.0])
     {'median': 2.0, 'p20': 1.4, 'p80': 2.6}
     """
-    p20, median, p80 = (float(value) for value in np.quantile(values, (0.2, 0.5, 0.8)))
+    p20, median, p80 = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.2, 0.5, 0.8)))
     return {"median": median, "p20": p20, "p80": p80}
 
 
@@ -162,8 +166,17 @@ class Benchmark:
 class Run:
     """Given to a benchmark while it measures: progress, ranks, and what was missed. Quiet unless told otherwise."""
 
-    def __init__(self, *, quick: bool = False, is_quiet: bool = True) -> None:
-        self.quick = quick
+    def __init__(
+        self,
+        *,
+        quick: bool = False,
+        is_quiet: bool = True,
+        json: Path | None = None,
+        about: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.quick, self.json, self.about = quick, json, about
+        self.status = 0
+        """Of the command, if nothing was missed."""
         self.missed: list[str] = []
         self.environment: dict[str, object] = {}
         """What is to stand in the result's environment besides the machine."""
@@ -197,6 +210,16 @@ class Run:
         """An aim was not reached: the command ends with status 1. With ``--quick`` too little is measured to say so."""
         if not self.quick:
             self.missed.append(text)
+
+    def document(self, found: Entries) -> Entries:
+        """The result: what was found, on what, by which command."""
+        environment = {**describe_environment(), **self.environment}
+        return {**self.about, "commit": commit(), "environment": environment, **found}
+
+    def keep(self, found: Entries) -> None:
+        """Write what is known so far to the file of ``--json``: whoever ends the command early keeps it."""
+        if self.json is not None and self.is_first:
+            write(self.json, self.document(found))
 
     def note(self, text: str) -> None:
         """A line that stays, on standard error."""

@@ -29,7 +29,9 @@ def module_of(name: str) -> ModuleType:
     wanted = name.replace("-", "_")
     for room, names in ROOMS.items():
         if wanted in names:
-            return importlib.import_module(f"odc.bench.{room}.{wanted}")
+            module = importlib.import_module(f"odc.bench.{room}.{wanted}")
+            # One of several modules is a folder.
+            return importlib.import_module(f"{module.__name__}.benchmark") if hasattr(module, "__path__") else module
     known = ", ".join(written(each) for names in ROOMS.values() for each in names)
     raise ValueError(f"there is no benchmark {name!r}: expected one of {known}")
 

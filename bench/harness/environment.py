@@ -1,11 +1,15 @@
-"""What a result was measured on."""
+"""What a result was measured on, and how it is written."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,3 +38,20 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Of the tree in which this runs; empty where there is none."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """As JSON, all or nothing: whoever is killed meanwhile leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)

@@ -1,120 +1,98 @@
 """Train one small model three ways on this machine's CPU and compare: FSDP2's collectives, and ODC twice.
 
-    python -m odc.bench.training.demo --out runs/demo
-
 Runs ``examples/sft.py`` of the repository, from its root. The three configurations take turns, so that a
 drift of the machine's speed meets all of them. All start from the same weights and see the same minibatches.
+Writes loss curves, a timeline and a Perfetto trace into the folder ``--out``, and the result as ``summary.json``.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from odc.bench.harness.environment import describe_environment
-from odc.bench.training.runs import CONFIGURATIONS, ChildError, Run, run_child, start_launcher, train_in_turns
-from odc.bench.training.summary import quietest, summarize, table
+from odc.bench.harness.benchmark import Benchmark, Entries, Figures, Run
+from odc.bench.training.runs import CONFIGURATIONS, check_examples, run_child, train_in_turns
+from odc.bench.training.summary import quietest, runs_table, summarize
 from odc.bench.training.trace import write_trace
 
 SCRIPT = Path("examples/sft.py")
-WIDTH = 100  # columns of the table
-
-app = typer.Typer(add_completion=False)
 
 
-@app.command()
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/demo"),
+def measure(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="Folder for pictures and trace.")] = Path("runs/demo"),
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     minibatches: Annotated[int, typer.Option(min=4, help="Minibatches of a run; two are warm-up.")] = 36,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, one core each.")] = 2,
     hidden_size: Annotated[int, typer.Option(help="Of the model; a multiple of 64.")] = 256,
     num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 4,
-) -> None:
-    """Train a small Qwen2 on CPU ranks, with FSDP2's collectives and with ODC; compare speed and losses."""
-    console = Console()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank outlives us
-    _check_installation()
-    sizes = {"minibatches": minibatches, "hidden-size": hidden_size, "num-layers": num_layers}
-    try:
-        runs = _run_all(console, out, repetitions, ranks, sizes)
-    except ChildError as error:
-        console.print("[red]demo failed:[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    settings = {**sizes, "ranks": ranks, "repetitions": repetitions}
-    summary = _write(out, runs, settings)
-    Console(width=min(WIDTH, console.width) if console.is_terminal else WIDTH).print(table(summary))
-    console.print(f"{out}: summary.json, losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
+) -> Entries:
+    check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
+    data = prepare_data(run, out)
+    runs = train_in_turns(
+        run,
+        SCRIPT,
+        CONFIGURATIONS,
+        out,
+        repetitions=repetitions,
+        num_ranks=ranks,
+        minibatches=minibatches,
+        options={"data": data, "minibatches": minibatches, "hidden-size": hidden_size, "num-layers": num_layers},
+    )
+    run.environment["transformers"] = version("transformers")
 
-
-def _check_installation() -> None:
-    if not SCRIPT.is_file():
-        print(f"{SCRIPT} is not here: run the demo from the root of the repository", file=sys.stderr)
-        raise typer.Exit(2)
-    missing = [n for n in ("transformers", "tokenizers", "matplotlib") if importlib.util.find_spec(n) is None]
-    if missing:
-        print(f"the demo needs {', '.join(missing)}: pip install '.[examples]'", file=sys.stderr)
-        raise typer.Exit(2)
-
-
-def _run_all(console: Console, out: Path, repetitions: int, ranks: int, sizes: dict[str, int]) -> dict[str, list[Run]]:
-    data = out / "data"
-    options = ["--data", str(data)]
-    for name, value in sizes.items():
-        options += [f"--{name}", str(value)]
-    with closing(start_launcher()) as launcher:
-        with console.status("preparing data"):
-            prepare = [sys.executable, str(SCRIPT.with_name("sft_data.py")), "--data", str(data)]
-            run_child(prepare, out / "logs", lambda _: None)
-        return train_in_turns(
-            launcher,
-            SCRIPT,
-            CONFIGURATIONS,
-            out,
-            repetitions=repetitions,
-            num_ranks=ranks,
-            minibatches=sizes["minibatches"],
-            options=options,
-            console=console,
-        )
-
-
-def _write(out: Path, runs: dict[str, list[Run]], settings: dict[str, int]) -> dict[str, dict[str, Any]]:
     from odc.bench.training.plots import plot_losses, plot_timelines  # only here: matplotlib is an extra
 
-    summary = summarize(runs)
-    environment = {
-        **describe_environment(),
-        "threads_per_rank": 1,
-        "transformers": version("transformers"),
-    }
-    document = {"runs": summary, "settings": settings, "environment": environment}
-    (out / "summary.json").write_text(json.dumps(document, indent=1))
     drawn = quietest(runs)
-    plot_losses(out / "losses.png", {name: run.losses for name, run in drawn.items()})
-    middle = _middle_minibatch(list(drawn.values()))
-    plot_timelines(out / "timeline.png", {name: run.segments([middle]) for name, run in drawn.items()}, middle + 1)
+    plot_losses(out / "losses.png", {name: each.losses for name, each in drawn.items()})
+    first = next(iter(drawn.values()))
+    middle = (first.num_untimed + len(first.losses)) // 2  # of the timed part
+    plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
     write_trace(out / "trace.json", drawn)
-    return summary
+    run.note(f"{out}: losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
+    return {"runs": summarize(runs)}
 
 
-def _middle_minibatch(runs: Sequence[Run]) -> int:
-    """The one in the middle of the timed part, the same for all configurations."""
-    return (runs[0].num_untimed + len(runs[0].losses)) // 2
+def prepare_data(run: Run, out: Path) -> Path:
+    """The samples of ``examples/sft.py``."""
+    run.describe("preparing data")
+    data = out / "data"
+    script = str(SCRIPT.with_name("sft_data.py"))
+    run_child([sys.executable, script, "--data", str(data)], out / "logs", lambda _: None)
+    return data
 
 
-if __name__ == "__main__":
-    app()
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def figures(result: Entries) -> Figures:
+    names = {
+        "collective-lb-micro": "FSDP2 collectives + LB-Micro",
+        "odc-lb-micro": "ODC + LB-Micro",
+        "odc-lb-mini": "ODC + LB-Mini",
+    }
+    for row in result["runs"]:
+        difference = f"{row['max_loss_difference']:.1e}" if row["name"].startswith("odc") else "-"
+        yield (
+            f"| {names[row['name']]} |",
+            f" {row['samples_per_s']:.1f} | {row['speedup']:.2f}x | {row['tokens_per_s']:.0f} | "
+            f"{100 * row['bubble_rate']:.1f} % | {row['losses'][-1]:.4f} | {difference} |",
+        )
+    yield "", f"Medians of {WORDS[result['settings']['repetitions']]} interleaved repetitions on a noisy "
+    yield "", f"on a noisy {result['environment']['num_cpus']}-core machine"
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "3 min, quick 30 s",
+    (runs_table(),),
+    quick={"repetitions": 1, "minibatches": 8},
+    needs="the extra examples, the repository",
+    figures=(("README.md", figures, ["demo_cpu_2ranks"]),),
+)

@@ -1,7 +1,6 @@
 """Does a run reach the bubble rate that its plan promises? Ranks with emulated compute, and ODC as it is.
 
-    python -m odc.bench.training.emulated --json runs/emulated.json
-    python -m odc.bench.training.emulated --policy lb-mini lb-micro    # beside it LB-Micro under emulated collectives
+    odc bench emulated --policy lb-mini --policy lb-micro    # beside it LB-Micro under emulated collectives
 
 Each rank goes through the minibatches of a transformer of small layers (a unit each): a gather before a layer's forward
 and before its backward, a push after its backward, finish, optimizer, publish. Forward and backward of a microbatch are
@@ -34,29 +33,23 @@ Not covered: bytes (a shard has ``--numel`` elements), GPUs, compute that slows 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.balance import Plan, Scenario, bubble_rate, law_names, sample_lengths
 from odc.balance.plan import Comm
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
+from odc.bench.harness.ranks import Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.bubble import segments
 from odc.setup.agreement import ProcessGroupExchange
@@ -263,12 +256,12 @@ def _minibatch(run: RankRun, communication: Communication, settings: Settings, m
     communication.publish()
 
 
-def run(policy: str, settings: Settings, on_progress: Callable[[float], object] = lambda _: None) -> dict[str, Any]:
+def run_policy(run: Run, policy: str, settings: Settings) -> dict[str, Any]:
     """Plan, run and compare: the result's entry of one policy."""
     plans, comm = settings.plans(policy), COMM_OF[policy]
     seconds_per_cost = settings.seconds_per_cost(plans)
     works = [work_of(plans, seconds_per_cost, rank) for rank in range(settings.ranks)]
-    runs = run_ranks(settings.ranks, run_rank, settings, comm, works, on_progress=on_progress)
+    runs = run.ranks(settings.ranks, run_rank, settings, comm, works)
     timed = range(NUM_UNTIMED, NUM_UNTIMED + len(plans))
     makespans = [plan.makespan(comm) * seconds_per_cost for plan in plans]
     minibatches = [
@@ -319,85 +312,76 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int], comm: Comm) -> d
     }
 
 
-def table(entries: Sequence[dict[str, Any]]) -> Table:
-    """Planned against measured."""
-    made = Table(title="bubble rate, percent of all ranks' time")
-    made.add_column("")
-    for entry in entries:
-        made.add_column(f"{entry['policy']}, {entry['comm']}", justify="right")
-    for name, key, scale in (
-        ("planned", "planned_bubble", 100),
-        ("measured", "bubble", 100),
-        ("difference, points", "difference_points", 1),
-        ("  waiting for a rank", "waiting", 100),
-        ("  host work", "host_work", 100),
-        ("  loop", "loop", 100),
-        ("a minibatch, planned ms", "planned_s", 1000),
-        ("a minibatch, measured ms", "minibatch_s", 1000),
-        ("  host work of a rank, ms", "host_work_s", 1000),
-        ("  CPU time of a rank, ms", "cpu_s", 1000),
-    ):
-        made.add_row(name, *(f"{entry[key] * scale:.{2 if scale <= 100 else 1}f}" for entry in entries))
-    return made
+LAYERS, NUMEL = Settings.layers, Settings.numel
 
 
-def main() -> None:
-    default = Settings()
-    parser = argparse.ArgumentParser(
-        prog="odc.bench.training.emulated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def measure(
+    run: Run,
+    policy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(COMM_OF)}; lb-mini by default.")] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Seconds of compute of a rank in a minibatch.")] = 2.0,
+    minibatches: Annotated[int, typer.Option(min=1, help="That are timed; one more comes first.")] = 30,
+    ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model, a unit each.")] = LAYERS,
+    minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 4,
+    optimizer_s: Annotated[float, typer.Option(min=0.0, help="Seconds that the optimizer takes.")] = 0.01,
+    numel: Annotated[int, typer.Option(min=1, help="Elements of a shard of a unit.")] = NUMEL,
+    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    hosts: Annotated[int, typer.Option(min=1, help="The ranks pose as so many hosts: tcp between them.")] = 1,
+    model: Annotated[str, typer.Option(help=f"Cost model, of {', '.join(MODELS)}.")] = "1.5B",
+    law: Annotated[str, typer.Option(help=f"Of lengths: {', '.join(law_names())}.")] = "longalign",
+    accumulate: Annotated[Literal["auto", "direct", "daemon"], typer.Option(help="Who adds to a sum.")] = "auto",
+) -> Entries:
+    policies = policy or ["lb-mini"]
+    for given, known in (*((name, COMM_OF) for name in policies), (model, MODELS), (law, law_names())):
+        if given not in known:
+            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    if hosts > ranks:
+        raise ValueError(f"--hosts {hosts}: at most one for each of {ranks} ranks")
+    settings = Settings(
+        ranks, layers, minibatches, minibatch_size, scale, optimizer_s, model, law, seed, accumulate, hosts, numel
+    )
+    run.begin(len(policies) * (minibatches + NUM_UNTIMED))
+    runs = []
+    for name in policies:
+        run.describe(name)
+        runs.append(run_policy(run, name, settings))
+    return {"forward_share": FORWARD_SHARE, "runs": runs}
+
+
+def figures(result: Entries) -> Figures:
+    settings = result["settings"]
+    (row,) = (row for row in result["runs"] if row["policy"] == "lb-mini")
+    planned, measured, waiting = (100 * row[key] for key in ("planned_bubble", "bubble", "waiting"))
+    yield (
+        "**Does a run reach its plan?** ",
+        f"{settings['ranks']} ranks with emulated compute (a layer is a sleep; LongAlign, LB-Mini, "
+        f"{settings['minibatch_size']} samples a rank) were planned to idle {planned:.1f} % of their time and idled "
+        f"{measured:.1f} %, of which they waited for one another {waiting:.1f} %",
     )
 
-    def add(name: str, kind: Callable[[str], object], help: str) -> None:
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"{help} ({value})")
 
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--policy", nargs="+", choices=list(COMM_OF), default=["lb-mini"], help="(lb-mini)")
-    add("scale", float, "seconds that a rank computes in an average minibatch")
-    add("minibatches", int, "that are timed; one more comes first")
-    add("ranks", int, "that are started on this host")
-    add("layers", int, "of the model, a unit each")
-    add("minibatch_size", int, "samples per rank and minibatch")
-    add("optimizer_s", float, "seconds that the optimizer takes")
-    add("numel", int, "elements of a shard of a unit")
-    add("seed", int, "of the lengths")
-    add("hosts", int, "the ranks pose as so many hosts: tcp between them")
-    parser.add_argument("--model", choices=MODELS, default=default.model, help=f"cost model ({default.model})")
-    parser.add_argument("--law", choices=law_names(), default=default.law, help=f"of lengths ({default.law})")
-    parser.add_argument("--accumulate", choices=["auto", "direct", "daemon"], default=default.accumulate, help="(auto)")
-    options = vars(parser.parse_args())
-    json_path, policies = options.pop("json"), options.pop("policy")
-    settings = Settings(**options)
-    counts = ("ranks", "layers", "minibatches", "minibatch_size", "numel", "hosts")
-    if min(options[name] for name in counts) < 1 or settings.scale <= 0 or settings.optimizer_s < 0:
-        parser.error("numbers must be at least 1, --scale more than 0")
-    if settings.hosts > settings.ranks:
-        parser.error("--hosts: at most one for each rank")
-    entries = []
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(policies) * (settings.minibatches + NUM_UNTIMED))
-        for policy in policies:
-            progress.update(bar, description=policy)
-            try:
-                entries.append(run(policy, settings, lambda amount: progress.advance(bar, amount)))
-            except RankFailedError as error:
-                print(error, file=sys.stderr)
-                sys.exit(1)
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(
-        f"{settings.ranks} ranks, {settings.minibatches} minibatches of {settings.minibatch_size} samples a rank, "
-        f"{settings.layers} layers, {settings.law}, costs of {settings.model}"
-    )
-    console.print(table(entries))
-    if json_path:
-        document = {
-            "environment": {**describe_environment(), "threads_per_rank": 1},
-            "settings": {**asdict(settings), "forward_share": FORWARD_SHARE},
-            "runs": {entry["policy"]: entry for entry in entries},
-        }
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    measure,
+    "2 min, quick 15 s",
+    (
+        Table(
+            "runs",
+            "bubble rate, percent of all ranks' time; a minibatch, ms",
+            (Column("policy", "policy"), Column("comm", "comm")),
+            (
+                Column("planned", "planned_bubble", ".2f", 100),
+                Column("measured", "bubble", ".2f", 100),
+                Column("difference", "difference_points", ".2f"),
+                Column("waiting", "waiting", ".2f", 100),
+                Column("host work", "host_work", ".2f", 100),
+                Column("loop", "loop", ".2f", 100),
+                Column("planned, ms", "planned_s", ".1f", 1e3),
+                Column("measured, ms", "minibatch_s", ".1f", 1e3),
+                Column("host work, ms", "host_work_s", ".1f", 1e3),
+                Column("CPU of a rank, ms", "cpu_s", ".1f", 1e3),
+            ),
+        ),
+    ),
+    quick={"minibatches": 6, "scale": 0.5},
+    figures=(("README.md", figures, ["emulated"]),),
+)

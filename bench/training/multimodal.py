@@ -1,8 +1,5 @@
 """Train a tiny omni-modal model on this machine's CPU with no balance, and with more and more of its phases balanced.
 
-    python -m odc.bench.training.multimodal --ranks 2 --out runs/multimodal
-    python -m odc.bench.training.multimodal --ranks 4 --json runs/multimodal_4ranks.json
-
 Runs ``examples/multimodal_sft.py`` of the repository, from its root: the thinker of Qwen2.5-Omni with random weights,
 images, sound and text made on the spot. Four configurations take turns, so that a drift of the machine's speed meets
 all of them, and all start from the same weights and see the same minibatches:
@@ -20,13 +17,9 @@ Not covered: GPUs, several hosts.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,19 +27,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
-from odc.bench.harness.environment import describe_environment
-from odc.bench.training.runs import LIBRARIES, ChildError, Run, start_launcher, train_in_turns
-from odc.bench.training.summary import quietest, summarize
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures
+from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.training.demo import WORDS
+from odc.bench.training.runs import LIBRARIES, Run, check_examples, train_in_turns
+from odc.bench.training.summary import quietest, runs_table, summarize
 
 SCRIPT = Path("examples/multimodal_sft.py")
 OMNI = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "odc.balance.multimodal.run")
-_WIDTH = 110
-
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -71,73 +60,41 @@ CONFIGURATIONS = (
 )
 
 
-@app.command()
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/multimodal"),
+def measure(
+    run: Bench,
+    out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("runs/multimodal"),
     ranks: Annotated[int, typer.Option(min=2, help="CPU ranks.")] = 2,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     minibatches: Annotated[int, typer.Option(min=4, help="Minibatches of a run; two are warm-up.")] = 20,
     minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 8,
     hidden_size: Annotated[int, typer.Option(help="Of all three parts of the model; a multiple of 32.")] = 128,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the summary to this file.")] = None,
-) -> None:
-    """Train a tiny omni-modal model four ways; compare speed, losses and gradients."""
-    console = Console()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank outlives us
-    if not SCRIPT.is_file():
-        print(f"{SCRIPT} is not here: run this from the root of the repository", file=sys.stderr)
-        raise typer.Exit(2)
-    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"this needs {', '.join(missing)}: pip install '.[examples]'", file=sys.stderr)
-        raise typer.Exit(2)
-    sizes = {"minibatches": minibatches, "minibatch-size": minibatch_size, "hidden-size": hidden_size}
-    try:
-        runs = _run_all(console, out, repetitions, ranks, sizes)
-    except ChildError as error:
-        console.print("[red]failed:[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    document: dict[str, Any] = {
-        "runs": _summarize(runs),
-        "settings": {**sizes, "ranks": ranks, "repetitions": repetitions},
-        "environment": {**describe_environment(), "threads_per_rank": 1},
-    }
-    (out / "summary.json").write_text(json.dumps(document, indent=1))
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+) -> Entries:
+    check_examples(SCRIPT, "transformers", "matplotlib")
+    runs = train_in_turns(
+        run,
+        SCRIPT,
+        CONFIGURATIONS,
+        out,
+        repetitions=repetitions,
+        num_ranks=ranks,
+        minibatches=minibatches,
+        options={"minibatches": minibatches, "minibatch-size": minibatch_size, "hidden-size": hidden_size},
+        libraries=(*LIBRARIES, *OMNI),
+    )
     draw(out, runs)
-    Console(width=min(_WIDTH, console.width) if console.is_terminal else _WIDTH).print(table(document["runs"]))
-    console.print(f"{out}: summary.json, losses.png, timeline.png")
+    run.note(f"{out}: losses.png, timeline.png")
+    return {"runs": _summarize(runs)}
 
 
-def _run_all(
-    console: Console, out: Path, repetitions: int, ranks: int, sizes: Mapping[str, int]
-) -> dict[str, list[Run]]:
-    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    with closing(start_launcher((*LIBRARIES, *OMNI))) as launcher:
-        return train_in_turns(
-            launcher,
-            SCRIPT,
-            CONFIGURATIONS,
-            out,
-            repetitions=repetitions,
-            num_ranks=ranks,
-            minibatches=sizes["minibatches"],
-            options=options,
-            console=console,
-        )
-
-
-def _summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
+def _summarize(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     summary = summarize(runs)
     reference = [_gradients(run) for run in runs["none"]]
-    for name, repeated in runs.items():
+    for row in summary:
+        repeated = runs[row["name"]]
         differences = [gradient_difference(_gradients(r), base) for r, base in zip(repeated, reference, strict=True)]
         moved = _moved(repeated[0])
         planning = [second for run in repeated for rank in _moved_ranks(run) for second in rank["planning_s"]]
-        summary[name] |= {
+        row |= {
             "max_gradient_difference": max(differences),
             "exchanges_per_minibatch": sum(moved["cargoes"].values()) / len(repeated[0].losses),
             "exchanges": dict(moved["cargoes"]),
@@ -192,30 +149,61 @@ def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> None:
     plot_phases(out / "timeline.png", {name: run.phases(middle) for name, run in drawn.items()}, middle + 1)
 
 
-def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per configuration."""
-    shown = Table(box=SIMPLE)
-    shown.add_column("balanced", no_wrap=True)
-    for heading in (
-        *("samples\nper s", "speedup", "waiting", "exchanges per\nminibatch", "moved\nKB", "planning\nms"),
-        *("loss\ndiff.", "grad.\ndiff."),
-    ):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for name, entry in summary.items():
-        speeds = [repetition["speedup"] for repetition in entry["repetitions"]]
-        shown.add_row(
-            name,
-            f"{entry['samples_per_s']:.2f}",
-            "1" if name == "none" else f"{entry['speedup']:.2f}x ({min(speeds):.2f}-{max(speeds):.2f})",
-            f"{entry['bubble_rate']:.1%}",
-            f"{entry['exchanges_per_minibatch']:.1f}",
-            f"{entry['moved_bytes_per_minibatch'] / 1024:.0f}",
-            f"{1000 * entry['planning_s']:.1f}",
-            "-" if name == "none" else f"{entry['max_loss_difference']:.1e}",
-            "-" if name == "none" else f"{entry['max_gradient_difference']:.1e}",
+_WAYS = {
+    "none": "nothing, FSDP2",
+    "language": "language model, FSDP2",
+    "all": "all phases, FSDP2",
+    "all-odc": "all phases, ODC",
+}
+
+
+def _speedups(result: Entries) -> list[float]:
+    return [row["speedup"] for row in result["runs"][1:]]
+
+
+def figures(result: Entries) -> Figures:
+    language, everything, odc = _speedups(result)
+    yield "", f"under ODC: {language:.2f}x, {everything:.2f}x and {odc:.2f}x the samples/s of none"
+
+
+def figures_4ranks(result: Entries) -> Figures:
+    language, everything, odc = _speedups(result)
+    yield "", f"Four ranks on its two cores: {language:.2f}x, {everything:.2f}x and {odc:.2f}x"
+
+
+def figures_table(result: Entries) -> Figures:
+    settings = result["settings"]
+    times = f"{settings['minibatches']} steps, medians of {WORDS[settings['repetitions']]} interleaved repetitions"
+    yield "Two CPU ranks,", f" {times} on a {result['environment']['num_cpus']}-core machine"
+    for row in result["runs"]:
+        speeds = [repetition["speedup"] for repetition in row["repetitions"]]
+        speedup, differences = "1", "-"
+        if row["name"] != "none":
+            speedup = f"{row['speedup']:.2f}x ({min(speeds):.2f}-{max(speeds):.2f})"
+            differences = f"{row['max_loss_difference']:.1e}, {row['max_gradient_difference']:.1e}"
+        yield (
+            f"| {_WAYS[row['name']]} |",
+            f" {row['samples_per_s']:.1f} | {speedup} | {100 * row['bubble_rate']:.1f} % | "
+            f"{row['exchanges_per_minibatch']:.0f} | {differences} |",
         )
-    return shown
 
 
-if __name__ == "__main__":
-    app()
+BENCHMARK = Benchmark(
+    measure,
+    "4 min, quick 40 s",
+    (
+        runs_table(
+            Column("exchanges per minibatch", "exchanges_per_minibatch", ".1f"),
+            Column("moved KB", "moved_bytes_per_minibatch", ".0f", 1 / 1024),
+            Column("planning ms", "planning_s", ".1f", 1e3),
+            Column("grad. diff.", "max_gradient_difference", ".1e"),
+        ),
+    ),
+    quick={"repetitions": 1, "minibatches": 6, "minibatch_size": 3, "hidden_size": 32},
+    needs="the extra examples, the repository",
+    figures=(
+        ("README.md", figures, ["multimodal_cpu_2ranks"]),
+        ("docs/multimodal.md", figures_table, ["multimodal_cpu_2ranks"]),
+        ("docs/multimodal.md", figures_4ranks, ["multimodal_cpu_4ranks"]),
+    ),
+)

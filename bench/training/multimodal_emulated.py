@@ -1,8 +1,5 @@
 """Does a run of several modalities take what its plan says? OrchMLLM's models on 8 ranks, with emulated compute.
 
-    python -m odc.bench.training.multimodal_emulated --json runs/multimodal_emulated.json
-    python -m odc.bench.training.multimodal_emulated --model MLLM-84B --minibatches 1 --picture runs/multimodal.png
-
 Each rank is a process. It loads minibatches through :class:`~odc.balance.multimodal.MultimodalLoader` and runs them
 with :func:`~odc.balance.multimodal.run_minibatch`: encoders and language model are sleeps of what the cost model says
 of the items and samples that have come, a third of it in the forward; what goes between them is really sent, shrunk: a
@@ -26,21 +23,18 @@ share the memory of one host, so the time of moving is none of a cluster's.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from odc import ItemExchange
 from odc.balance.checks import IntArray
@@ -65,9 +59,8 @@ from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench.harness.environment import describe_environment
-from odc.bench.harness.progress import progress_bar
-from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
+from odc.bench.harness.ranks import Rank
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 from odc.bench.training.bubble import Segment
 from odc.bench.training.multimodal_model import DTYPE, Counting, RankRun, SleepingModel, segments
@@ -245,18 +238,17 @@ def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) ->
     return run
 
 
-def run(
-    model: str, way: str, settings: Settings, on_progress: Callable[[float], object] = lambda _: None
-) -> tuple[dict[str, Any], list[RankRun]]:
+def run_way(run: Run, model: str, way: str, settings: Settings) -> tuple[dict[str, Any], list[RankRun]]:
     """Plan, run and compare: the result's entry of one way, and what the ranks did."""
     plans = planned(SIZES[model], settings, WAYS[way])
     work = sum(plan["work"] for plan in plans)
     pace = settings.scale * settings.ranks * len(plans) / work
-    runs = run_ranks(settings.ranks, run_rank, model, settings, way, pace, on_progress=on_progress)
+    runs = run.ranks(settings.ranks, run_rank, model, settings, way, pace)
     moved: Counter[str] = Counter()
     for plan in plans:
         moved.update(plan["bytes"])
     return {
+        "model": model,
         "way": way,
         "comm": WAYS[way].comm,
         "in_step": WAYS[way].in_step,
@@ -318,103 +310,78 @@ def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
         entry["planned_ratio"] = first["planned_s"] / entry["planned_s"]
 
 
-def table(model: str, entries: Sequence[dict[str, Any]]) -> Table:
-    """Planned against measured, a column for each way."""
-    made = Table(title=model)
-    made.add_column("")
-    for entry in entries:
-        made.add_column(entry["way"], justify="right")
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("a minibatch, planned ms", lambda e: f"{1e3 * e['planned_s']:.0f}"),
-        ("a minibatch, measured ms", lambda e: f"{1e3 * e['minibatch_s']:.0f}"),
-        ("throughput, planned", lambda e: f"{e['planned_ratio']:.3f}x" if "planned_ratio" in e else "-"),
-        ("throughput, measured", lambda e: f"{e['ratio']:.3f}x" if "ratio" in e else "-"),
-        *(
-            (f"{name}, %", lambda e, name=name: f"{100 * e[name]:.1f}")
-            for name in ("compute", "waiting", "moving", "load", "rest")
-        ),
-        ("CPU time of moving, ms", lambda e: f"{1e3 * e['moving_cpu_s']:.1f}"),
-        ("planning, ms", lambda e: f"{1e3 * e['planning_s']:.1f}"),
-        ("waited for it, ms", lambda e: f"{1e3 * e['waited_for_plans_s']:.1f}"),
-        ("MB moved, planned", lambda e: f"{sum(e['planned_bytes'].values()) / 1e6:.1f}"),
-        ("MB moved, measured", lambda e: f"{sum(e['bytes'].values()) / 1e6:.1f}"),
-    ]
-    for name, cell in rows:
-        made.add_row(name, *map(cell, entries))
-    return made
-
-
-def main() -> None:
-    default = Settings()
-    parser = argparse.ArgumentParser(
-        prog="odc.bench.training.multimodal_emulated",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def add(name: str, kind: Callable[[str], object], help: str) -> None:
-        value = getattr(default, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"{help} ({value})")
-
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--timelines", type=Path, help="write what all ranks did when to this file (JSON)")
-    parser.add_argument("--picture", type=Path, help="draw the last minibatch of the last model (needs matplotlib)")
-    parser.add_argument("--way", nargs="+", choices=list(WAYS), default=list(WAYS), help="(all)")
-    parser.add_argument("--model", nargs="+", choices=list(SIZES), default=list(SIZES), help="(all)")
-    add("scale", float, "seconds that a rank computes in an average minibatch")
-    add("minibatches", int, "that are timed; one more comes first")
-    add("minibatch_size", int, "samples per rank and minibatch; 0: the paper's on 128 ranks")
-    add("ranks", int, "that are started on this host")
-    add("shrink", int, "times that tensors are smaller than the model's")
-    add("seed", int, "of the first minibatch")
-    options = vars(parser.parse_args())
-    json_path, timelines, picture = (options.pop(name) for name in ("json", "timelines", "picture"))
-    ways, models = options.pop("way"), options.pop("model")
-    settings = Settings(**options)
-    if min(settings.ranks, settings.minibatches, settings.shrink) < 1 or settings.scale <= 0:
-        parser.error("numbers must be at least 1, --scale more than 0")
-    if min(settings.minibatch_size, settings.seed) < 0:
-        parser.error("--minibatch-size and --seed must be at least 0")
-    results: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
-    spans: dict[str, dict[str, Any]] = {model: {} for model in models}
+def measure(
+    run: Run,
+    model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(SIZES)}.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"Only these: {'; '.join(WAYS)}.")] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Seconds of compute of a rank in a minibatch.")] = 5.0,
+    minibatches: Annotated[int, typer.Option(min=1, help="That are timed; one more comes first.")] = 4,
+    minibatch_size: Annotated[int, typer.Option(min=0, help="Of a rank; 0: the paper's on 128 ranks.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
+    shrink: Annotated[int, typer.Option(min=1, help="Times that tensors are smaller than the model's.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first minibatch.")] = 0,
+    timelines: Annotated[Path | None, typer.Option(help="Write what all ranks did when to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the last minibatch of the last model.")] = None,
+) -> Entries:
+    for names, known in ((model, list(SIZES)), (way, list(WAYS))):
+        if unknown := [name for name in names or () if name not in known]:
+            raise ValueError(f"{unknown[0]!r}: expected one of {'; '.join(known)}")
+    models, ways = model or list(SIZES), way or list(WAYS)
+    settings = Settings(ranks, minibatches, minibatch_size, scale, shrink, seed)
+    run.begin(len(models) * len(ways) * (minibatches + NUM_UNTIMED))
+    rows: list[dict[str, Any]] = []
+    spans: dict[str, dict[str, Any]] = {name: {} for name in models}
     drawn: dict[str, list[list[Segment]]] = {}
-    with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(models) * len(ways) * (settings.minibatches + NUM_UNTIMED))
-        for model in models:
-            for way in ways:
-                progress.update(bar, description=f"{model}, {way}")
-                try:
-                    entry, runs = run(model, way, settings, lambda amount: progress.advance(bar, amount))
-                except RankFailedError as error:
-                    print(error, file=sys.stderr)
-                    sys.exit(1)
-                results[model].append(entry)
-                drawn[way] = [segments(rank, settings.minibatches) for rank in runs]
-                spans[model][way] = [[list(asdict(span).values()) for span in rank.spans] for rank in runs]
-            add_ratios(results[model])
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(
-        f"{settings.ranks} ranks, {settings.minibatches} minibatches, tensors {settings.shrink} times smaller"
-    )
-    for model, entries in results.items():
-        console.print(table(model, entries))
-    if picture:
-        from odc.bench.training.plots import plot_timelines
+    for name in models:
+        for how in ways:
+            run.describe(f"{name}, {how}")
+            entry, runs = run_way(run, name, how, settings)
+            rows.append(entry)
+            drawn[how] = [segments(rank, minibatches) for rank in runs]
+            spans[name][how] = [[list(asdict(span).values()) for span in rank.spans] for rank in runs]
+        add_ratios(rows[-len(ways) :])
+    if picture is not None:
+        from odc.bench.training.plots import plot_timelines  # only here: matplotlib is an extra
 
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        plot_timelines(picture, drawn, settings.minibatches)
-    if timelines:
-        timelines.parent.mkdir(parents=True, exist_ok=True)
+        plot_timelines(picture, drawn, minibatches)
+    if timelines is not None:
         timelines.write_text(json.dumps(spans))
-    if json_path:
-        document = {
-            "environment": {**describe_environment(), "threads_per_rank": 1},
-            "settings": {**asdict(settings), "forward_share": FORWARD_SHARE},
-            "models": results,
-        }
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    return {"forward_share": FORWARD_SHARE, "runs": rows}
 
 
-if __name__ == "__main__":
-    main()
+def figures(result: Entries) -> Figures:
+    for model in dict.fromkeys(row["model"] for row in result["runs"]):
+        ways = {row["way"]: row for row in result["runs"] if row["model"] == model}
+        ratios = " | ".join(f"{ways[way]['ratio']:.2f}x" for way in ("language", "all", "all, ODC"))
+        odc = ways["all, ODC"]
+        yield (
+            f"| {model}, emulated |",
+            f" {ratios} | {odc['planned_ratio']:.2f}x | {100 * odc['waiting']:.1f} % | {100 * odc['moving']:.1f} % |",
+        )
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "8 min, quick 30 s",
+    (
+        Table(
+            "runs",
+            "{settings[ranks]} ranks, tensors {settings[shrink]} times smaller: a minibatch in ms, parts in percent",
+            (Column("model", "model"), Column("way", "way")),
+            (
+                Column("planned", "planned_s", ".0f", 1e3),
+                Column("measured", "minibatch_s", ".0f", 1e3),
+                Column("planned, of none", "planned_ratio", ".3f"),
+                Column("of none", "ratio", ".3f"),
+                *(Column(name, name, ".1f", 100) for name in ("compute", "waiting", "moving", "load", "rest")),
+                Column("CPU of moving", "moving_cpu_s", ".1f", 1e3),
+                Column("planning", "planning_s", ".1f", 1e3),
+                Column("waited for", "waited_for_plans_s", ".1f", 1e3),
+                Column("MB planned", lambda row: f"{sum(row['planned_bytes'].values()) / 1e6:.1f}"),
+                Column("MB moved", lambda row: f"{sum(row['bytes'].values()) / 1e6:.1f}"),
+            ),
+        ),
+    ),
+    quick={"model": ["MLLM-84B"], "minibatches": 1, "scale": 1.0},
+    figures=(("docs/multimodal.md", figures, ["multimodal_emulated"]),),
+)

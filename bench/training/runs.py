@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-
-from odc.bench.harness.progress import progress_bar
+from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.harness.ranks import BenchError, NotRunError
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
 from odc.bench.training.bubble import Segment, segments, shares
 from odc.timeline import Timeline
@@ -33,7 +34,7 @@ CHILD_ENVIRONMENT = {
 }
 
 
-class ChildError(RuntimeError):
+class ChildError(BenchError):
     """A child process failed; the message ends with the last lines of its stderr."""
 
 
@@ -174,38 +175,63 @@ def train(
     return read_run(folder, collectives=configuration.comm == "collective")
 
 
+def check_examples(script: Path, *packages: str) -> None:
+    """Refuse to start what cannot run here.
+
+    Raises:
+        NotRunError: this is not the root of the repository, or packages are missing.
+    """
+    if not script.exists():
+        raise NotRunError(f"{script} is not here: run this from the root of the repository")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotRunError(f"this needs {', '.join(missing)}: pip install '.[examples]'")
+
+
 def train_in_turns(
-    launcher: WarmLauncher,
+    run: Bench,
     script: Path,
     ways: Sequence[Way],
     out: Path,
     *,
     repetitions: int,
     num_ranks: int,
-    minibatches: int,
-    options: Sequence[str],
-    console: Console,
+    options: Mapping[str, object],
+    minibatches: int = 1,
+    libraries: Sequence[str] = LIBRARIES,
 ) -> dict[str, list[Run]]:
-    """Train each way so often, in turns, so that a drift of the machine's speed meets all of them; with progress.
+    """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
+
+    Args:
+        options: of the script.
+        minibatches: of a run, if that is known.
 
     Raises:
         ChildError: a run failed.
     """
     runs: dict[str, list[Run]] = {way.name: [] for way in ways}
-    turns = [(repetition, way) for repetition in range(1, repetitions + 1) for way in ways]
-    with progress_bar(console, transient=False) as progress:
-        task = progress.add_task("training", total=len(turns) * minibatches)
-        for turn, (repetition, way) in enumerate(turns):
-            label = f"{way.name} {repetition}/{repetitions}"
-            progress.update(task, description=label, completed=turn * minibatches)
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    run.begin(len(ways) * repetitions * minibatches, "starting")
+    run.environment["threads_per_rank"] = 1
+    with closing(start_launcher(libraries)) as launcher:
+        for repetition in range(1, repetitions + 1):
+            for way in ways:
+                run.describe(f"{way.name} {repetition}/{repetitions}")
+                done = 0
 
-            def show(done: int, before: int = turn * minibatches) -> None:
-                progress.update(task, completed=before + done)
+                def show(now: int) -> None:
+                    nonlocal done
+                    run.advance(min(now, minibatches) - done)
+                    done = min(now, minibatches)
 
-            folder = out / way.name / f"repetition-{repetition}"
-            run = train(launcher, script, way, folder, num_ranks=num_ranks, options=options, on_progress=show)
-            runs[way.name].append(run)
-            console.print(f"{label}: {run.samples_per_s:.2f} samples/s, {run.seconds:.1f} s")
+                folder = out / way.name / f"repetition-{repetition}"
+                trained = train(launcher, script, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
+                show(minibatches)
+                runs[way.name].append(trained)
+                run.note(
+                    f"{way.name} {repetition}/{repetitions}: {trained.samples_per_s:.2f} samples/s, "
+                    f"{trained.seconds:.1f} s"
+                )
     return runs
 
 

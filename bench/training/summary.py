@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
-
+from odc.bench.harness.benchmark import Column, Table
 from odc.bench.training.runs import Run
 
 
@@ -22,14 +20,14 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
-def summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
-    """The entry ``"runs"`` of ``summary.json``.
+def summarize(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """The rows of a result, one for each way to train.
 
     ``runs`` has for each configuration its runs in the order of the repetitions; the first configuration is
     the one that the others are compared with, repetition by repetition, since those ran one after the other.
     """
     baseline = next(iter(runs.values()))
-    return {name: _summarize(repeated, baseline) for name, repeated in runs.items()}
+    return [{"name": name, **_summarize(repeated, baseline)} for name, repeated in runs.items()]
 
 
 def _summarize(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
@@ -76,42 +74,28 @@ def quietest(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
     return dict(zip(runs, best, strict=True))
 
 
-def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per configuration, at most 100 columns wide."""
-    num_repetitions = len(next(iter(summary.values()))["repetitions"])
-    shown = Table(box=SIMPLE, caption=_caption(num_repetitions), caption_justify="left")
-    shown.add_column("configuration", no_wrap=True)
-    for heading in ("samples/s", "speedup", "tokens/s", "waiting", "transfer", "final\nloss", "loss\ndiff."):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for name, entry in summary.items():
-        is_baseline = name == next(iter(summary))
-        shown.add_row(
-            name,
-            f"{_short(entry['samples_per_s'])}\n{_spread(entry, 'samples_per_s')}",
-            "1" if is_baseline else f"{_short(entry['speedup'])}x\n{_spread(entry, 'speedup')}",
-            f"{entry['tokens_per_s']:.0f}",
-            f"{entry['bubble_rate']:.1%}",
-            f"{entry['transfer_rate']:.1%}",
-            f"{entry['losses'][-1]:.4f}",
-            "-" if is_baseline else f"{entry['max_loss_difference']:.1e}",
-        )
-    return shown
-
-
-def _short(value: float) -> str:
-    """Three digits, or more before the point."""
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
-
-
 def _spread(entry: Mapping[str, Any], key: str) -> str:
     values = [repetition[key] for repetition in entry["repetitions"]]
-    return f"[dim]{_short(min(values))}-{_short(max(values))}[/dim]" if len(values) > 1 else ""
+    return f"{entry[key]:.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def _caption(num_repetitions: int) -> str:
-    over = f"Medians of {num_repetitions} runs, lowest-highest below. " if num_repetitions > 1 else ""
-    return (
-        f"{over}waiting: measured bubble rate, time in which a rank waits for another one. transfer: time in "
-        "which it moves parameters and gradients. loss diff.: largest relative difference of the loss curve "
-        "from that of the collective run."
+def runs_table(*columns: Column) -> Table:
+    """One row per way to train; further ``columns``."""
+    return Table(
+        "runs",
+        "{settings[ranks]} ranks, medians of {settings[repetitions]} runs (lowest-highest)",
+        (Column("way", "name"),),
+        (
+            Column("samples/s", "samples_per_s", ".1f"),
+            Column("speedup", "speedup", ".2f"),
+            Column("range", lambda row: _spread(row, "speedup")),
+            Column("tokens/s", "tokens_per_s", ".0f"),
+            Column("waiting", "bubble_rate", ".1%"),
+            Column("transfer", "transfer_rate", ".1%"),
+            *columns,
+            Column("final loss", lambda row: f"{row['losses'][-1]:.4f}"),
+            Column("loss diff.", "max_loss_difference", ".1e"),
+        ),
+        "waiting: measured bubble rate, time in which a rank waits for another one. transfer: time in which it moves\n"
+        "parameters and gradients. loss diff.: largest relative difference from the first way's losses.",
     )

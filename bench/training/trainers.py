@@ -1,8 +1,6 @@
 """Samples per second of scripts of three training libraries: ``torchrun``, ``odc run``, ``odc run --balance lb-mini``,
 ``odc run --online``.
 
-    python -m odc.bench.training.trainers --json runs/trainers.json
-
 Runs ``examples/{accelerate_sft,hf_trainer,trl_sft}.py`` of the repository, from its root, with FSDP2. Lengths are
 long-tailed (8 to 400 tokens, log-normal). The ways to launch take turns, so that a drift of the machine's speed meets
 all of them; each run trains on the same samples, in the same steps (but for ``--online``, which chooses them) and its
@@ -18,8 +16,6 @@ Not covered: GPUs, more than one host, FSDP1.
 from __future__ import annotations
 
 import json
-import signal
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,18 +24,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from odc.bench.harness.environment import describe_environment
-from odc.bench.training.runs import ChildError, run_child
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
+from odc.bench.training.demo import WORDS
+from odc.bench.training.runs import ChildError, check_examples, run_child
 
 EXAMPLES = Path("examples")
 SCRIPTS = ("accelerate_sft", "hf_trainer", "trl_sft")
 LONGEST = 401  # tokens of a sample of the scripts, TRL's token for the end included
 LARGEST_LOSS_DIFFERENCE = 1e-4
-
-app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True)
@@ -74,68 +67,50 @@ WAYS = (
 EQUAL = Way("odc run --balance lb-micro", odc=True, policy="lb-micro")
 
 
-@app.command()
-def main(
-    json_path: Annotated[Path, typer.Option("--json", help="File for the results.")] = Path("runs/trainers.json"),
+def measure(
+    run: Run,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each script, each way.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a run.")] = 40,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, one core each.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and batch, 4 batches a step.")] = 2,
     script: Annotated[list[str] | None, typer.Option(help="Only this script; may be repeated.")] = None,
     equal: Annotated[bool, typer.Option(help="Also LB-Micro, with equal numbers of microbatches.")] = False,
-) -> None:
-    """Compare four ways to launch unmodified training scripts on CPU ranks."""
-    console = Console(width=100)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank outlives us
-    if not EXAMPLES.is_dir():
-        print(f"{EXAMPLES} is not here: run this from the root of the repository", file=sys.stderr)
-        raise typer.Exit(2)
+) -> Entries:
+    check_examples(EXAMPLES, "accelerate", "transformers", "trl")
     scripts = script or list(SCRIPTS)
     ways = [*WAYS, EQUAL] if equal else list(WAYS)
     options = ["--steps", str(steps), "--per-device-batch-size", str(batch_size)]
-    try:
-        runs = _run_all(console, scripts, ways, repetitions, ranks, options)
-    except ChildError as error:
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    rows = [_summarize(name, way, runs) for name in scripts for way in ways]
-    settings = {"repetitions": repetitions, "steps": steps, "ranks": ranks, "batch_size": batch_size, "fsdp": 2}
-    libraries = {name: version(name) for name in ("accelerate", "transformers", "trl")}
-    document = {
-        "rows": rows,
-        "settings": settings,
-        "environment": {**describe_environment(), "threads_per_rank": 1, **libraries},
+    runs = _run_all(run, scripts, ways, repetitions, ranks, options)
+    run.environment |= {
+        "threads_per_rank": 1,
+        **{name: version(name) for name in ("accelerate", "transformers", "trl")},
     }
-    json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(document, indent=1))
-    console.print(_table(rows))
+    return {"rows": [_summarize(name, way, runs) for name in scripts for way in ways]}
 
 
 Runs = dict[tuple[str, str], list[dict[str, Any]]]
 """(script, way) -> what the script wrote, run by run."""
 
 
-def _run_all(
-    console: Console, scripts: list[str], ways: list[Way], repetitions: int, ranks: int, options: list[str]
-) -> Runs:
+def _run_all(run: Run, scripts: list[str], ways: list[Way], repetitions: int, ranks: int, options: list[str]) -> Runs:
     runs: Runs = {(script, way.name): [] for script in scripts for way in ways}
+    run.begin(repetitions * len(scripts) * len(ways))
     with tempfile.TemporaryDirectory() as folder:
         for repetition in range(repetitions):
             for script in scripts:
                 for way in ways:
+                    run.describe(f"{script}, {way.name}")
                     place = Path(folder) / f"{script}-{way.name.replace(' ', '-')}-{repetition}"
                     result = place / "result.json"
                     run_child(
                         way.command(script, ranks, [*options, "--log-json", str(result)]), place, lambda done: None
                     )
-                    run = json.loads(result.read_text())
-                    runs[script, way.name].append(run)
-                    _check_losses(script, way, run, runs[script, PLAIN.name][0])
-                    samples_per_s = run["samples_per_s"] * ranks
-                    console.print(
-                        f"{script}, {way.name}, {repetition + 1}/{repetitions}: {samples_per_s:.1f} samples/s"
-                    )
-                    run["samples_per_s"] = samples_per_s
+                    found = json.loads(result.read_text())
+                    found["samples_per_s"] *= ranks
+                    runs[script, way.name].append(found)
+                    _check_losses(script, way, found, runs[script, PLAIN.name][0])
+                    run.advance()
+                    run.note(f"{place.name}: {found['samples_per_s']:.1f} samples/s")
     return runs
 
 
@@ -161,31 +136,46 @@ def _summarize(script: str, way: Way, runs: Runs) -> dict[str, Any]:
     return {
         "script": script,
         "way": way.name,
-        "samples_per_s": statistics.median(rates),
-        "samples_per_s_range": [min(rates), max(rates)],
-        "speedup": statistics.median(speedups),
-        "speedup_range": [min(speedups), max(speedups)],
+        "samples_per_s": spread(rates),
+        "speedup": spread(speedups),
         "final_loss": mine[0]["losses"][-1],
         "largest_loss_difference": worst,
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table()
-    for name in ("script", "launched by", "samples/s (range)", "speedup (range)", "largest loss difference"):
-        table.add_column(name)
-    for row in rows:
-        low, high = row["samples_per_s_range"]
-        slowest, fastest = row["speedup_range"]
-        table.add_row(
-            row["script"],
-            row["way"],
-            f"{row['samples_per_s']:.1f} ({low:.1f}-{high:.1f})",
-            f"{row['speedup']:.2f}x ({slowest:.2f}-{fastest:.2f})",
-            "other steps" if (worst := row["largest_loss_difference"]) is None else f"{worst:.1e}",
-        )
-    return table
+def figures(result: Entries) -> Figures:
+    settings = result["settings"]
+    yield "", f"{settings['steps']} steps, medians of {WORDS[settings['repetitions']]} interleaved runs"
+    rows = {(row["script"], row["way"]): row for row in result["rows"]}
+    names = {"accelerate_sft": "accelerate loop", "hf_trainer": "transformers `Trainer`", "trl_sft": "TRL `SFTTrainer`"}
+    for script, name in names.items():
+        plain, odc, balanced, online = (rows[script, way.name] for way in WAYS)
+        by_hand = ", with its one line" if script == "accelerate_sft" else ""
+        worst = max(row["largest_loss_difference"] for row in (plain, odc, balanced))
+        speedups = f"{_speedup(odc)} | {_speedup(balanced)}{by_hand} | {_speedup(online)}{by_hand}"
+        yield f"| {name} |", f" {plain['samples_per_s']['median']:.0f} samples/s | {speedups} | {worst:.1e} |"
 
 
-if __name__ == "__main__":
-    app()
+def _speedup(row: Entries) -> str:
+    return "{median:.2f}x ({min:.2f}-{max:.2f})".format(**row["speedup"])
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "20 min, quick 1 min",
+    (
+        Table(
+            "rows",
+            "{settings[steps]} steps of training scripts as they are",
+            (Column("script", "script"), Column("launched by", "way")),
+            (
+                Column("samples/s", "samples_per_s", ".1f"),
+                Column("speedup", "speedup", ".2f"),
+                Column("largest loss difference", "largest_loss_difference", ".1e"),
+            ),
+        ),
+    ),
+    quick={"repetitions": 1, "steps": 5, "script": ["accelerate_sft"]},
+    needs="the extra examples, the repository",
+    figures=(("README.md", figures, ["trainers_cpu_2ranks"]),),
+)

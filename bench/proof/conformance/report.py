@@ -1,18 +1,16 @@
-"""The results as files: JSON for programs, Markdown for people."""
+"""The table of cells as Markdown."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from odc.bench.proof.conformance.cells import AXES, MEANINGS
 from odc.bench.proof.conformance.comparison import TOLERANCES, Outcome
 from odc.bench.proof.conformance.training import STEPS
 
-COMMAND = "python -m odc.bench.proof.conformance --json bench/results/conformance.json --markdown docs/conformance.md"
+COMMAND = "odc bench conformance --json bench/results/conformance.json --markdown docs/conformance.md"
 QUANTITIES = ("losses", "gradients", "parameters")
 _INTRODUCTION = f"""\
 The same training script twice per cell, {STEPS} steps of AdamW on a small transformer: over FSDP's gloo collectives,
@@ -34,14 +32,6 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """One line."""
     counts = Counter(outcome.status for outcome in outcomes)
     return f"{len(outcomes)} cells: {counts['passed']} passed, {counts['refused']} refused, {counts['failed']} failed"
-
-
-def write_json(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, object]) -> None:
-    """All outcomes with what they were measured on."""
-    cells = [{"name": o.cell.name, **asdict(o)} for o in outcomes]
-    document = {"environment": environment, "summary": summary(outcomes), "tolerances": TOLERANCES, "cells": cells}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, object]) -> None:
