@@ -1,4 +1,4 @@
-"""Layers 1 to 3. The bodies of ``python -m odc.bench.gpu_check``, without a GPU.
+"""Layers 1 to 3. The bodies of ``odc bench gpu``, without a GPU.
 
 They run on CPU ranks over the transports of ``bench/fake``: that shows that they do what they say and can fail, not
 that a device does. What is CUDA's alone (the kernels' compiled form, events, sync debugging) stays unrun.

@@ -262,14 +262,14 @@ def measure(
     repetitions: Annotated[int, typer.Option(min=1, help="Of each size.")] = 15,
     pushes: Annotated[int, typer.Option(min=1, help="Gathers and pushes of a minibatch.")] = 4,
     accumulate: Annotated[Literal["auto", "direct", "daemon"], typer.Option(help="Who adds to a sum.")] = "auto",
+    transport: Annotated[str, typer.Option(help="As in odc.patch_fsdp.")] = "auto",
     late: Annotated[int, typer.Option(min=0, help="Repetitions under load; 0: leave it out.")] = 5,
 ) -> Entries:
     dtypes = dtype or ["fp32"]
     if unknown := [name for name in dtypes if name not in DTYPES]:
         raise ValueError(f"--dtype {unknown[0]!r}: expected one of {', '.join(DTYPES)}")
-    place, world_size = choose(
-        Place.of_this_machine(), ranks or (run.launched.world_size if run.launched else 0), hosts
-    )
+    here = replace(Place.of_this_machine(), transport=transport)
+    place, world_size = choose(here, ranks or (run.launched.world_size if run.launched else 0), hosts)
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)

@@ -14,6 +14,7 @@ among them are shown as the tables that the module declares. :data:`BENCHMARK` h
 from __future__ import annotations
 
 import inspect
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,7 +161,8 @@ class Benchmark:
 
     @property
     def title(self) -> str:
-        return self.says.split("\n\n")[0].replace("\n", " ")
+        """Its first words."""
+        return re.split(r"[:.]( |$)", self.says.split("\n\n")[0].replace("\n", " ").replace("``", ""))[0]
 
 
 class Run:
@@ -216,10 +218,13 @@ class Run:
         environment = {**describe_environment(), **self.environment}
         return {**self.about, "commit": commit(), "environment": environment, **found}
 
-    def keep(self, found: Entries) -> None:
-        """Write what is known so far to the file of ``--json``: whoever ends the command early keeps it."""
-        if self.json is not None and self.is_first:
-            write(self.json, self.document(found))
+    def keep(self, found: Entries, path: Path | None = None) -> Entries:
+        """Write what is known so far to the file of ``--json`` (or to ``path``): whoever ends the command early keeps
+        it."""
+        path = path or self.json
+        if path is not None and self.is_first:
+            write(path, self.document(found))
+        return found
 
     def note(self, text: str) -> None:
         """A line that stays, on standard error."""
@@ -253,8 +258,6 @@ def _gathered(me: Rank, value: Any) -> list[Any]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * me.world_size
-    if "gloo" in dist.get_backend() or me.device.type == "cpu":
-        dist.all_gather_object(values, value)
-    else:
-        dist.all_gather_object(values, value, group=dist.new_group(backend="gloo"))
+    group = None if me.device.type == "cpu" else dist.new_group(backend="gloo")
+    dist.all_gather_object(values, value, group=group)
     return values

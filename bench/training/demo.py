@@ -2,7 +2,7 @@
 
 Runs ``examples/sft.py`` of the repository, from its root. The three configurations take turns, so that a
 drift of the machine's speed meets all of them. All start from the same weights and see the same minibatches.
-Writes loss curves, a timeline and a Perfetto trace into the folder ``--out``, and the result as ``summary.json``.
+Writes the result (``summary.json``), loss curves, a timeline and a Perfetto trace into the folder ``--out``.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
 """
@@ -55,8 +55,8 @@ def measure(
     middle = (first.num_untimed + len(first.losses)) // 2  # of the timed part
     plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
     write_trace(out / "trace.json", drawn)
-    run.note(f"{out}: losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
-    return {"runs": summarize(runs)}
+    run.note(f"{out}: summary.json, losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
+    return run.keep({"runs": summarize(runs)}, out / "summary.json")
 
 
 def prepare_data(run: Run, out: Path) -> Path:

@@ -82,8 +82,8 @@ def measure(
         libraries=(*LIBRARIES, *OMNI),
     )
     draw(out, runs)
-    run.note(f"{out}: losses.png, timeline.png")
-    return {"runs": _summarize(runs)}
+    run.note(f"{out}: summary.json, losses.png, timeline.png")
+    return run.keep({"runs": _summarize(runs)}, out / "summary.json")
 
 
 def _summarize(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def measure(
     from odc.bench.training.plots import plot_losses_by_tokens  # only here: matplotlib is an extra
 
     plot_losses_by_tokens(out / "losses.png", {row.name: (row.tokens, row.losses) for row in rows})
-    return {"rows": [asdict(row) for row in rows]}
+    return run.keep({"rows": [asdict(row) for row in rows]}, out / "summary.json")
 
 
 def figures(result: Entries) -> Figures:

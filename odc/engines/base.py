@@ -69,7 +69,7 @@ class TransferTable:
 
     @classmethod
     def load(cls, path: Path) -> TransferTable:
-        """From a JSON file that :meth:`save` or ``gpu_check`` wrote.
+        """From a JSON file that :meth:`save` or ``odc bench gpu`` wrote.
 
         Raises:
             ConfigError: the file cannot be read, or holds no such table.

@@ -19,7 +19,7 @@ from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run
 from odc.bench.proof.conformance.cells import AXES, all_cells, select
 from odc.bench.proof.conformance.comparison import TOLERANCES, Outcome
 from odc.bench.proof.conformance.launch import run_cells
-from odc.bench.proof.conformance.report import summary, write_markdown
+from odc.bench.proof.conformance.report import QUANTITIES, summary, write_markdown
 
 _WORDS = "; ".join(f"{axis}: {', '.join(values)}" for axis, values in AXES.items())
 
@@ -37,8 +37,9 @@ def measure(
     def show(outcome: Outcome) -> None:
         run.advance()
         run.describe(outcome.cell.name)
-        if outcome.status != "passed":
-            run.note(f"{outcome.cell.name} {outcome.status}: {outcome.reason}")
+        if outcome.status != "passed" or len(cells) == 1:
+            errors = {name: getattr(outcome, name) for name in QUANTITIES} if not outcome.reason else ""
+            run.note(f"{outcome.cell.name} {outcome.status}: {outcome.reason}{errors}")
 
     outcomes = run_cells(cells, show)
     if failed := sum(outcome.status == "failed" for outcome in outcomes):
