@@ -121,7 +121,7 @@ def simulate_all(run: Run, cells: Iterable[Cell], num_samples: int, num_jobs: in
                 run.advance(len(futures[future]))
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
+                process.kill()  # a fork has the handler of SIGTERM of this process
             pool.shutdown(cancel_futures=True)
             raise
     return simulated
