@@ -23,11 +23,14 @@ demo-multimodal: $(STAMP)  ## train a tiny Qwen2.5-Omni four ways on 2 CPU ranks
 	$(VENV)/bin/odc bench multimodal --out runs/multimodal
 
 # Hundreds of interpreters are started: each would compile all of odc, should the environment forbid to keep that.
+PYTEST = env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/supervising.py -m pytest
+SHARED = -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+
 test: $(STAMP)  ## the tests, in three processes
-	env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/sharing.py
+	$(PYTEST) $(SHARED)
 
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
-	env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/sharing.py -m "extended or not extended"
+	$(PYTEST) $(SHARED) -m "extended or not extended"
 
 TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
 

@@ -28,6 +28,7 @@ from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen, listening, untraced
 from odc.fsdp_patch.patching import default_group
 from odc.fsdp_patch.session import Session
+from odc.fsdp_patch.unit import shadow
 from odc.setup.agreement import ProcessGroupExchange, gather_json
 
 Patch = Callable[[nn.Module], Session]
@@ -173,6 +174,8 @@ class FsdpRoots:
         gc.collect()  # a model that was dropped, and not collected yet on one rank only, would have a number there
         for module in [m for m in gc.get_objects() if issubclass(type(m), sharded)]:  # isinstance would ask proxies
             self._register(module)
+        # Whoever is given its own parameters by name may call one of them `self` or `module`, so shadows take theirs by
+        # position only.
         self._enter_fsdp2()
         self._enter_fsdp1()
 
@@ -236,8 +239,7 @@ class FsdpRoots:
             original_lazy_init(state)
             self._meet_fsdp2(state)
 
-        self._shadow(FSDPState, "init", original_init, init)
-        self._shadow(FSDPState, "_lazy_init", original_lazy_init, untraced(lazy_init, _SETS_UP))
+        self._undo.append(shadow(FSDPState, init=init, _lazy_init=untraced(lazy_init, _SETS_UP)))
 
     def _enter_fsdp1(self) -> None:
         original_init, original_forward = FullyShardedDataParallel.__init__, FullyShardedDataParallel.forward
@@ -253,8 +255,7 @@ class FsdpRoots:
             meet(wrapper)
             return original_forward(wrapper, *args, **kwargs)
 
-        self._shadow(FullyShardedDataParallel, "__init__", original_init, init)
-        self._shadow(FullyShardedDataParallel, "forward", original_forward, forward)
+        self._undo.append(shadow(FullyShardedDataParallel, __init__=init, forward=forward))
 
     def _meet_fsdp2(self, state: Any) -> None:
         module = state._modules[0]
@@ -272,17 +273,6 @@ class FsdpRoots:
     def _is_new(self, module: nn.Module) -> bool:
         """Whether it has not been met. To one that is closed, and that another wrapper still calls, none is."""
         return module not in self._met and bool(self._undo)
-
-    def _shadow(self, owner: type, name: str, original: Any, shadow: Any) -> None:
-        """Put ``shadow`` before a method. Whoever is given its own parameters by name may call one of them ``self`` or
-        ``module``, so shadows take theirs by position only."""
-        setattr(owner, name, shadow)
-
-        def undo() -> None:
-            if owner.__dict__.get(name) is shadow:  # else somebody has wrapped it meanwhile, and it stays
-                setattr(owner, name, original)
-
-        self._undo.append(undo)
 
     def close(self) -> None:
         """Leave the classes of torch as they were. Idempotent."""

@@ -37,6 +37,7 @@ from odc.fsdp_patch.unit import (
     Unit,
     Watched,
     describe_mesh,
+    shadow,
     waiting_gradients,
 )
 from odc.units import ParamSlice, UnitSpec
@@ -169,9 +170,6 @@ class Fsdp1Unit(Unit):
             if info.in_shard:
                 part = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
                 yield name, (published[part], shard[part].to(published.dtype))
-
-    def check_hooks(self) -> None:
-        """FSDP1 never calls hooks of original parameters that are set after its initialisation."""
 
     def incomplete_backward(self) -> bool:
         return self._is_incomplete or self._sent_in is not None
@@ -338,7 +336,8 @@ class Fsdp1Unit(Unit):
                 for pending in self.pending.values():
                     pending.is_sent = True
 
-        undo_methods = self._shadow(
+        undo_methods = shadow(
+            self.handle,
             _all_gather_flat_param=untraced(all_gather_flat_param, _COMMUNICATES),
             prepare_gradient_for_optim=untraced(prepare_gradient_for_optim, _COMMUNICATES),
             prepare_gradient_for_backward=self._before(self.handle.prepare_gradient_for_backward),
@@ -347,12 +346,13 @@ class Fsdp1Unit(Unit):
             _use_unsharded_grad_views=self._sparing(self.handle._use_unsharded_grad_views),
             _reset_flat_param_grad_info_if_needed=self._around(self.handle._reset_flat_param_grad_info_if_needed),
         )
-        undo_order = self._stop_checking_order()
-        self.module._comm_hook = push
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL FSDP1 compares in every forward, by a collective, what the ranks run next.
+        # Under ODC they need not run the same.
+        undo_order = shadow(self.module._exec_order_data, _checking_order=False)
+        undo_push = shadow(self.module, _comm_hook=push)
 
         def undo() -> None:
-            if self.module._comm_hook is push:
-                self.module._comm_hook = None
+            undo_push()
             undo_order()
             undo_methods()
 
@@ -409,29 +409,6 @@ class Fsdp1Unit(Unit):
         have higher numbers), never will."""
         self._is_incomplete |= self._sent_in is not None and self._sent_in < backward
         self._sent_in = None
-
-    def _shadow(self, **methods: Any) -> Undo:
-        """Put functions before the handle's methods of the same names; returns the undo."""
-        self.handle.__dict__.update(methods)
-
-        def undo() -> None:
-            for name, method in methods.items():
-                if self.handle.__dict__.get(name) is method:
-                    del self.handle.__dict__[name]
-
-        return undo
-
-    def _stop_checking_order(self) -> Undo:
-        """With TORCH_DISTRIBUTED_DEBUG=DETAIL FSDP1 compares in every forward, by a collective, what the ranks run
-        next. Under ODC they need not run the same."""
-        order = self.module._exec_order_data
-        checking = order._checking_order
-        order._checking_order = False
-
-        def undo() -> None:
-            order._checking_order = checking
-
-        return undo
 
     @property
     def _idle(self) -> bool:
@@ -523,7 +500,7 @@ def _check_module(module: Any, where: str) -> None:
         return
     if module.cpu_offload.offload_params:
         raise UnsupportedError(f"{where}: cpu_offload=CPUOffload(offload_params=True) is not supported under FSDP1")
-    if module._comm_hook is not None and "_all_gather_flat_param" not in _vars_of_handle(module):
+    if module._comm_hook is not None and not _is_patched(module):
         raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden")
     if module._fsdp_extension is not None:
         raise UnsupportedError(
@@ -534,8 +511,8 @@ def _check_module(module: Any, where: str) -> None:
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")
 
 
-def _vars_of_handle(module: Any) -> dict[str, object]:
-    return vars(module._handle) if module._handle is not None else {}
+def _is_patched(module: Any) -> bool:
+    return module._handle is not None and "_all_gather_flat_param" in vars(module._handle)
 
 
 def _where(name: str) -> str:
@@ -555,7 +532,7 @@ def check_fsdp1_units(units: Sequence[Fsdp1Unit]) -> None:
 
 def _check_unit(unit: Fsdp1Unit) -> None:
     where = f"unit {unit.name!r}"
-    if "_all_gather_flat_param" in _vars_of_handle(unit.module):
+    if _is_patched(unit.module):
         raise UnsupportedError(f"{where} is patched already: close() the other session first")
     if unit.handle._keep_low_precision_grads:
         raise UnsupportedError(

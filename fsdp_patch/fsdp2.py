@@ -16,7 +16,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import param_groups
 from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
-from odc.fsdp_patch.unit import GRADIENT_DTYPES, describe_mesh
+from odc.fsdp_patch.unit import GRADIENT_DTYPES, describe_mesh, shadow
 from odc.timeline import Timeline
 
 
@@ -138,8 +138,8 @@ def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Call
     """
     found = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     states = {id(state): state for state in found}.values()  # one may belong to several modules
-    undos = [_tell_of(state, "_pre_forward", begin) for state in states]
-    undos += [_tell_of(state, "_post_forward", end) for state in states]
+    undos = [shadow(state, _pre_forward=_telling(state._pre_forward, begin)) for state in states]
+    undos += [shadow(state, _post_forward=_telling(state._post_forward, end)) for state in states]
 
     def undo() -> None:
         for one in undos:
@@ -148,25 +148,13 @@ def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Call
     return undo
 
 
-def _tell_of(state: Any, half: str, tell: Callable[[], None]) -> Callable[[], None]:
-    original, own = getattr(state, half), state.__dict__.get(half)
-
+def _telling(original: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def telling(*args: Any, **kwargs: Any) -> Any:
         tell()
         return original(*args, **kwargs)
 
-    setattr(state, half, telling)
-
-    def undo() -> None:
-        if state.__dict__.get(half) is not telling:
-            return  # somebody else has wrapped it meanwhile
-        if own is None:
-            delattr(state, half)
-        else:
-            setattr(state, half, own)
-
-    return undo
+    return telling
 
 
 class _Timed:

@@ -45,10 +45,6 @@ class FsdpParam:
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
-    @property
-    def is_offloaded(self) -> bool:
-        return bool(self.inner.offload_to_cpu)
-
     def compute_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype:
         """What FSDP casts the parameter to for the all-gather."""
         return param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
@@ -57,10 +53,6 @@ class FsdpParam:
         """What FSDP reduces the gradient in where the policy has no ``reduce_dtype``."""
         keeps_own = hasattr(type(self.inner), "unsharded_grad_dtype")  # torch 2.15
         return self.dtype if keeps_own else self.compute_dtype(param_dtype)
-
-    @property
-    def was_unsharded(self) -> bool:
-        return hasattr(self.inner, "_unsharded_param")
 
     @property
     def full(self) -> torch.Tensor | None:
@@ -77,7 +69,7 @@ class FsdpParam:
 
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient that :func:`have_gradients` tells of."""
-        if self.was_unsharded:
+        if self.full is not None:
             if "unsharded_accumulated_grad" in vars(self.inner):  # in torch 2.15 the next line alone clears it
                 self.inner.unsharded_accumulated_grad = None
             self.inner._unsharded_param.grad = None

@@ -24,7 +24,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import mp_policy
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients
 from odc.fsdp_patch.pending import stand_alone
-from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, shadow, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -95,7 +95,7 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self.trainable = [p for p in self.params if p.sharded.requires_grad]
-        self._is_offloaded = any(p.is_offloaded for p in self.params)  # FSDP would wait for the device before adding
+        self._is_offloaded = any(p.inner.offload_to_cpu for p in self.params)  # FSDP would wait before adding
         self._frozen = [p for p in self.params if not p.sharded.requires_grad]
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
         self._touched: Sequence[bool] = []  # by the minibatch that has ended
@@ -381,19 +381,13 @@ class Fsdp2Unit(Unit):
                     if here:
                         self.pending[index].is_sent = True
 
-        self.group.post_backward = post_backward
-
-        def undo() -> None:
-            if self.group.__dict__.get("post_backward") is post_backward:
-                del self.group.post_backward
-
-        return undo
+        return shadow(self.group, post_backward=post_backward)
 
     def _coming_gradients(self) -> list[bool]:
         """Which trainable parameters the coming reduction will contain; asked when post-backward begins."""
         have = have_gradients(self.trainable)
         if getattr(self.group, "reduce_scatter_unused_params", False):
-            return [here or p.was_unsharded for here, p in zip(have, self.trainable, strict=True)]
+            return [here or p.full is not None for here, p in zip(have, self.trainable, strict=True)]
         return have
 
     def _check_late_gradients(self) -> None:

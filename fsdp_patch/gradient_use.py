@@ -17,16 +17,17 @@ from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
 from odc.fsdp_patch.pending import Pending, Use
-from odc.fsdp_patch.publishing import Publisher
-from odc.fsdp_patch.unit import Communication, Unit
-from odc.minibatch.protocol import End, State
+from odc.fsdp_patch.publishing import Publisher, SinceEnd
+from odc.fsdp_patch.unit import Unit
+from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
 
 BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
 
 
-class Owner(Communication, Protocol):
+class Owner(Protocol):
     """The session, which keeps its :class:`GradientUse` and is not kept by it."""
 
     def finish(self) -> None:
@@ -37,20 +38,12 @@ class Owner(Communication, Protocol):
         """Throw the minibatch away."""
         ...
 
-    def end_evaluation(self) -> None:
-        """A forward of the model without a graph has returned."""
-        ...
-
-    def before_training(self, *, is_method: bool = False) -> None:
+    def before_training(self, *, is_method: bool) -> None:
         """A forward of the model that keeps a graph begins, or another method that is one."""
         ...
 
     def go_on_loading(self, *, is_entering: bool) -> None:
         """The script enters a collective of its own, or has left one."""
-        ...
-
-    def require_no_unfreezing(self, what: str) -> None:
-        """Refuse to be patched anew by ``what``, the use of a gradient."""
         ...
 
 
@@ -117,56 +110,52 @@ class GradientUse(Listener):
         self._publisher = publisher
         self._runtime = runtime
         self._units = units
-        self._sent: set[int] = set()  # units of which this rank has pushed gradients in this minibatch
         self._num_steps = 0  # of optimizers
-        self._uses: set[tuple[str, frozenset[int]]] = set()  # who has asked for the gradients that are final, for which
-        self._has_ended = False  # any minibatch
-        self._means_sharded = False  # since the last end, see [Note: Full parameters]
         self._cleared_full: dict[int, nn.Parameter] = {}  # the sharded ones, by id
         self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
-        self._cleared: set[int] = set()  # ids of parameters, since the minibatch ended
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
-        self._looks: set[tuple[int, int]] = set()  # there, since the last end: instruction and parameter
         self._in_forward = False
         self.in_training_forward = False
         """In a forward that keeps a graph: gradients will be pushed, unless something goes wrong."""
         self._in_hooks = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
-        self._has_own_gradients = False  # the last minibatch left any: under FSDP1 it may hold nothing but padding
-        self._is_between = False  # the model is used between final gradients and their step
         self.weak_data_of: Use = _weakly(self.data_of)
         """:meth:`data_of`, which keeps nothing alive."""
 
     # What the session says
 
-    def pushed(self, unit: int) -> None:
-        """This rank sends its gradients of a unit. See [Note: Gradients that others will bring] in ``pending.py``."""
-        if not self._sent:
-            for index, other in enumerate(self._units):
-                if index != unit:  # of that one FSDP has the gradients at hand
-                    other.expect(self.weak_data_of, old=True)
-        self._sent.add(unit)
+    def expect_others(self, unit: int) -> None:
+        """This rank has pushed its first gradients, those of a unit. See [Note: Gradients that others will bring] in
+        ``pending.py``."""
+        for index, other in enumerate(self._units):
+            if index != unit:  # of that one FSDP has the gradients at hand
+                other.expect(self.weak_data_of, old=True)
 
     def _expect_next(self, *, none: bool = False) -> None:
         """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
         step, what is None was not used, and is None to who looks.)"""
-        if self._has_ended:
+        if self._publisher.since.minibatch:
             for unit in self._units:
                 unit.expect(self.weak_data_of, none=none, old=self.is_by_hand)
 
     def data_of(self, pending: Pending) -> torch.Tensor:
         """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
-        if self._is_computing:  # hooks in backward see what FSDP has at that moment
+        if self._in_forward or self.is_in_backward:  # hooks see what FSDP has at that moment
             return pending.now()
         reader = Reader.now()
         look = (reader.frame.f_lasti, pending.key)
-        if not self._sent and pending.base is not None and not self._asks_for_next(reader, look):
+        if not self._runtime.state.pushed and pending.base is not None and not self._asks_for_next(reader, look):
             return pending.base  # see [Note: Old gradients on an idle rank]
-        self._live_session().require_no_unfreezing(str(reader))
+        unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
+        if unfrozen and self._runtime.state.phase is not Phase.OPEN:  # to be patched anew now would be too late
+            raise UnsupportedError(
+                f"{reader} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
+                "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
+            )
         self._end_for(str(reader), reader, self._publisher.all_trainable)
-        self._looks.add(look)
+        self._publisher.since.looks.add(look)
         return pending.now() if pending.final is None else pending.final
 
     def _asks_for_next(self, reader: Reader, look: tuple[int, int]) -> bool:
@@ -175,10 +164,11 @@ class GradientUse(Listener):
         changed by hand since: the script has come around its loop."""
         if (reader.place, reader.path) not in self._asked_at:
             return False
-        if self._runtime.state is not State.FINISHED:
+        if self._runtime.state.phase is not Phase.FINISHED:
             return True
-        has_been_here = look in self._looks
-        self._looks.add(look)
+        looks = self._publisher.since.looks
+        has_been_here = look in looks
+        looks.add(look)
         return has_been_here and self._publisher.stepped_by_hand(self._publisher.all_trainable)
 
     def ended(self, ends: Sequence[End]) -> None:
@@ -192,23 +182,20 @@ class GradientUse(Listener):
         self._check_enders(said)
         self.check_kept(ends)
         self._asked_at |= {(notes.place, notes.path) for notes, has_pushed in said if has_pushed and notes.place}
-        self._uses.clear()
-        self._looks.clear()
-        self._publisher.forget_steps()
-        self._has_ended = True
-        self._means_sharded = not self._sent or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1
+        has_pushed = ends[self._runtime.topology.rank].has_pushed
+        self._publisher.since = SinceEnd(
+            self._runtime.minibatch,
+            means_sharded=not has_pushed or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1,
+        )
         if len({notes.said & Said.CLEARED_FULL for notes, _ in said}) > 1:
             for parameter in self._cleared_full.values():
                 parameter.grad = None
         self._cleared_full.clear()
-        self._sent.clear()
-        self._cleared.clear()
-        self._has_own_gradients = self._is_between = False
 
     def installed(self, has_gradients: bool) -> None:
         """The gradients of the minibatch are in ``.grad``. ``has_gradients``: any rank had some."""
-        self._has_own_gradients = has_gradients and not self._publisher.gradients_are_cleared()
-        if self.is_by_hand and not self._publisher.has_ever_stepped:
+        self._publisher.since.has_gradients = has_gradients and not self._publisher.gradients_are_cleared()
+        if self.is_by_hand and not self._publisher.ever_stepped:
             self._expect_next()  # no step will tell that they are used
 
     @property
@@ -221,16 +208,18 @@ class GradientUse(Listener):
         what, reader = self._ending
         place, path = (reader.place, reader.path) if reader is not None else (0, 0)
         ender = number_of(BY_HAND if reader is not None else what) if what else 0
-        said = Said.EXPECTED if all(unit.expects_all() for unit in self._units) else Said(0)
+        num_places = sum(len(unit.places()) for unit in self._units)
+        pending = [pending for unit in self._units for pending in unit.pending.values()]
+        said = Said.EXPECTED if len(pending) == num_places and all(one.stands for one in pending) else Said(0)
         if any(unit.is_left_full for unit in self._units):
             said |= Said.LEFT_FULL
         if self._cleared_full:
             said |= Said.CLEARED_FULL
-        if self._publisher.has_kept:
+        if self._publisher.since.has_kept:
             said |= Said.KEPT
-        if self._publisher.has_changed:
+        if self._publisher.since.has_changed:
             said |= Said.CHANGED
-        if self._is_between:
+        if self._publisher.since.is_between:
             said |= Said.BETWEEN
         return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
 
@@ -287,22 +276,13 @@ class GradientUse(Listener):
                 "changing parameters by hand call odc.session_of(model).publish() on every rank"
             )
 
-    @property
-    def num_sent(self) -> int:
-        """Units of which this rank has pushed gradients that no step has used."""
-        return len(self._sent)
-
-    def before_publishing(self) -> None:
-        """The model is about to be used while gradients are final."""
-        self._is_between = not (self.in_training_forward or self._publisher.has_stepped)
-
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
 
         Raises:
             MisuseError: it has cleared a part.
         """
-        if not self._sent or self._runtime.state is not State.OPEN:
+        if not self._runtime.state.pushed:
             return
         sent = [pending for unit in self._units for pending in unit.pending.values() if pending.is_sent]
         num_gone = sum(pending.is_cleared for pending in sent)
@@ -335,34 +315,31 @@ class GradientUse(Listener):
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
 
-        def begin(module: nn.Module, args: object) -> None:
+        def begin(*, is_method: bool) -> None:
             # A look at one of each unit: who clears all has cleared it, and clears a part is found at the end.
             if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
                 self.end_if_cleared()
-            self._in_forward = True
-            self.in_training_forward = torch.is_grad_enabled()
+            self._in_forward, self.in_training_forward = not is_method, torch.is_grad_enabled()
             if self.in_training_forward:
-                self._live_session().before_training()
+                self._live_session().before_training(is_method=is_method)
 
         def end(module: nn.Module, args: object, output: object) -> None:
             self._in_forward = self.in_training_forward = False
             if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-                self._live_session().end_evaluation()
+                for unit in self._units:
+                    unit.end_evaluation(self.is_by_hand)
 
         # A method that raises has no end, so `_in_forward`, which silences readers, must not depend on one.
         def begin_method() -> None:
             if not self._in_forward:
-                self.end_if_cleared()
-                self.in_training_forward = torch.is_grad_enabled()
-                if self.in_training_forward:
-                    self._live_session().before_training(is_method=True)
+                begin(is_method=True)
 
         def end_method() -> None:
             if not self._in_forward:
                 self.in_training_forward = False
 
         hooks = [
-            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_pre_hook(lambda module, args: begin(is_method=False), prepend=True),
             model.register_forward_hook(end, always_call=True),
         ]
         undo_methods = watch_forward_methods(model, begin_method, end_method)
@@ -381,16 +358,12 @@ class GradientUse(Listener):
         """Whether autograd is at work in this thread."""
         return torch._C._current_graph_task_id() != -1
 
-    @property
-    def _is_computing(self) -> bool:
-        """Hooks in backward see what FSDP has at that moment."""
-        return self._in_forward or self.is_in_backward
-
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
         also on a rank that had no microbatch: there a backward would have ended it."""
-        is_asked_for = self._means_sharded and self._runtime.state is State.FINISHED and not self._publisher.has_stepped
-        return self._publisher.sharded(tensor) if is_asked_for else None
+        since = self._publisher.since
+        is_meant = since.means_sharded and self._runtime.state.phase is Phase.FINISHED and not since.stepped
+        return self._publisher.sharded(tensor) if is_meant else None
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._publisher.owned(tensors))
@@ -415,11 +388,11 @@ class GradientUse(Listener):
             )
         use = (what, frozenset(owned))
         if (
-            self._runtime.state is State.FINISHED
+            self._runtime.state.phase is Phase.FINISHED
             and not self._is_next_minibatch(owned, what)
-            and (what == STEP or use not in self._uses)
+            and (what == STEP or use not in self._publisher.since.uses)
         ):
-            self._uses.add(use)
+            self._publisher.since.uses.add(use)
             return
         if what == CLIPPING_BY_NORM:
             raise self._runtime.refusal(
@@ -433,7 +406,7 @@ class GradientUse(Listener):
             self._live_session().finish()
         finally:
             self._ending = ("", None)
-        self._uses.add(use)
+        self._publisher.since.uses.add(use)
 
     def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
@@ -441,28 +414,28 @@ class GradientUse(Listener):
 
         It is the next one if they have been used up.
         """
-        used = self._publisher.already_stepped(owned) or not self._cleared.isdisjoint(owned)
-        is_cleared = self._has_own_gradients and self._publisher.gradients_are_cleared()
+        since = self._publisher.since
+        is_cleared = since.has_gradients and self._publisher.gradients_are_cleared()
         # Weights may be decayed by hand before the first step of an optimizer.
-        return used or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
+        return since.has_used(owned) or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             if what == _CLEARING_OF_MODULES:  # it would not reach these, see [Note: Full parameters]
                 left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
                 self._out_of_reach = [(p, p.grad) for p in left if id(p) in owned]
                 for parameter, _ in self._out_of_reach:
                     parameter.grad = None
             return
-        sent = self._publisher.trainable_of(self._sent)
+        sent = {p for unit in self._runtime.state.pushed for p in self._publisher.trainable[unit]}
         if sent and sent <= owned:
             self._live_session().discard()
         elif not sent.isdisjoint(owned):
             self._refuse_clearing(what, len(sent & owned), len(sent))
 
     def before_initialising(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._publisher.owned(tensors) and not self._sent:
+        if self._publisher.owned(tensors) and not self._runtime.state.pushed:
             for unit in self._units:
                 unit.withdraw()
                 unit.settle()
@@ -477,26 +450,26 @@ class GradientUse(Listener):
             return
         full = (self._publisher.sharded(tensor) for tensor in tensors)
         self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
-        if self._runtime.state is State.FINISHED:
-            self._cleared |= owned
-            self._publisher.after_clearing(self._cleared)
-        if self._runtime.state is not State.FINISHED or self._publisher.gradients_are_cleared():
+        if self._runtime.state.phase is Phase.FINISHED:
+            self._publisher.after_clearing(owned)
+        if self._runtime.state.phase is not Phase.FINISHED or self._publisher.gradients_are_cleared():
             self._expect_next(none=True)
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
-        if owned and self._runtime.state is State.FINISHED and not self._publisher.already_stepped(owned):
+        is_final = self._runtime.state.phase is Phase.FINISHED
+        if owned and is_final and self._publisher.since.stepped.isdisjoint(owned):
             self._used(owned)  # skipped for good: these parameters stay as they are
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         self._num_steps += bool(owned)
-        if owned and self._runtime.state is State.FINISHED:
+        if owned and self._runtime.state.phase is Phase.FINISHED:
             self._used(owned)
 
     def _used(self, owned: set[int]) -> None:
         self._publisher.after_step(owned)
-        if self._runtime.state is State.PUBLISHED:
+        if self._runtime.state.phase is Phase.PUBLISHED:
             self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:

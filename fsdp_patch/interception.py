@@ -89,12 +89,7 @@ def _tensors(parameters: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Any, Se
         return parameters, [parameters]
     tensors = list(parameters)
     # A generator stays one: torch warns about an empty generator, and not about an empty list.
-    return (_generate(tensors) if isinstance(parameters, GeneratorType) else tensors), tensors
-
-
-def _generate(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """A generator of ``tensors``."""
-    yield from tensors
+    return ((tensor for tensor in tensors) if isinstance(parameters, GeneratorType) else tensors), tensors
 
 
 PARAMETERS = Argument(0, "parameters", _tensors)

@@ -9,8 +9,9 @@ devices) ends nothing, and nobody pays for a gradient that is not used.
 [Note: Gradients that others will bring] A gradient is also pending where this rank has pushed none, since the others
 may: under plain FSDP a rank without a microbatch runs one that counts nothing, and finds gradients afterwards. So, once
 a gradient was cleared, and as soon as this rank has pushed anything, what would be None is pending as well. If nobody
-brings any, it is None when the minibatch has ended. Where an old gradient was not cleared, a look at it and the use of
-the coming one differ by their place in the script only, see [Note: Old gradients on an idle rank].
+brings any, it is None when the minibatch has ended, and zeros to who has it at hand by then (``is None`` was asked when
+no rank could know). Where an old gradient was not cleared, a look at it and the use of the coming one differ by their
+place in the script only, see [Note: Old gradients on an idle rank].
 """
 
 from __future__ import annotations
@@ -73,34 +74,22 @@ class PendingGradient(torch.Tensor):
             return self
         return super().__iadd__(other)
 
-    # What asks for memory and not for an operation
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().numpy(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self.pending.data().tolist()
-
-    def data_ptr(self) -> int:
-        return self.pending.data().data_ptr()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pending.data().__dlpack__(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.pending.data(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.pending.data().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         pending = self.pending  # debuggers and tracebacks must not wait for other ranks
         if pending.final is not None:
             return repr(pending.final)
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}; its first use ends the minibatch)"
+
+
+def _of_data(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.pending.data(), name)(*args, **kwargs)
+
+
+for _name in ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__reduce_ex__"):
+    setattr(PendingGradient, _name, _of_data(_name))  # they ask for memory, and not for an operation
 
 
 class Reduction:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,8 +13,39 @@ from torch.distributed.tensor import DTensor
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import Unit, spread
-from odc.minibatch.protocol import State
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
+
+
+@dataclass
+class SinceEnd:
+    """What a script has done since the last minibatch ended, with its gradients and its model. With each end there is a
+    new one, so that nothing of it outlives that."""
+
+    minibatch: int = 0
+    """The one that has ended; 0: none yet."""
+    has_gradients: bool = False
+    """It left any to this rank: under FSDP1 that may hold nothing but padding."""
+    uses: set[tuple[str, frozenset[int]]] = field(default_factory=set)
+    """Who has asked for gradients, and of which parameters (by id, as below)."""
+    looks: set[tuple[int, int]] = field(default_factory=set)
+    """Where that was by hand and minibatches were ended before: instruction and parameter."""
+    stepped: set[int] = field(default_factory=set)
+    """Parameters that an optimizer has updated, or skipped for good."""
+    cleared: set[int] = field(default_factory=set)
+    """Parameters whose gradients were cleared."""
+    means_sharded: bool = False
+    """Who lists full parameters means the sharded ones, see [Note: Full parameters] in ``gradient_use.py``."""
+    is_between: bool = False
+    """The model was used before the step."""
+    has_kept: bool = False
+    """The last publication said of some units that they are what they were."""
+    has_changed: bool = False
+    """Or: were changed by hand."""
+
+    def has_used(self, owned: set[int]) -> bool:
+        """Whether the gradients of any of these parameters were used up."""
+        return not (self.stepped.isdisjoint(owned) and self.cleared.isdisjoint(owned))
 
 
 class Publisher:
@@ -24,45 +56,45 @@ class Publisher:
         self._runtime = runtime
         self._guard = guard
         self._parameters: list[list[nn.Parameter]] = []  # kept: the id of one that is gone may be given to another
-        self._trainable: list[set[int]] = []
-        self._all_trainable: set[int] = set()
+        self.trainable: list[set[int]] = []
+        """The trainable parameters of each unit, by id."""
+        self.all_trainable: set[int] = set()
+        self.since = SinceEnd()
         self._full: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by id of the full parameter
         self._without_full: set[int] = set()  # units that had no full parameters yet when last looked at
         self._look_up_parameters()
-        self._stepped: set[int] = set()  # ids of parameters that an optimizer has updated (or skipped) since finish
-        self._ever_stepped: set[int] = set()  # in any minibatch
+        self.ever_stepped: set[int] = set()
+        """Parameters that an optimizer has updated in any minibatch, by id."""
         self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
         self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
         self._changes: dict[int, int] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.num_loads = 0  # of checkpoints, over published parameters
-        self.has_kept = False  # the last publication said of some units that they are what they were
-        self.has_changed = False  # or: were changed by hand
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
-        self._trainable = [{id(p) for p in parameters} for parameters in self._parameters]
-        self._all_trainable = set().union(*self._trainable)
-        self._full, self._without_full = {}, {i for i, trainable in enumerate(self._trainable) if trainable}
+        self.trainable = [{id(p) for p in parameters} for parameters in self._parameters]
+        self.all_trainable = set().union(*self.trainable)
+        self._full, self._without_full = {}, {i for i, trainable in enumerate(self.trainable) if trainable}
         self._in_optimizers = None
 
     def forget(self) -> None:
         """The session is closed: no parameter is ours any more."""
-        self._parameters, self._trainable, self._all_trainable = [], [], set()
+        self._parameters, self.trainable, self.all_trainable = [], [], set()
         self._full, self._without_full = {}, set()
 
     def owned(self, tensors: Sequence[torch.Tensor]) -> set[int]:
         """Which of ``tensors`` are trainable parameters of these units, sharded or full; ids of the sharded ones."""
         found = {id(t) for t in tensors}
-        owned = found & self._all_trainable
+        owned = found & self.all_trainable
         if len(owned) < len(found):
             owned |= {id(sharded) for t in tensors if (sharded := self.sharded(t)) is not None}
         return owned
 
     def sharded(self, tensor: torch.Tensor) -> nn.Parameter | None:
         """The sharded parameter of which ``tensor`` is the full one, which FSDP puts in its place for a while."""
-        if not isinstance(tensor, nn.Parameter) or id(tensor) in self._all_trainable:
+        if not isinstance(tensor, nn.Parameter) or id(tensor) in self.all_trainable:
             return None
         for index in list(self._without_full):
             pairs = self._units[index].full_parameters()
@@ -81,38 +113,6 @@ class Publisher:
         """Parameters that were trainable when the model was patched, and are not now."""
         return [p for parameters in self._parameters for p in parameters if not p.requires_grad]
 
-    @property
-    def all_trainable(self) -> set[int]:
-        """The trainable parameters of all units, by id."""
-        return self._all_trainable
-
-    def trainable_of(self, units: Iterable[int]) -> set[int]:
-        """The trainable parameters of these units, by id."""
-        return set().union(*(self._trainable[index] for index in units))
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has updated any parameter since the last finish."""
-        return bool(self._stepped)
-
-    @property
-    def has_ever_stepped(self) -> bool:
-        """Whether an optimizer has updated any parameter in any minibatch."""
-        return bool(self._ever_stepped)
-
-    def unstepped(self) -> set[int]:
-        """Trainable parameters that no optimizer has updated since the last finish, by id."""
-        return self._all_trainable - self._stepped
-
-    def already_stepped(self, owned: set[int]) -> bool:
-        """Whether an optimizer has updated any of these parameters since the last finish."""
-        return not self._stepped.isdisjoint(owned)
-
-    def forget_steps(self) -> None:
-        """A new minibatch is final: no optimizer has used its gradients yet."""
-        self._stepped.clear()
-        self.has_kept = self.has_changed = False
-
     def after_step(self, owned: set[int]) -> None:
         """Publish at once every unit whose trainable parameters have all been updated, or will not be.
 
@@ -121,12 +121,12 @@ class Publisher:
         between optimizers waits for the last of them. Parameters in no optimizer are not waited for, unless they are
         changed by hand.
         """
-        self._stepped |= owned
-        self._ever_stepped |= owned
-        for index, trainable in enumerate(self._trainable):
-            if self._runtime.is_published(index):
+        self.since.stepped |= owned
+        self.ever_stepped |= owned
+        for index, trainable in enumerate(self.trainable):
+            if self._runtime.state.is_published(index):
                 continue
-            if trainable <= self._stepped or self._awaited(trainable) <= self._stepped:
+            if trainable <= self.since.stepped or self._awaited(trainable) <= self.since.stepped:
                 self._publish(index)
 
     def _awaited(self, trainable: set[int]) -> set[int]:
@@ -140,19 +140,20 @@ class Publisher:
         if self._in_optimizers is None:
             optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
             held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-            self._in_optimizers = held & self._all_trainable
-        return self._in_optimizers | self._ever_stepped
+            self._in_optimizers = held & self.all_trainable
+        return self._in_optimizers | self.ever_stepped
 
-    def after_clearing(self, cleared: set[int]) -> None:
-        """Publish everything if the step is over, or was skipped: these gradients and those that a step has used are
-        all there are. At once, for another rank may wait for it where this one goes next."""
-        if cleared >= self.unstepped():
+    def after_clearing(self, owned: set[int]) -> None:
+        """Publish everything if the step is over, or was skipped: gradients that were cleared and those that a step has
+        used are all there are. At once, for another rank may wait for it where this one goes next."""
+        self.since.cleared |= owned
+        if self.since.cleared >= self.all_trainable - self.since.stepped:
             self.publish_all()
 
     def _changed_by_hand(self, index: int) -> set[int]:
         """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
         through ``param.data`` are seen once the script is known to make such."""
-        rest = [p for p in self._parameters[index] if id(p) not in self._ever_stepped and id(p) in self._changes]
+        rest = [p for p in self._parameters[index] if id(p) not in self.ever_stepped and id(p) in self._changes]
         return {id(p) for p in rest if self._is_changed(p)}
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
@@ -163,7 +164,7 @@ class Publisher:
     def stepped_by_hand(self, owned: set[int]) -> bool:
         """Whether the script has changed any of these parameters by hand since they were published, having no optimizer
         for them."""
-        if not owned.isdisjoint(self._ever_stepped):
+        if not owned.isdisjoint(self.ever_stepped):
             return False
         return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
@@ -174,21 +175,21 @@ class Publisher:
         another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`. ``anew``: it
         is not.
         """
-        if self._runtime.state is not State.FINISHED:
+        if self._runtime.state.phase is not Phase.FINISHED:
             return
-        rest = [index for index in range(len(self._units)) if not self._runtime.is_published(index)]
+        rest = [index for index in range(len(self._units)) if not self._runtime.state.is_published(index)]
         kept: list[int] = []
         if self._runtime.minibatch and not anew:
             # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
-            unstepped = [index for index in rest if self._trainable[index].isdisjoint(self._stepped)]
+            unstepped = [index for index in rest if self.trainable[index].isdisjoint(self.since.stepped)]
             held = self._held() if unstepped else set()
-            kept = [index for index in unstepped if self._trainable[index] <= held]
+            kept = [index for index in unstepped if self.trainable[index] <= held]
             if len(kept) < len(unstepped) and not self._through_data:
                 self._is_any_changed(unstepped)  # learn how such a script changes parameters
-            self.has_changed = self._is_any_changed(kept)
-            if self.has_changed:
+            self.since.has_changed = self._is_any_changed(kept)
+            if self.since.has_changed:
                 kept = []
-        self.has_kept = bool(kept)
+        self.since.has_kept = bool(kept)
         for index in rest:
             self._publish(index, is_changed=index not in kept)
 
@@ -199,7 +200,7 @@ class Publisher:
         self._guard.record(index)
         self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
         if self._through_data:
-            unowned = [p for p in self._parameters[index] if id(p) not in self._ever_stepped]
+            unowned = [p for p in self._parameters[index] if id(p) not in self.ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
 
     def _is_any_changed(self, units: Sequence[int]) -> bool:
@@ -220,10 +221,10 @@ class Publisher:
     def after_load(self) -> bool:
         """A checkpoint was loaded. What is not published yet will be published as it is now. Whether trainable
         parameters are other ones since."""
-        before = self._all_trainable
+        before = self.all_trainable
         self._look_up_parameters()
-        self.num_loads += any(self._runtime.is_published(index) for index in range(len(self._units)))
-        return before != self._all_trainable
+        self.num_loads += any(self._runtime.state.is_published(index) for index in range(len(self._units)))
+        return before != self.all_trainable
 
 
 def _num_changes(parameter: nn.Parameter) -> int:

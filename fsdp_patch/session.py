@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
 from odc.items.item_exchange import ItemExchange
-from odc.minibatch.protocol import End, EndKind, State
+from odc.minibatch.protocol import End, EndKind
 from odc.minibatch.runtime import Runtime
+from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
 
@@ -62,31 +63,8 @@ class MemoryReport:
         return {**asdict(self), "overhead": self.overhead}
 
     def __str__(self) -> str:
-        rows = [
-            ("parameters", self.parameters),
-            ("gradients", self.gradients),
-            ("published shards", self.published_shards),
-            ("sums", self.sums),
-            ("slots", self.slots),
-            ("transport", self.transport),
-            ("more than plain FSDP", self.overhead),
-        ]
-        return "\n".join(f"{name:<22}{num_bytes / 2**20:>12.1f} MiB" for name, num_bytes in rows)
-
-
-def _memory_report(units: Sequence[Unit], buffers: Mapping[str, int]) -> MemoryReport:
-    """The report of the units of one session; ``buffers``: of the runtime, by purpose."""
-    resident = [pair for unit in units for pair in unit.resident()]
-    parameters = sum(shard.nbytes for shard, _ in resident)
-    gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
-    return MemoryReport(
-        parameters=parameters,
-        gradients=gradients,
-        published_shards=buffers["published_shards"],
-        sums=buffers["sums"],
-        slots=buffers["slots"],
-        transport=buffers["transport"],
-    )
+        rows = {**asdict(self), "more than plain FSDP": self.overhead}
+        return "\n".join(f"{name.replace('_', ' '):<22}{size / 2**20:>12.1f} MiB" for name, size in rows.items())
 
 
 class Connection(NamedTuple):
@@ -139,29 +117,16 @@ class Session:
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())
 
-    def before_training(self, *, is_method: bool = False) -> None:
+    def before_training(self, *, is_method: bool) -> None:
         """A forward of the model that keeps a graph begins, or another method that is one."""
-        if self._runtime.state is not State.OPEN and self._patch_anew():
+        if self._runtime.state.phase is not Phase.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
 
     def go_on_loading(self, *, is_entering: bool) -> None:
         """The script enters a collective of its own, to which others may come behind their forward; or has left one,
         and what it has loaded before may be complete on all ranks now."""
-        if not self._closed and self._publisher.num_loads and self._runtime.state is State.PUBLISHED:
+        if not self._closed and self._publisher.num_loads and self._runtime.state.is_ready:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S if is_entering else 0.0)
-
-    def require_no_unfreezing(self, what: str) -> None:
-        """Refuse to be patched anew by ``what``, the use of a gradient of before.
-
-        Raises:
-            UnsupportedError: parameters are trained that were frozen.
-        """
-        unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
-        if unfrozen and self._runtime.state is not State.OPEN:
-            raise UnsupportedError(
-                f"{what} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
-                "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
-            )
 
     def _patch_anew(self) -> bool:
         """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
@@ -229,7 +194,7 @@ class Session:
             raise
         finally:
             self._gradients.in_block = False
-        if self._runtime.state is State.OPEN:
+        if self._runtime.state.phase is Phase.OPEN:
             self.finish()
 
     def finish(self) -> None:
@@ -257,7 +222,7 @@ class Session:
     def _end_minibatch(self, kind: EndKind) -> None:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
         self._require_open()
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
@@ -339,7 +304,7 @@ class Session:
             ProtocolError: another rank did something else with this minibatch.
         """
         self._require_open()
-        if self._runtime.state is State.OPEN:
+        if self._runtime.state.phase is Phase.OPEN:
             raise self._runtime.refusal(
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
@@ -371,21 +336,17 @@ class Session:
         return root is not None and (module in root.modules() or root in module.modules())
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._publisher.after_load() and self._gradients.num_sent:
+        pushed = self._runtime.state.pushed
+        if self._publisher.after_load() and pushed:
             raise self._runtime.refusal(
-                f"load_state_dict(assign=True) within a minibatch: gradients of {self._gradients.num_sent} units have "
+                f"load_state_dict(assign=True) within a minibatch: gradients of {len(pushed)} units have "
                 "gone to the other ranks, for the parameters that were there before. Load before the first backward or "
                 "after the step; or call odc.session_of(model).discard() on every rank before it"
             )
         # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
         # Where ranks load one after the other, at the next use.
-        if self._runtime.state is not State.OPEN:
+        if self._runtime.state.phase is not Phase.OPEN:
             self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S)
-
-    def end_evaluation(self) -> None:
-        """A forward of the model without a graph has returned."""
-        for unit in self._units:
-            unit.end_evaluation(self._gradients.is_by_hand)
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
@@ -416,11 +377,12 @@ class Session:
         """FSDP's all-gather of one unit."""
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
-        if self._publisher.num_loads and state is State.PUBLISHED:
+        if self._publisher.num_loads and state.is_ready:
             with self._runtime.at_home():
                 self._publish_loaded()
-        if state is State.FINISHED:
-            self._gradients.before_publishing()
+        if state.phase is Phase.FINISHED:
+            since = self._publisher.since
+            since.is_between = not (self._gradients.in_training_forward or since.stepped)
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too
@@ -429,12 +391,15 @@ class Session:
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
-        if self._runtime.state is State.PUBLISHED:
-            self._begin()  # used without the context manager: the first backward opens the minibatch
-        else:
+        state = self._runtime.state
+        if state.phase is Phase.OPEN:
             self._guard.check_push(unit)
-        self._gradients.pushed(unit)
+        elif state.is_ready:
+            self._begin()  # used without the context manager: the first backward opens the minibatch
+        is_first = not any(state.pushes)
         self._runtime.scatter_accumulate(unit, grads, present=present)
+        if is_first:
+            self._gradients.expect_others(unit)
 
     @property
     def data_of(self) -> Use:
@@ -454,7 +419,10 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
-        return _memory_report(self._units, self._runtime.memory())
+        resident = [pair for unit in self._units for pair in unit.resident()]
+        parameters = sum(shard.nbytes for shard, _ in resident)
+        gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
+        return MemoryReport(parameters, gradients, **self._runtime.memory())
 
     def start_timeline(self) -> Timeline:
         """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
@@ -477,11 +445,11 @@ class Session:
             return
         self._closed = True
         in_error = self._runtime.has_failed or sys.exc_info()[0] is not None
-        num_sent = self._gradients.num_sent
-        if self._runtime.state is State.OPEN and num_sent and not in_error:
+        pushed = self._runtime.state.pushed
+        if pushed and not in_error:
             warnings.warn(
-                f"odc: closed in the middle of a minibatch: gradients of {num_sent} units, which no step has used, are "
-                "dropped",
+                f"odc: closed in the middle of a minibatch: gradients of {len(pushed)} units, which no step has used, "
+                "are dropped",
                 RuntimeWarning,
                 stacklevel=2,
             )

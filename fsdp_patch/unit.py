@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -155,13 +155,14 @@ class Unit(ABC):
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         """As :meth:`beside`, parameter by parameter, with their names."""
 
-    @abstractmethod
     def check_hooks(self) -> None:
-        """Refuse hooks behind the accumulation of a gradient that step an optimizer.
+        """Refuse hooks behind the accumulation of a gradient that step an optimizer. FSDP1 never calls those of its
+        original parameters that are set after its initialisation.
 
         Raises:
             UnsupportedError: naming the parameter and the hook.
         """
+        return
 
     def call_hooks(self) -> None:
         """Call the others, with the gradients of the minibatch that has ended."""
@@ -257,10 +258,6 @@ class Unit(ABC):
                 make = functools.partial(self.as_gradient, index)
                 self.pending[index] = Pending(place.parameter, place.like, use, self.reduction, make)
 
-    def expects_all(self) -> bool:
-        """Whether a gradient is pending in each place, as far as the script has left it there."""
-        return len(self.pending) == len(self.places()) and all(p.stands for p in self.pending.values())
-
     def withdraw(self) -> None:
         """Leave the gradients as they were before."""
         for pending in self.pending.values():
@@ -277,6 +274,25 @@ class Unit(ABC):
     @abstractmethod
     def enter(self, index: int, communication: Communication) -> Undo:
         """Let FSDP call ``communication`` for this unit; returns the undo."""
+
+
+def shadow(owner: Any, **replacements: Any) -> Undo:
+    """Put ``replacements`` in place of attributes of an object or a class. The undo leaves alone what somebody else has
+    put there meanwhile."""
+    before = {name: vars(owner)[name] for name in replacements if name in vars(owner)}
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
+
+    def undo() -> None:
+        for name, replacement in replacements.items():
+            if vars(owner).get(name) is not replacement:
+                continue
+            if name in before:
+                setattr(owner, name, before[name])
+            else:  # it was the class's
+                delattr(owner, name)
+
+    return undo
 
 
 def check_backward_complete(units: Sequence[Unit]) -> None:

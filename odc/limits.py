@@ -46,7 +46,7 @@ FAILURE_GRACE_S = 1.0
 """For which a failure is left to the training loop, which can say better what it was doing."""
 EXPLANATION_S = 3.0
 """For which a broken collective waits for news that explain it; for who has closed only,"""
-FAREWELL_S = 1.0
+CLOSED_S = 1.0
 EXPLANATION_PAUSE_S = 0.02
 LINK_EXPLANATION_S = 5.0
 """For which the end of a connection's data waits for a control frame that explains it."""

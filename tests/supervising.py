@@ -1,4 +1,4 @@
-"""Ending a tree of processes, whatever is in it, when its user wants it to end.
+"""All tests, or any command of Python, and an end to whatever it has started: ``supervising.py -m pytest -n 3``.
 
 Ctrl-C reaches the foreground group of processes of a terminal. Tests start ranks that ignore it, that wait in C code,
 or that are in sessions of their own; and who interrupts tests, or kills them, wants all of that to be gone.
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -22,37 +22,29 @@ _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def stay_behind(clean_up: Callable[[], object]) -> None:
-    """Go on in a child process, and stay behind in this one to supervise it. Returns in the child only.
+def main(options: Sequence[str]) -> int:
+    """Run Python with these options in a child process, and supervise it.
 
     SIGINT, SIGTERM and SIGHUP are for this process alone, as the child has a session of its own. The first of them
     becomes a SIGINT for all processes that descend from it, so that tests tear down what they have set up; 3 s later,
     at a second signal, or as soon as the child has ended, those that are left are killed. None can hide: who loses its
     parent becomes a child of this process.
 
-    Args:
-        clean_up: called in this process when no other one is left.
-
-    Raises:
-        SystemExit: in this process: with the child's exit code, or 128 and the number of the signal.
+    Returns:
+        The child's exit code, or 128 and the number of the signal.
     """
     # An ignored signal stays one: nohup, and commands in the background of a shell.
     wanted = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*wanted, signal.SIGCHLD])
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    sys.stdout.flush()
     child = os.fork()
     if child == 0:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return
-    try:
-        code = _supervise(child, wanted)
-    finally:
-        clean_up()
-    sys.exit(code)
+        os.execv(sys.executable, [sys.executable, *options])
+    return _supervise(child, wanted)
 
 
 def _supervise(child: int, wanted: list[signal.Signals]) -> int:
@@ -143,3 +135,7 @@ def _names(pids: Iterable[int]) -> str:
         except OSError:
             names.append(str(pid))
     return ", ".join(names)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

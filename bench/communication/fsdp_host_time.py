@@ -45,7 +45,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from odc import patch_fsdp
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, summary
 from odc.bench.harness.ranks import Rank
-from odc.engines.base import CpuEngine
+from odc.engines.base import Engine
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
 
@@ -54,7 +54,7 @@ ALONE, OWN = "FSDP2, nothing patched", "FSDP2's own"
 SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "intercepted": (Runtime, Guard),
     "guarded": (Runtime,),
-    "moving nothing": (CpuEngine,),
+    "moving nothing": (Engine,),
     "ODC": (),
 }
 """Of the patched model: whose operations do nothing."""
@@ -164,7 +164,7 @@ def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
 _SWITCHES: dict[type, tuple[str, ...]] = {
     Runtime: ("gather", "scatter_accumulate"),
     Guard: ("check_gather", "check_push"),
-    CpuEngine: ("copy", "add"),
+    Engine: ("copy", "add"),
 }
 
 
@@ -268,8 +268,5 @@ BENCHMARK = Benchmark(
         Table("kinds", "kinds of microbatch", (Column("kind", "kind"),), (Column("us", "us", ".1f"),)),
     ),
     quick={"units": 8, "rounds": 3, "repetitions": 4},
-    figures=(
-        ("README.md", figures, ["fsdp_host_time"]),
-        ("README.md", figures_before, ["fsdp_host_time_before"]),
-    ),
+    figures=(("README.md", figures, ["fsdp_host_time"]), ("README.md", figures_before, ["fsdp_host_time_before"])),
 )

@@ -43,7 +43,6 @@ from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.communication.late import measure_late
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Picture, Run, Table, summary
 from odc.bench.harness.ranks import Place, Rank
-from odc.engines.base import CpuEngine
 from odc.setup.agreement import ProcessGroupExchange
 
 SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five
@@ -84,7 +83,7 @@ class Workload:
         self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config, device=me.device)
         self.by = self.runtime.transport_name
         self.engine = self.runtime._transport.engine
-        self.lags = not isinstance(self.engine, CpuEngine)  # a device that is later than its host
+        self.lags = self.engine.has_streams  # a device that is later than its host
         self.collectives = "gloo" if dist.get_backend() == "gloo" else "nccl"
         if self.collectives == "gloo" and me.device.type == "cuda":
             self.collectives = ""  # ranks share a GPU, and NCCL refuses that

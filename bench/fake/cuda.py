@@ -27,11 +27,12 @@ import torch
 
 from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
-from odc.engines.base import Addition, AfterChunk, CpuEngine, Engine, no_op
+from odc.engines.base import Addition, AfterChunk, Engine, no_op
 from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.setup.topology import Topology
 from odc.transports import _memfd
+from odc.transports.base import not_on_this_host
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 logger = logging.getLogger("odc")
@@ -42,7 +43,7 @@ _BACKGROUND = "daemon"
 _ATOMIC = threading.Lock()  # of the ranks that are threads of one process
 
 
-_AT_ONCE = CpuEngine()
+_AT_ONCE = Engine()
 _MAPPINGS: weakref.WeakValueDictionary[int, torch.Tensor] = (
     weakref.WeakValueDictionary()
 )  # of all ranks of this process
@@ -199,7 +200,7 @@ class FakeEngine(Engine):
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         with self.on("aside"):
             yield
 
@@ -243,8 +244,8 @@ class FakeEngine(Engine):
             one.close()
 
 
-class FakeCuda:
-    """A :class:`odc.cuda.runtime.CudaRuntime`."""
+class FakeCuda(CudaRuntime):
+    """On memory of the host."""
 
     def __init__(
         self,
@@ -386,7 +387,7 @@ class FakeCudaTransport(CudaIpcTransport):
         return (
             f"it poses as a GPU on CPU tensors, not {device.type}"
             if device.type != "cpu"
-            else cls.not_on_this_host(topology)
+            else not_on_this_host(topology)
         )
 
     def _make_runtime(self) -> CudaRuntime:

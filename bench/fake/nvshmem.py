@@ -22,11 +22,12 @@ from odc.errors import SetupError
 from odc.setup.agreement import Exchange, gather_json, raise_together
 from odc.setup.topology import Topology
 from odc.transports import _memfd
+from odc.transports.base import not_on_this_kernel
 from odc.transports.nvshmem import NvshmemTransport
 
 
-class FakeHeap:
-    """A :class:`odc.cuda.nvshmem.NvshmemHeap`."""
+class FakeHeap(NvshmemHeap):
+    """On memory of the host."""
 
     def __init__(self, fake: FakeCuda, heap_bytes: int | None) -> None:
         self._fake = fake
@@ -125,7 +126,7 @@ class FakeNvshmemTransport(NvshmemTransport):
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it poses as GPUs on CPU tensors, not {device.type}"
-        return cls.not_on_this_kernel()
+        return not_on_this_kernel()
 
     def _make_runtime(self) -> FakeCuda:
         self.fake = FakeCuda(FakeEngine(type(self).delay_s, self._rank + 1, type(self).num_queues))

@@ -40,8 +40,7 @@ def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dic
         return {}
     transport = registry.choose(rank.place.transport, topology, rank.device, exchange)(exchange, topology, _TIMEOUT_S)
     try:
-        transport.reserve(2 * max(sizes))
-        transport.open(num_signals=1, num_locks=0)
+        transport.open(num_signals=1, num_locks=0, num_bytes=2 * max(sizes))
         buffer = transport.allocate(max(sizes) // rank.world_size, "transfers")
         transport.seal()
         samples = [_measure(rank, transport, buffer, size, repetitions) for size in sizes]

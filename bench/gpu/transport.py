@@ -61,8 +61,8 @@ def _transport(rank: Rank) -> Any:
     chosen = registry.choose(rank.place.transport, topology, rank.device, exchange)
     transport = chosen(exchange, topology, _TIMEOUT_S)
     try:
-        transport.reserve(_RESERVED_BYTES if rank.device.type == "cuda" else 1 << 20)
-        transport.open(num_signals=8, num_locks=1)
+        num_bytes = _RESERVED_BYTES if rank.device.type == "cuda" else 1 << 20
+        transport.open(num_signals=8, num_locks=1, num_bytes=num_bytes)
         transport.seal()
         yield transport
     finally:
@@ -121,11 +121,12 @@ def order_of_streams(rank: Rank, transport: Transport) -> None:
 
 
 def _await(transport: Transport, poster: int, count: int) -> None:
+    word = transport.peers.sleep_word(poster)
     for _ in range(int(_TIMEOUT_S)):
-        ticket = transport.ticket(poster)
+        ticket = word.ticket
         if transport.count(poster, 2) >= count:
             return
-        transport.sleep(poster, ticket, 1.0)
+        word.sleep(ticket, 1.0)
     require(False, f"post {count} of rank {poster} did not come within {_TIMEOUT_S:g} s")
 
 

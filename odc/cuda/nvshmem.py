@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,55 +112,8 @@ _LAUNCHED = ("nvshmem_gather", "nvshmem_put_signal", "nvshmem_quiet")
 _MARGIN_BYTES = 64 << 20  # NVSHMEM keeps some of its heap for itself
 
 
-class NvshmemHeap(Protocol):
+class NvshmemHeap:
     """One process's part of the symmetric heap. Addresses are this process's own; PEs are ranks."""
-
-    def start(self, exchange: Exchange, needed_bytes: int) -> None:
-        """Initialise NVSHMEM with room for so many bytes more. Collective.
-
-        Raises:
-            SetupError: it cannot serve this group.
-        """
-        ...
-
-    def malloc(self, num_bytes: int) -> int:
-        """Zeroed symmetric memory. Collective, in the same order on all ranks.
-
-        Raises:
-            SetupError: the heap has not that much.
-        """
-        ...
-
-    def address_at(self, address: int, rank: int) -> int | None:
-        """Where ``rank``'s copy can be read and written from here, or None: only by :meth:`get` and :meth:`put`."""
-        ...
-
-    def announce(self, ranks: Sequence[int]) -> None:
-        """In set-up: :meth:`get` will be called for these ranks."""
-        ...
-
-    # All of these happen in the order of the current stream.
-
-    def get(self, out: torch.Tensor, own: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Row i of ``out`` from ``ranks[i]``'s copy of what ``own`` is here. Both are flat, of bytes, in the heap."""
-        ...
-
-    def put(self, source: torch.Tensor, own: torch.Tensor, rank: int) -> None:
-        """Put ``source`` to ``rank``'s copy of what ``own`` is here; it is there when this is done. Both are flat, of
-        bytes, in the heap."""
-        ...
-
-    def signal(self, address: int, rank: int) -> None:
-        """Add one to the 64-bit word at ``rank``'s copy of ``address``. (Numbers could overtake each other.)"""
-        ...
-
-    def wait(self, address: int, value: int) -> None:
-        """The stream goes on when the word here has reached ``value``."""
-        ...
-
-
-class Nvshmem4pyHeap:
-    """See :class:`NvshmemHeap`."""
 
     def __init__(self, device: torch.device, tensor: Callable[[int, int], torch.Tensor], timeout_s: float) -> None:
         self._device = device
@@ -177,6 +130,11 @@ class Nvshmem4pyHeap:
     # Set-up
 
     def start(self, exchange: Exchange, needed_bytes: int) -> None:
+        """Initialise NVSHMEM with room for so many bytes more. Collective.
+
+        Raises:
+            SetupError: it cannot serve this group.
+        """
         together(exchange, lambda: self._load(needed_bytes + _MARGIN_BYTES))
         if not all(gather_json(exchange, self._is_initialised())):
             self._initialise(exchange)
@@ -301,6 +259,11 @@ class Nvshmem4pyHeap:
             raise SetupError(f"nvshmemx_cumodule_init failed with code {code}")
 
     def malloc(self, num_bytes: int) -> int:
+        """Zeroed symmetric memory. Collective, in the same order on all ranks.
+
+        Raises:
+            SetupError: the heap has not that much.
+        """
         # Not by nvshmem4py, which keeps the interpreter's lock meanwhile: nobody could watch the time.
         library = ctypes.CDLL(_LIBRARY)
         library.nvshmem_calloc.restype = ctypes.c_void_p
@@ -315,9 +278,11 @@ class Nvshmem4pyHeap:
         return address
 
     def address_at(self, address: int, rank: int) -> int | None:
+        """Where ``rank``'s copy can be read and written from here, or None: only by :meth:`get` and :meth:`put`."""
         return int(self._bindings.ptr(address, rank)) or None
 
     def announce(self, ranks: Sequence[int]) -> None:
+        """In set-up: :meth:`get` will be called for these ranks."""
         if tuple(ranks) not in self._pes:
             self._pes[tuple(ranks)] = torch.tensor(ranks, dtype=torch.int32, device=self._device)
             torch.cuda.synchronize(self._device)  # in the step another stream could read it before it is filled
@@ -325,12 +290,15 @@ class Nvshmem4pyHeap:
     # On the current stream
 
     def get(self, out: torch.Tensor, own: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Row i of ``out`` from ``ranks[i]``'s copy of what ``own`` is here. Both are flat, of bytes, in the heap."""
         from odc.kernels.nvshmem.transfer import gather_from_pes
 
         # "rank" is the row after which the kernel begins: the last one, so that it takes them in their order.
         gather_from_pes(self._modules, out, own, self._pes[tuple(ranks)], rank=len(ranks) - 1)
 
     def put(self, source: torch.Tensor, own: torch.Tensor, rank: int) -> None:
+        """Put ``source`` to ``rank``'s copy of what ``own`` is here; it is there when this is done. Both are flat, of
+        bytes, in the heap."""
         from odc.kernels.nvshmem.signals import quiet_on_stream
         from odc.kernels.nvshmem.transfer import put_with_signal
 
@@ -345,9 +313,11 @@ class Nvshmem4pyHeap:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def signal(self, address: int, rank: int) -> None:
+        """Add one to the 64-bit word at ``rank``'s copy of ``address``. (Numbers could overtake each other.)"""
         operation = int(self._bindings.Signal_op.SIGNAL_ADD)
         self._bindings.signal_op_on_stream(address, 1, operation, rank, self._stream)
 
     def wait(self, address: int, value: int) -> None:
+        """The stream goes on when the word here has reached ``value``."""
         reached = int(self._bindings.Cmp_type.CMP_GE)
         self._bindings.signal_wait_until_on_stream(address, reached, value, self._stream)

@@ -15,7 +15,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -206,92 +206,21 @@ _REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
 _spare_streams: dict[int, list[int]] = {}  # by device; idle
 
 
-class CudaRuntime(Protocol):
-    """One device, as one process sees it. Addresses are integers; all failures are :class:`OdcError`."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors of this device's memory are."""
-        ...
-
-    def engine(self) -> Engine:
-        """What moves and adds bytes on this device."""
-        ...
-
-    def identity(self) -> str:
-        """The device's name among all devices of the host, the same in every process."""
-        ...
-
-    def cannot_share(self) -> str | None:
-        """Why no memory of this device can be shared with other processes, or None."""
-        ...
-
-    def cannot_reach(self, identity: str) -> str | None:
-        """Why this device cannot read and write the memory of another one, or None (also: not known)."""
-        ...
-
-    def no_atomics(self, identity: str) -> str | None:
-        """Why atomic additions of this device to memory of another one may be lost, or None."""
-        ...
-
-    def malloc(self, num_bytes: int) -> int:
-        """Zeroed device memory that can be exported.
-
-        Raises:
-            SetupError: the device has not that much.
-        """
-        ...
-
-    def free(self, address: int) -> None: ...
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """A handle of :data:`HANDLE_BYTES` for other processes, and where ``address`` lies in what it names."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's memory; returns its base."""
-        ...
-
-    def unmap(self, base: int) -> None: ...
-
-    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Flat uint8 tensor on this memory, which it does not own. Memory of peers counts as this device's own."""
-        ...
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Make host memory known to the device; returns the device's address of it."""
-        ...
-
-    def unregister(self, address: int) -> None: ...
-
-    def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
-        """The current stream goes on when the 32-bit word at each address has reached its value (modulo 2**32)."""
-        ...
-
-    def write_values(self, words: Sequence[tuple[int, int]]) -> None:
-        """The current stream sets the word at each address to a value, after all it was given before."""
-        ...
-
-
-class CupyRuntime:
-    """See :class:`CudaRuntime`."""
+class CudaRuntime:
+    """One device, as one process sees it, by cupy. Addresses are integers; all failures are :class:`OdcError`."""
 
     def __init__(self, device: torch.device) -> None:
         import cupy
 
         self._cupy: Any = cupy
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self._bound = threading.local()
         attribute = cupy.cuda.runtime.deviceGetAttribute
-        self._can_flush = bool(self._call(attribute, _CAN_FLUSH_REMOTE_WRITES, self._device.index))
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        self._can_flush = bool(self._call(attribute, _CAN_FLUSH_REMOTE_WRITES, self.device.index))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with torch.cuda.device(self._device):  # whatever thread this is, and whatever it is busy with
+            with torch.cuda.device(self.device):  # whatever thread this is, and whatever it is busy with
                 self._bind()
                 return function(*arguments)
         except RuntimeError as error:  # CUDARuntimeError
@@ -300,44 +229,48 @@ class CupyRuntime:
     def _bind(self) -> None:
         """Give a thread that is new to CUDA the device's context. torch takes device 0 for bound, and does nothing."""
         if not hasattr(self._bound, "to_device"):
-            self._cupy.cuda.runtime.setDevice(self._device.index)
+            self._cupy.cuda.runtime.setDevice(self.device.index)
             self._bound.to_device = True
 
     def engine(self) -> Engine:
+        """What moves and adds bytes on this device."""
         from odc.engines.cuda import CudaEngine  # needs triton, which a CPU machine may not have
 
-        return CudaEngine(self._device, self._new_stream, self._give_back_stream)
+        return CudaEngine(self.device, self._new_stream, self._give_back_stream)
 
     def _new_stream(self) -> torch.cuda.Stream:
         """One that nobody else has: torch hands out the same few again and again.
 
         Of high priority, as FSDP's streams for communication: its kernels are short, and other ranks wait for them.
         """
-        spare = _spare_streams.setdefault(self._device.index, [])
+        spare = _spare_streams.setdefault(self.device.index, [])
         handle = spare.pop() if spare else self._call(create_stream)
-        stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
         return stream
 
     def _give_back_stream(self, stream: torch.cuda.Stream) -> None:
         """For the next session: torch's allocator may use a stream that memory was made for as long as it has that."""
-        _spare_streams[self._device.index].append(int(stream.cuda_stream))
+        _spare_streams[self.device.index].append(int(stream.cuda_stream))
 
     def identity(self) -> str:
-        return str(self._call(self._cupy.cuda.runtime.deviceGetPCIBusId, self._device.index)).lower()
+        """The device's name among all devices of the host, the same in every process."""
+        return str(self._call(self._cupy.cuda.runtime.deviceGetPCIBusId, self.device.index)).lower()
 
     def cannot_share(self) -> str | None:
-        name = torch.cuda.get_device_name(self._device)
+        """Why no memory of this device can be shared with other processes, or None."""
+        name = torch.cuda.get_device_name(self.device)
         if " MIG " in f"{name} ":
             return (
                 f"{name} is a MIG instance: instances have neither peer access nor CUDA IPC between them. Switch MIG "
                 "off (`sudo nvidia-smi -mig 0`), or run one rank"
             )
         for attribute, what in _NEEDED:
-            if not self._call(self._cupy.cuda.runtime.deviceGetAttribute, attribute, self._device.index):
+            if not self._call(self._cupy.cuda.runtime.deviceGetAttribute, attribute, self.device.index):
                 return f"{name} has no {what} here (a virtual machine, or WSL 2): keep FSDP's own collectives"
         return None
 
     def cannot_reach(self, identity: str) -> str | None:
+        """Why this device cannot read and write the memory of another one, or None (also: not known)."""
         if identity == self.identity():
             return None
         runtime = self._cupy.cuda.runtime
@@ -345,22 +278,28 @@ class CupyRuntime:
             other = runtime.deviceGetByPCIBusId(identity)
         except RuntimeError:
             return None  # hidden from this process (CUDA_VISIBLE_DEVICES): the memory test will tell
-        if runtime.deviceCanAccessPeer(self._device.index, other):
+        if runtime.deviceCanAccessPeer(self.device.index, other):
             return None
         return f"device {self.identity()} has no peer access to {identity}"
 
     def no_atomics(self, identity: str) -> str | None:
+        """Why atomic additions of this device to memory of another one may be lost, or None."""
         if identity == self.identity():
             return None
         try:
             other = self._cupy.cuda.runtime.deviceGetByPCIBusId(identity)
         except RuntimeError:
             return f"device {identity} is hidden from this process (CUDA_VISIBLE_DEVICES)"
-        if self._call(has_native_atomics, self._device.index, other):
+        if self._call(has_native_atomics, self.device.index, other):
             return None
         return f"device {self.identity()} has no native atomics in the memory of {identity} (no NVLink between them)"
 
     def malloc(self, num_bytes: int) -> int:
+        """Zeroed device memory that can be exported.
+
+        Raises:
+            SetupError: the device has not that much.
+        """
         runtime = self._cupy.cuda.runtime
         size = -(-num_bytes // GRANULARITY) * GRANULARITY
         try:
@@ -380,23 +319,27 @@ class CupyRuntime:
         self._call(self._cupy.cuda.runtime.free, address)
 
     def export(self, address: int) -> tuple[bytes, int]:
+        """A handle of :data:`HANDLE_BYTES` for other processes, and where ``address`` lies in what it names."""
         handle = bytes(self._call(self._cupy.cuda.runtime.ipcGetMemHandle, address))
         return handle, address - int(self._call(allocation_base, address))
 
     def open(self, handle: bytes) -> int:
+        """Map another process's memory; returns its base."""
         return int(self._call(self._cupy.cuda.runtime.ipcOpenMemHandle, handle))
 
     def unmap(self, base: int) -> None:
         self._call(self._cupy.cuda.runtime.ipcCloseMemHandle, base)
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Flat uint8 tensor on this memory, which it does not own. Memory of peers counts as this device's own."""
         # By DLPack, which takes cupy's word for the device. torch would ask the driver about the bare address, call
         # mapped peer memory another device's, and make a context there.
-        memory = self._cupy.cuda.UnownedMemory(address, num_bytes, self, self._device.index)
+        memory = self._cupy.cuda.UnownedMemory(address, num_bytes, self, self.device.index)
         array = self._cupy.ndarray((num_bytes,), dtype="uint8", memptr=self._cupy.cuda.MemoryPointer(memory, 0))
         return from_dlpack(array)
 
     def register(self, address: int, num_bytes: int) -> int:
+        """Make host memory known to the device; returns the device's address of it."""
         self._call(self._cupy.cuda.runtime.hostRegister, address, num_bytes, _REGISTER_PORTABLE_MAPPED)
         try:
             return int(self._call(device_address, address))
@@ -409,12 +352,14 @@ class CupyRuntime:
 
     @property
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     # Handle 0, the default stream, is that of the current device.
 
     def wait_values(self, words: Sequence[tuple[int, int]]) -> None:
+        """The current stream goes on when the 32-bit word at each address has reached its value (modulo 2**32)."""
         self._call(wait_values, self._stream, words, self._can_flush)
 
     def write_values(self, words: Sequence[tuple[int, int]]) -> None:
+        """The current stream sets the word at each address to a value, after all it was given before."""
         self._call(write_values, self._stream, words)

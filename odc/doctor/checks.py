@@ -125,60 +125,28 @@ def _guarded(check: Check, facts: Facts) -> Finding:
         return error(found, advice) if check.required else warning(found, advice)
 
 
-def _python(_: Facts) -> Finding:
-    return software.python(sys.version_info[:3], sys.executable)
-
-
-def _system(_: Facts) -> Finding:
+def _system() -> Finding:
     return software.system(platform.system(), platform.release(), platform.machine())
 
 
-def _triton(facts: Facts) -> Finding:
-    return software.triton(facts.versions, software.compiler_problem(facts.variables), has_gpu=facts.has_gpu)
-
-
-def _nvshmem_library(facts: Facts) -> Finding:
-    host = nvshmem.describe_file(nvshmem.find_host(facts.variables, nvshmem.wheel_folders()))
-    wheels = {name: facts.versions[name] for name in nvshmem.WHEELS if name in facts.versions}
-    return nvshmem.library(host, wheels, has_gpu=facts.has_gpu, fix=software.fix(facts.cuda_major))
-
-
-def _nvshmem_bitcode(facts: Facts) -> Finding:
-    wheels = nvshmem.wheel_folders()
-    host = nvshmem.describe_file(nvshmem.find_host(facts.variables, wheels))
-    device = nvshmem.describe_file(nvshmem.find_bitcode(facts.variables, wheels))
-    return nvshmem.bitcode(host, device, has_gpu=facts.has_gpu, fix=software.fix(facts.cuda_major))
-
-
-def _nvshmem_options(facts: Facts) -> Finding:
-    from odc.config import ibgda_problem
-
-    return nvshmem.options(facts.variables, ibgda_problem(facts.variables), has_gpu=facts.has_gpu)
-
-
-def _cuda_ipc(facts: Facts) -> Finding:
-    version, fix = software.cupy_version(facts.versions), software.fix(facts.cuda_major)
-    return cuda.ipc(facts.cuda, version, facts.variables, platform.release(), fix)
-
-
-def _memory(_: Facts) -> Finding:
-    from odc.transports._memfd import available_bytes
-
-    return machine.memory(available_bytes())
-
-
-def _shm_folder(_: Facts) -> Finding:
+def _shm_folder_bytes() -> int | None:
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
-        return machine.shm_folder(None)
-    return machine.shm_folder(status.f_blocks * status.f_frsize)
+        return None
+    return status.f_blocks * status.f_frsize
 
 
 def _limit(name: str) -> machine.Limit:
     import resource  # not on every system
 
     return machine.Limit(*resource.getrlimit(getattr(resource, name)))
+
+
+def _memory(_: Facts) -> Finding:
+    from odc.transports._memfd import available_bytes
+
+    return machine.memory(available_bytes())
 
 
 def _descriptors(_: Facts) -> Finding:
@@ -188,7 +156,32 @@ def _descriptors(_: Facts) -> Finding:
 
 
 def _cores(facts: Facts) -> Finding:
-    return machine.cores(len(os.sched_getaffinity(0)), machine.cpu_quota(), machine.local_ranks(facts.variables))
+    here = facts.variables.get("LOCAL_WORLD_SIZE")
+    return machine.cores(len(os.sched_getaffinity(0)), machine.cpu_quota(), here)
+
+
+def _triton(facts: Facts) -> Finding:
+    return software.triton(facts.versions, software.compiler_problem(facts.variables), has_gpu=facts.has_gpu)
+
+
+def _cuda_ipc(facts: Facts) -> Finding:
+    version = software.cupy_version(facts.versions)
+    return cuda.ipc(facts.cuda, version, facts.variables, platform.release(), facts.fix)
+
+
+def _nvshmem_library(facts: Facts) -> Finding:
+    wheels = {name: facts.versions[name] for name in nvshmem.WHEELS if name in facts.versions}
+    return nvshmem.library(facts.nvshmem_host, wheels, has_gpu=facts.has_gpu, fix=facts.fix)
+
+
+def _nvshmem_bitcode(facts: Facts) -> Finding:
+    return nvshmem.bitcode(facts.nvshmem_host, facts.nvshmem_device, has_gpu=facts.has_gpu, fix=facts.fix)
+
+
+def _nvshmem_options(facts: Facts) -> Finding:
+    from odc.config import ibgda_problem
+
+    return nvshmem.options(facts.variables, ibgda_problem(facts.variables), has_gpu=facts.has_gpu)
 
 
 def _trainer(name: str) -> Check:
@@ -196,8 +189,8 @@ def _trainer(name: str) -> Check:
 
 
 CHECKS = (
-    Check("Python", _python, required=True),
-    Check("system", _system, required=True),
+    Check("Python", lambda _: software.python(sys.version_info[:3], sys.executable), required=True),
+    Check("system", lambda _: _system(), required=True),
     Check("torch", lambda facts: software.torch(facts.torch, has_gpu=facts.has_gpu), required=True),
     Check("ODC variables", lambda _: variables(), required=True),
     Check("shared memory", lambda _: machine.shared_memory(), required=True),
@@ -206,7 +199,7 @@ CHECKS = (
     Check("signals", lambda _: machine.signals(), required=True),
     Check("locks", lambda _: machine.locks(), required=True),
     Check("memory", _memory),
-    Check("/dev/shm", _shm_folder),
+    Check("/dev/shm", lambda _: machine.shm_folder(_shm_folder_bytes())),
     Check("open files", _descriptors),
     Check("address space", lambda _: machine.address_space(_limit("RLIMIT_AS"))),
     Check("CPU cores", _cores),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 
 
 class Status(str, enum.Enum):
@@ -42,21 +43,9 @@ class Row:
         return {"check": self.check, "status": finding.status.value, "found": finding.found, "advice": finding.advice}
 
 
-def ok(found: str, advice: str = "") -> Finding:
-    return Finding(Status.OK, found, advice)
+ok, warning, missing, not_needed, error = (partial(Finding, status) for status in Status)
 
 
-def warning(found: str, advice: str) -> Finding:
-    return Finding(Status.WARNING, found, advice)
-
-
-def missing(found: str, advice: str) -> Finding:
-    return Finding(Status.MISSING, found, advice)
-
-
-def not_needed(found: str, advice: str = "") -> Finding:
-    return Finding(Status.NOT_NEEDED, found, advice)
-
-
-def error(found: str, advice: str) -> Finding:
-    return Finding(Status.ERROR, found, advice)
+def absent(fix: str, *, has_gpu: bool, found: str = "not installed") -> Finding:
+    """What only GPUs need is not here; ``fix``: what to do about it where there is one."""
+    return missing(found, fix) if has_gpu else not_needed(f"{found}; no CUDA device")

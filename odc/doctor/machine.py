@@ -8,11 +8,12 @@ torch are imported by the check that uses them, so that a broken torch is report
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,10 +156,6 @@ def ptrace_scope(path: Path = _PTRACE_SCOPE) -> str | None:
     return next(iter(_words(path)), None)
 
 
-def local_ranks(variables: Mapping[str, str]) -> str | None:
-    return variables.get("LOCAL_WORLD_SIZE")
-
-
 def _words(path: Path) -> list[str]:
     try:
         return path.read_text().split()
@@ -168,6 +165,25 @@ def _words(path: Path) -> list[str]:
 
 _BYTES = 4096
 _SANDBOX = "Allow it in the sandbox: docker run --security-opt seccomp=unconfined; gVisor may not have it at all."
+_OLD_LIBC = "Use glibc 2.28 or newer, or musl, on 64-bit Linux."
+
+
+def _tried(what: str, advice: str) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
+    """A check that tries something: if a call is refused, that is its finding."""
+
+    def wrap(check: Callable[[], Finding]) -> Callable[[], Finding]:
+        @functools.wraps(check)
+        def run() -> Finding:
+            from odc.errors import SetupError
+
+            try:
+                return check()
+            except (AttributeError, OSError, ValueError, SetupError) as problem:
+                return error(f"{what}: {problem}", advice)
+
+        return run
+
+    return wrap
 
 
 @contextlib.contextmanager
@@ -183,32 +199,34 @@ def _page(num_bytes: int = _BYTES) -> Iterator[torch.Tensor]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def _control_block() -> Iterator[ControlBlock]:
+    """A block with one signal and one lock."""
+    from odc.transports import _control
+
+    with _page(_control.control_bytes(1, 1)) as memory:
+        block = _control.ControlBlock(memory, 1, 1)
+        block.initialise()
+        if (problem := _control.problem()) is not None:
+            raise OSError(problem)
+        yield block
+
+
+@_tried("memfd does not work", f"It needs memfd_create and F_ADD_SEALS. {_SANDBOX}")
 def shared_memory() -> Finding:
     """memfd: created, reserved, sealed, mapped, written."""
-    from odc.errors import SetupError
-
-    try:
-        with _page() as memory:
-            memory.fill_(1)
-    except (AttributeError, OSError, SetupError) as problem:
-        return error(f"memfd does not work: {problem}", f"It needs memfd_create and F_ADD_SEALS. {_SANDBOX}")
+    with _page() as memory:
+        memory.fill_(1)
     return ok("memfd: reserved, sealed, mapped, written")
 
 
+@_tried("does not work", f"It needs eventfd, abstract Unix sockets, SCM_RIGHTS. {_SANDBOX}")
 def descriptor_passing() -> Finding:
     """Descriptors over Unix sockets, abstract addresses, eventfd."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(f"\0odc-doctor-{secrets.token_hex(8)}")
-        _pass_an_eventfd()
-    except (AttributeError, OSError, ValueError) as problem:
-        return error(f"does not work: {problem}", f"It needs eventfd, abstract Unix sockets, SCM_RIGHTS. {_SANDBOX}")
-    return ok("eventfd over a Unix socket: passed, rung")
-
-
-def _pass_an_eventfd() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with ours, theirs, contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(f"\0odc-doctor-{secrets.token_hex(8)}")
+        ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
         bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         opened.callback(os.close, bell)
         socket.send_fds(ours, [b"x"], [bell])
@@ -216,29 +234,24 @@ def _pass_an_eventfd() -> None:
         opened.callback(os.close, received)
         os.eventfd_write(received, 1)
         os.eventfd_read(bell)  # raises BlockingIOError if it did not ring
+    return ok("eventfd over a Unix socket: passed, rung")
 
 
+@_tried("pidfd_open does not work", f"It needs Linux 5.3 or newer. {_SANDBOX}")
 def process_watching() -> Finding:
     """A pidfd, which tells at once when a rank dies."""
     from odc.liveness.process import WatchedProcess
 
-    try:
-        process = WatchedProcess(os.getpid())
-    except (AttributeError, OSError) as problem:
-        return error(f"pidfd_open does not work: {problem}", f"It needs Linux 5.3 or newer. {_SANDBOX}")
-    try:
+    with contextlib.closing(WatchedProcess(os.getpid())) as process:
         if process.is_dead():
             return error("a pidfd says that this process is dead", _SANDBOX)
-    finally:
-        process.close()
     return ok("pidfd: opened, polled")
 
 
+@_tried("does not work", _OLD_LIBC)
 def locks() -> Finding:
     """A lock in shared memory: taken, refused to another one, given back."""
-    with _control_block() as (block, problem):
-        if block is None:
-            return error(f"does not work: {problem}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
+    with _control_block() as block:
         taken = [block.try_lock(0, 0), block.try_lock(0, 1), block.lock(0, 1, 0.01)]
         block.unlock(0)
         taken.append(block.try_lock(0, 1))
@@ -247,11 +260,10 @@ def locks() -> Finding:
     return ok("POSIX semaphore as a lock: taken, refused, given back")
 
 
+@_tried("does not work", _OLD_LIBC)
 def signals() -> Finding:
     """A signal in shared memory: posted, counted, and a sleeper woken by it."""
-    with _control_block() as (block, problem):
-        if block is None:
-            return error(f"does not work: {problem}", "Use glibc 2.28 or newer, or musl, on 64-bit Linux.")
+    with _control_block() as block:
         ticket = block.events.ticket
         sleeper = threading.Thread(target=block.events.sleep, args=(ticket, limits.DOCTOR_SLEEP_S), name="odc-doctor")
         sleeper.start()
@@ -262,17 +274,3 @@ def signals() -> Finding:
     if is_asleep or block.events.ticket == ticket:
         return error("a futex does not wake who sleeps on it", f"It needs FUTEX_WAKE_OP. {_SANDBOX}")
     return ok("futex: woken by a signal") if count == 1 else error(f"posted once, counted {count}", _SANDBOX)
-
-
-@contextlib.contextmanager
-def _control_block() -> Iterator[tuple[ControlBlock | None, str]]:
-    """A block with one signal and one lock; or None, and why there is none."""
-    from odc.transports import _control
-
-    with _page(_control.control_bytes(1, 1)) as memory:
-        block, problem = _control.ControlBlock(memory, 1, 1), _control.problem() or ""
-        try:
-            block.initialise()
-        except (AttributeError, OSError) as failure:
-            problem = str(failure)
-        yield (None if problem else block), problem

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc.doctor.finding import Finding, error, missing, not_needed, ok, warning
+from odc.doctor.finding import Finding, absent, error, not_needed, ok, warning
 
 _CLASS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")
@@ -148,7 +148,7 @@ def _version_of_header(path: Path) -> Version | None:
 def library(host: NvshmemFile | None, wheels: Mapping[str, str], *, has_gpu: bool, fix: str) -> Finding:
     """The host library; ``wheels`` are the versions of those installed, ``fix`` is the command that installs one."""
     if host is None:
-        return missing("not found", fix) if has_gpu else not_needed("not found; no CUDA device")
+        return absent(fix, has_gpu=has_gpu, found="not found")
     if len(wheels) > 1:
         # [Note: both wheels unpack into nvidia/nvshmem, so the files are of whichever came last.]
         found = f"{host.describe()}; {' and '.join(wheels)} overwrite each other"
@@ -161,7 +161,7 @@ def library(host: NvshmemFile | None, wheels: Mapping[str, str], *, has_gpu: boo
 def bitcode(host: NvshmemFile | None, device: NvshmemFile | None, *, has_gpu: bool, fix: str) -> Finding:
     """The device bitcode, whose minor version must not be newer than the host library's."""
     if device is None:
-        return missing("not found", fix) if has_gpu else not_needed("not found; no CUDA device")
+        return absent(fix, has_gpu=has_gpu, found="not found")
     if host is None or host.version is None or device.version is None:
         unknown = "the host library is missing" if host is None else "a version is unknown"
         return warning(f"{device.describe()}; cannot be compared: {unknown}", f"Install both from one package: {fix}")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odc._version import install_command
+from odc.doctor import nvshmem
 from odc.doctor.cuda import CudaDriver, read_driver
-from odc.doctor.finding import Finding, error, missing, not_needed, ok, warning
-from odc.doctor.nvshmem import RdmaPort, read_ports
+from odc.doctor.finding import Finding, absent, error, missing, not_needed, ok, warning
 
 PACKAGES = (
     "torch",
@@ -81,14 +81,22 @@ class Facts:
         return read_driver()
 
     @functools.cached_property
-    def rdma(self) -> tuple[RdmaPort, ...]:
-        return read_ports()
+    def rdma(self) -> tuple[nvshmem.RdmaPort, ...]:
+        return nvshmem.read_ports()
 
     @functools.cached_property
     def variables(self) -> Mapping[str, str]:
         from odc.config import foreign_variables  # not at the top: it imports torch, which may be what is broken
 
         return foreign_variables()
+
+    @functools.cached_property
+    def nvshmem_host(self) -> nvshmem.NvshmemFile | None:
+        return nvshmem.describe_file(nvshmem.find_host(self.variables, nvshmem.wheel_folders()))
+
+    @functools.cached_property
+    def nvshmem_device(self) -> nvshmem.NvshmemFile | None:
+        return nvshmem.describe_file(nvshmem.find_bitcode(self.variables, nvshmem.wheel_folders()))
 
     @property
     def has_gpu(self) -> bool:
@@ -99,6 +107,11 @@ class Facts:
         """The CUDA generation that libraries have to match: torch's, else the newest that the driver runs."""
         text = self.torch.cuda or self.cuda.cuda_version
         return 12 if text.startswith("12.") else 13
+
+    @property
+    def fix(self) -> str:
+        """The command that installs the CUDA libraries."""
+        return fix(self.cuda_major)
 
 
 _OLDEST_PYTHON = (3, 10)
@@ -168,9 +181,7 @@ def triton(versions: Mapping[str, str], no_compiler: str | None, *, has_gpu: boo
             advice = "apt install gcc python3-dev, or what your system calls them; CC names another compiler"
             return missing(f"{versions['triton']}, which compiles its launchers in C, but {no_compiler}", advice)
         return ok(versions["triton"])
-    if not has_gpu:
-        return not_needed("not installed; no CUDA device")
-    return missing("not installed", "pip install triton")
+    return absent("pip install triton", has_gpu=has_gpu)
 
 
 def compiler_problem(
@@ -209,7 +220,7 @@ def _cuda_library(
     found = ", ".join(f"{name} {versions[name]}" for name in here)
     install = fix(cuda_major)
     if not here:
-        return missing("not installed", install) if has_gpu else not_needed("not installed; no CUDA device")
+        return absent(install, has_gpu=has_gpu)
     if len(here) > 1:
         return warning(f"{found}: they overwrite each other", f"pip uninstall -y {' '.join(here)}; {install}")
     if has_gpu and re.search(r"cu(?:da)?1\d", here[0]) and f"{cuda_major}" not in here[0]:

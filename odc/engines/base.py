@@ -13,7 +13,6 @@ the machine: ``odc bench gpu`` measures them and prints the table.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -107,19 +106,20 @@ def no_op() -> None:
     """The default of ``after_chunk``."""
 
 
-class Engine(ABC):
-    """Moves and adds bytes. ``after_chunk`` is called at least once per call: progress, and a fault point."""
+class Engine:
+    """Moves and adds bytes: this one by plain torch on host memory, chunk by chunk, so that all is done when a call
+    returns. ``after_chunk`` is called at least once per call: progress, and a fault point."""
 
-    has_streams: ClassVar[bool]
+    has_streams: ClassVar[bool] = False
     """Whether work happens later than the call, in the order of a stream."""
 
-    @abstractmethod
-    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        """``out[:] = source`` for flat tensors of equal length, casting to ``out.dtype``."""
-
-    @abstractmethod
-    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        """``total += addend`` in the total's dtype."""
+    copy = staticmethod(copy_chunked)
+    """``copy(out, source, after_chunk)``: ``out[:] = source`` for flat tensors of equal length, casting to
+    ``out.dtype``."""
+    add = staticmethod(add_chunked)
+    """``add(total, addend, after_chunk)``: ``total += addend`` in the total's dtype."""
+    zero = staticmethod(zero_chunked)
+    """``zero(out, after_chunk)``: ``out[:] = 0``."""
 
     # Operations on the memory of all ranks at once. ``buffers[r]`` is rank r's copy of one allocation, flat uint8; row
     # r of a tensor of ``len(buffers)`` equal rows is rank r's.
@@ -177,10 +177,6 @@ class Engine(ABC):
                 addend = slots[start : start + num_bytes].view(dtype)
                 (self.copy if first and index == 0 else self.add)(total, addend, after_chunk)
 
-    @abstractmethod
-    def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        """``out[:] = 0``."""
-
     def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
         """Compile and load what will be launched: a missing compiler shows at set-up, and no step waits for one.
 
@@ -214,92 +210,55 @@ class Engine(ABC):
             row = (rank + 1 + step) % len(shards)
             self.copy(out[row * numel : (row + 1) * numel], shards[row], after_chunk)
 
-    @abstractmethod
     def run(self, work: Callable[[], object]) -> None:
         """Have ``work``, torch operations of the caller, done in order with this thread's calls of the engine."""
+        work()
 
     def stream_key(self) -> int:
         """Names the current stream."""
         return 0
 
-    @abstractmethod
     def background(self) -> AbstractContextManager[object]:
         """Inside, this thread's work does not queue behind that of the training loop."""
+        return nullcontext()
 
-    @abstractmethod
-    def aside(self) -> AbstractContextManager[object]:
+    def on_side_stream(self) -> AbstractContextManager[object]:
         """Inside, this thread's work queues behind no other."""
+        return nullcontext()
 
-    @abstractmethod
     def note_use(self) -> None:
         """The current stream reads what others will overwrite: :meth:`join` has to wait for it."""
+        return
 
-    @abstractmethod
     def join(self) -> None:
         """The current stream goes on after everything noted by :meth:`note_use`."""
+        return
 
-    @abstractmethod
     def join_background(self) -> None:
         """The current stream goes on after everything that was done inside :meth:`background`."""
+        return
 
-    @abstractmethod
     def at_home(self) -> AbstractContextManager[object]:
         """Inside, the stream that called :meth:`join` last, where gradients became final, is the current one; behind
         it, the current stream goes on after what was done inside. FSDP calls from streams of its own, and a sum is the
         other ranks' again only after it was read there."""
+        return nullcontext()
 
-    @abstractmethod
     def take(self, memory: str) -> AbstractContextManager[object]:
         """Inside, the current stream has the memory of this name to itself: it goes on when the stream that had it
         before has done what it was given inside."""
+        return nullcontext()
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Whoever lets go of ``tensor`` now: its memory is used for nothing else before the current stream has done
         what it was given. (Its own engine's memory; on a host nothing is under way.)"""
         return
 
-    @abstractmethod
     def synchronize(self, timeout_s: float) -> bool:
         """Let the host wait until this rank's device is idle; False if it still works after ``timeout_s``. Set-up and
         close only."""
+        return True
 
     def close(self) -> None:
         """Give back what this engine holds of its device, which is idle."""
         return
-
-
-class CpuEngine(Engine):
-    """Plain torch on host memory, chunk by chunk."""
-
-    has_streams = False
-
-    copy = staticmethod(copy_chunked)
-    add = staticmethod(add_chunked)
-    zero = staticmethod(zero_chunked)
-
-    def run(self, work: Callable[[], object]) -> None:
-        work()
-
-    def background(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def aside(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def note_use(self) -> None:
-        """Every copy is complete when it returns."""
-
-    def join(self) -> None:
-        """Nothing is ever under way."""
-
-    def join_background(self) -> None:
-        """As :meth:`join`."""
-
-    def at_home(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def take(self, memory: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def synchronize(self, timeout_s: float) -> bool:
-        return True

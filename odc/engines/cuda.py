@@ -206,7 +206,7 @@ class CudaEngine(Engine):
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         with self._on(self._aside):
             yield
 

@@ -121,7 +121,7 @@ class ItemContext(RankContext):
 
     def after_chunk(self) -> None:
         """Called after each chunk of a read: progress that others can see, and a fault point."""
-        self._transport.tick()
+        self._transport.peers.tick()
         self.faults.hit("items.read.after_chunk")
 
     def wait(self, ranks: Iterable[int], is_there: Callable[[int], bool], what: Callable[[], str]) -> None:
@@ -253,7 +253,7 @@ class Channel:
             self._halves[half] = found.readers
         self.rounds.pop(number - RING, None)
         self._totals = [total + posts for total, posts in zip(self._totals, layout.posts, strict=True)]
-        self.transport.tick()
+        self.transport.peers.tick()
         self._release_old()
         return found
 
@@ -355,7 +355,7 @@ class Channel:
         others = [rank for rank in self.transport.topology.rotation() if rank != self._rank]
         self.items.wait(others, lambda rank: self.has_begun(rank, number), lambda: why)
         try:
-            buffer = self.transport.extend(2 * wanted, f"items of {self.name!r}")
+            buffer = self.transport.allocate(2 * wanted, f"items of {self.name!r}")
         except SetupError as problem:
             raise SetupError(f"{why} bytes: {problem}") from problem
         self._buffers.append((buffer, {}))
@@ -384,5 +384,5 @@ class Channel:
         with self.take("done"):
             self.post(Signal.DONE)
         self.done = number
-        self.transport.tick()
+        self.transport.peers.tick()
         self._release_old()

@@ -4,13 +4,14 @@ In multimodal training a rank encodes images and audio of samples whose language
 producer publishes what it has encoded, part by part, and a consumer reads an item when it needs it: no rank waits for
 one whose items it does not read. Gradients go back in the same way, in a channel of their own.
 
-PROTOCOL.md beside this file states the rules and why they suffice; tests/test_items.py and tests/test_items_streams.py
+PROTOCOL.md beside this file states the rules and why they suffice; tests/items (test_items.py, _streams.py)
 run this under random delays and check that it fails when any of its orders is removed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -45,8 +46,8 @@ class ItemExchange(ItemContext):
     ) -> None:
         super().__init__(transport, config)
         capacity_bytes = aligned(max(capacity_bytes, 1))
-        transport.reserve(2 * capacity_bytes * len(channels))
-        transport.open(num_signals=len(Signal) * len(channels), num_locks=0)
+        num_bytes = 2 * capacity_bytes * len(channels)
+        transport.open(num_signals=len(Signal) * len(channels), num_locks=0, num_bytes=num_bytes)
         buffers = [transport.allocate(2 * capacity_bytes, f"items of {name!r}") for name in channels]
         words = transport.allocate_host(8 * len(channels) * self.topology.world_size * RING * WORDS, "words of items")
         self._channels = {
@@ -82,9 +83,8 @@ class ItemExchange(ItemContext):
                 on other ranks only, a SetupError says it.
         """
         config = config or RuntimeConfig()
-        together(exchange, lambda: _check_channels(channels, capacity_bytes))
         described = {"channels": ", ".join(map(repr, channels)), "capacity_bytes": str(capacity_bytes)}
-        agree(exchange, config, {"item exchange": described})
+        agree(exchange, config, {"item exchange": described}, partial(_check_channels, channels, capacity_bytes))
         transport = connect(exchange, config, device or HOST)
 
         def finish(items: ItemExchange) -> None:
@@ -93,8 +93,8 @@ class ItemExchange(ItemContext):
             if transport.engine.has_streams:
                 together(transport.exchange, items._start_watchdog)
             if beside is not None:
-                items._waiter.job.add(beside._transport)
-                beside._waiter.job.add(transport)
+                items._waiter.job.add(beside._transport.peers)
+                beside._waiter.job.add(transport.peers)
 
         return complete(transport, lambda: cls(transport, config, channels, capacity_bytes), finish)
 

@@ -95,7 +95,7 @@ class Round:
                 channel.post(Signal.PUBLISHED)
             channel.transport.engine.note_use()  # close() waits for this stream
         self._state.next_part = part + 1
-        channel.transport.tick()
+        channel.transport.peers.tick()
         for place in places:
             items.stats.published_bytes[place.consumer] += place.num_bytes
         items.stats.publish_s += items.record("publish", self._part(part), started_ns)
@@ -106,7 +106,7 @@ class Round:
         engine, start = self._channel.transport.engine, self._state.start_bytes + place.offset_bytes
         out = self._buffer.local[start : start + place.num_bytes].view(tensor.dtype)
         if tensor.is_contiguous():
-            engine.copy(out, tensor.view(-1), self._channel.transport.tick)
+            engine.copy(out, tensor.view(-1), self._channel.transport.peers.tick)
         else:
             engine.run(partial(out.view(tensor.shape).copy_, tensor))
 
@@ -169,7 +169,7 @@ class Round:
                 self._copy_out(producer, rows)
             self._streams.add(stream)
         engine.note_use()  # close() waits for this stream
-        channel.transport.tick()
+        channel.transport.peers.tick()
         label = f"{self._name}: {sum(map(len, wanted.values()))} items"
         items.stats.read_s += items.record("read", label, started_ns)
 
@@ -190,7 +190,7 @@ class Round:
             start = self._state.start_bytes + run[0][0].offset_bytes
             try:
                 if len(run) == 1:
-                    transport.read(run[0][1], self._buffer, producer, start, after_chunk)
+                    transport.read([(run[0][1], producer)], self._buffer, start, after_chunk)
                 else:
                     self._read_run(producer, start, run)
             except GONE as error:
@@ -203,7 +203,7 @@ class Round:
         transport, first, last = self._channel.transport, run[0][0], run[-1][0]
         num_bytes = last.offset_bytes + last.num_bytes - first.offset_bytes
         whole = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer.local.device)
-        transport.read(whole, self._buffer, producer, start, self._items.after_chunk)
+        transport.read([(whole, producer)], self._buffer, start, self._items.after_chunk)
         for place, out in run:
             low = place.offset_bytes - first.offset_bytes
             transport.engine.copy(out.view(torch.uint8), whole[low : low + place.num_bytes])

@@ -24,7 +24,9 @@ from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, P
 from odc.liveness.faults import FaultInjector
 from odc.liveness.threads import Reminder, look_until
 from odc.timeline import Stats, Timeline
-from odc.transports.base import IN_COLLECTIVE, PeerState, Signs, Transport
+from odc.transports._control import Heartbeats
+from odc.transports._peers import IN_COLLECTIVE, Peer, Peers, PeerState
+from odc.transports.base import Transport
 
 logger = logging.getLogger("odc")
 
@@ -85,7 +87,7 @@ class Waiter:
         self._faults = faults
         self._stats = stats
         self._failure = failure
-        self.job = Job(transport)
+        self.job = Job(transport.peers)
         """Whom this rank hears of; with replicas, these as well."""
         self.timeline: Timeline | None = None
         self.where: Callable[[], str] = str
@@ -133,15 +135,16 @@ class Waiter:
                     whom = transport.topology.global_rank(first)
                     text, after = self._describe(whom, what, patience.waited_s), self.job.after_refusal(whom)
                     logger.warning("%s%s", text, after)
-                self.job.set_waiting_on(transport.topology.global_rank(first))
+                self.job.own.set_waiting_on(transport.topology.global_rank(first))
                 if block is not None:
                     block(pause)
                     ranks = pending()
                     continue
-                ticket = transport.ticket(first)
+                word = transport.peers.sleep_word(first)
+                ticket = word.ticket
                 ranks = pending()  # again: what came before the ticket wakes nobody
                 if ranks and ranks[0] == first:
-                    transport.sleep(first, ticket, pause)
+                    word.sleep(ticket, pause)
                     ranks = pending()
         finally:
             self.waits_no_more()
@@ -149,8 +152,8 @@ class Waiter:
 
     def waits_no_more(self) -> None:
         """The end of a wait."""
-        self.job.tick()  # before the next line: nobody may see "not waiting, long silent"
-        self.job.set_waiting_on(None)
+        self.job.own.tick()  # before the next line: nobody may see "not waiting, long silent"
+        self.job.own.set_waiting_on(None)
 
     def wait_for_work(self, is_completed: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
         """Return when a collective on a process group is complete.
@@ -172,11 +175,11 @@ class Waiter:
             if waited_s < limits.COLLECTIVE_FIRST_LOOK_S:
                 return
             for rank in others:
-                if self.job.state(rank) is not PeerState.ALIVE and not is_completed():
+                if self.job.peer(rank).state is not PeerState.ALIVE and not is_completed():
                     self._fail_gone(rank, lambda: what, waited_s)
             self._fail_silent(patience, others, lambda: what)
             if others:
-                self.job.set_waiting_on(others[0])
+                self.job.own.set_waiting_on(others[0])
             if reminder.is_due(waited_s):
                 logger.warning("%s waited %.1f s for %s%s", self._whoami(), waited_s, what, self._where())
 
@@ -194,13 +197,13 @@ class Waiter:
             try:
                 self.check()
                 for rank in self.job.others:
-                    state = self.job.state(rank)
+                    state = self.job.peer(rank).state
                     if state is PeerState.DEAD:
                         self._fail_gone(rank, lambda: what, waited_s)
-                    if state is PeerState.CLOSED and rank not in left and self.job.has_ended(rank):
+                    if state is PeerState.CLOSED and rank not in left and self.job.peer(rank).is_dead:
                         left.append(rank)
                 # They may have come to all that they had to, so others come first.
-                if left and looked_s > limits.FAREWELL_S:
+                if left and looked_s > limits.CLOSED_S:
                     self._fail_gone(left[0], lambda: what, waited_s)
             except PeerClosedError as cause:  # which of them it was, nobody can tell
                 others = f"; so are ranks {left[1:]}" if len(left) > 1 else ""
@@ -224,10 +227,10 @@ class Waiter:
     def _after_chunk(self, point: str) -> Callable[[], None]:
         # Decided once: where no fault is set, whoever replaces FaultInjector.hit later does not hear of these points.
         if not self._faults.is_set:
-            return self._transport.tick
+            return self._transport.peers.tick
 
         def tick_and_hit() -> None:
-            self._transport.tick()
+            self._transport.peers.tick()
             self._faults.hit(point)
 
         return tick_and_hit
@@ -261,7 +264,7 @@ class Waiter:
         patience: Patience,
     ) -> None:
         for rank in ranks:
-            if transport.peer_state(rank) is PeerState.ALIVE:
+            if transport.peers.by_rank[rank].state is PeerState.ALIVE:
                 continue
             if rank not in pending():  # it delivered, and ended afterwards
                 continue
@@ -271,10 +274,10 @@ class Waiter:
     def _fail_gone(self, rank: int, what: Callable[[], str], waited_s: float) -> NoReturn:
         self.check()  # its own account of what happened is better than ours
         text, after = self._describe(rank, what, waited_s), self.job.after_refusal(rank)
-        detail = self.job.describe_process(rank)
-        if self.job.state(rank) is PeerState.DEAD:
+        detail = self.job.peer(rank).describe()
+        if self.job.peer(rank).state is PeerState.DEAD:
             raise PeerDiedError(f"{text}. Cause: rank {rank} is dead: {detail}{after}")
-        if after and not self.job.has_ended(rank):
+        if after and not self.job.peer(rank).is_dead:
             raise PeerClosedError(f"{text}. Cause: rank {rank} is still running, but {detail}{after}")
         raise PeerClosedError(f"{text}. Cause: rank {rank} is gone: {detail}{after}")
 
@@ -286,14 +289,14 @@ class Waiter:
         rank, blamed, fault = found
         after = self.job.after_refusal(blamed)
         advice = "" if after else f". If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
-        via = "" if blamed == rank else f" (rank {rank} itself waits for {self.job.describe(blamed)})"
+        via = "" if blamed == rank else f" (rank {rank} itself waits for {self.job.peer(blamed).who})"
         raise PeerSilentError(
             f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} {fault} "
-            f"({self.job.describe_process(blamed)}){after}{advice}"
+            f"({self.job.peer(blamed).describe()}){after}{advice}"
         )
 
     def _describe(self, rank: int, what: Callable[[], str], waited_s: float) -> str:
-        return f"{self._whoami()} waited {waited_s:.1f} s for {self.job.describe(rank)}: {what()}{self._where()}"
+        return f"{self._whoami()} waited {waited_s:.1f} s for {self.job.peer(rank).who}: {what()}{self._where()}"
 
     def _where(self) -> str:
         where = self.where()
@@ -315,7 +318,7 @@ class Patience:
         self._job = job
         self._timeout_s = timeout_s
         self._started = self._last_look = time.monotonic()
-        self._seen: dict[int, tuple[Signs, float]] = {}
+        self._seen: dict[int, tuple[Heartbeats, float]] = {}
         self._circles: dict[int, tuple[list[int], float]] = {}
 
     @property
@@ -339,13 +342,13 @@ class Patience:
 
     def describe_silence(self, rank: int, silence_s: float) -> str:
         """What to say of a rank that is alive and gives no sign of life."""
-        if self._job.waiting_on(rank) == IN_COLLECTIVE:
+        if self._job.peer(rank).waiting_on == IN_COLLECTIVE:
             return f"has waited for {silence_s:.1f} s in a collective of the script, to which another rank has to come"
         return f"is alive but silent for {silence_s:.1f} s"
 
     def limit_s(self, rank: int) -> float:
         """Silence of ``rank`` beyond which it is to blame. That a rank still looks is heard with some delay."""
-        return self._timeout_s + (limits.STATUS_LAG_S if self._job.waiting_on(rank) is not None else 0.0)
+        return self._timeout_s + (limits.STATUS_LAG_S if self._job.peer(rank).waiting_on is not None else 0.0)
 
     def forgive_own_absence(self) -> None:
         """If this process itself was suspended (Ctrl-Z, a paused container), the others may have been too."""
@@ -358,7 +361,7 @@ class Patience:
 
     def silence_s(self, rank: int, heartbeat: bool = False) -> float:
         """Since when ``rank`` has made no progress, nor looked if it waits; or has not even had a ``heartbeat``."""
-        now, signs = time.monotonic(), self._job.signs(rank)
+        now, signs = time.monotonic(), self._job.peer(rank).heartbeats
         before, since = self._seen.get(rank, (signs, now))
         if before[:2] != signs[:2] or (heartbeat and before != signs):
             since = now
@@ -368,7 +371,7 @@ class Patience:
     def _follow(self, rank: int) -> tuple[list[int], bool]:
         """``rank``, whom it waits for, and so on, as far as they are seen from here; and whether that is a circle."""
         chain = [rank]
-        while (target := self._job.waiting_on(chain[-1])) is not None and self._job.sees(target):
+        while (target := self._job.peer(chain[-1]).waiting_on) is not None and self._job.sees(target):
             if target == self._job.rank or target in chain:
                 return chain, True
             chain.append(target)
@@ -376,7 +379,7 @@ class Patience:
 
     def _stuck_s(self, rank: int, chain: Sequence[int]) -> float:
         """For how long ranks that all look have made no progress: somebody waits outside the protocol."""
-        now, progress = time.monotonic(), [self._job.signs(one).progress for one in chain]
+        now, progress = time.monotonic(), [self._job.peer(one).heartbeats.progress for one in chain]
         before, since = self._circles.get(rank, (progress, now))
         if before != progress:
             since = now
@@ -393,22 +396,23 @@ def _one_line(error: BaseException) -> str:
 
 
 class Job:
-    """Status of ranks by number in the job. ``transports``: of the groups that this rank belongs to."""
+    """Ranks by their numbers in the job, as this one hears of them at first hand: those of all groups that it belongs
+    to. ``peers``: of the first group, which shows what this rank does."""
 
-    def __init__(self, *transports: Transport) -> None:
-        self.rank = transports[0].topology.me
-        self._transports: list[Transport] = []
-        self._found: dict[int, tuple[Transport, int]] = {}
-        for transport in transports:
-            self.add(transport)
+    def __init__(self, peers: Peers) -> None:
+        self.rank = peers.topology.me
+        self.own = peers
+        self._groups: list[Peers] = []
+        self._found: dict[int, tuple[Peers, int]] = {}
+        self.add(peers)
 
-    def add(self, transport: Transport) -> None:
+    def add(self, peers: Peers) -> None:
         """Another group that this rank belongs to; what it shows in the first group, it shows in this one too."""
-        if self._transports:
-            self._transports[0].mirror(transport)
-        self._transports.append(transport)
-        for rank in range(transport.topology.world_size):
-            self._found.setdefault(transport.topology.global_rank(rank), (transport, rank))
+        if self._groups:
+            self.own.show_to(peers)
+        self._groups.append(peers)
+        for rank in range(peers.topology.world_size):
+            self._found.setdefault(peers.topology.global_rank(rank), (peers, rank))
 
     @property
     def others(self) -> list[int]:
@@ -419,65 +423,30 @@ class Job:
         """Whether this rank hears of ``rank`` at first hand."""
         return rank in self._found
 
-    def describe(self, rank: int) -> str:
-        """``rank`` with its host and process."""
-        transport, number = self._found[rank]
-        return transport.topology.describe(number)
-
-    def state(self, rank: int) -> PeerState:
-        transport, number = self._found[rank]
-        return transport.peer_state(number)
-
-    def has_ended(self, rank: int) -> bool:
-        """See :meth:`odc.transports.base.Transport.has_ended`."""
-        transport, number = self._found[rank]
-        return transport.has_ended(number)
-
-    def describe_process(self, rank: int) -> str:
-        """What is known of its process: "killed by signal 9", "stopped by a signal"."""
-        transport, number = self._found[rank]
-        return transport.describe_peer(number)
+    def peer(self, rank: int) -> Peer:
+        """What is known of ``rank``."""
+        peers, number = self._found[rank]
+        return peers.by_rank[number]
 
     def after_refusal(self, rank: int) -> str:
         """To be put behind what is said of ``rank``, whose script may have caught a refusal."""
-        transport, number = self._found[rank]
-        refusal = transport.refusal(number)
+        refusal = self.peer(rank).refusal
         return f", after rank {rank} had refused what its script did ({refusal})" if refusal else ""
 
     def set_refusal(self, text: str) -> None:
-        """See :meth:`odc.transports.base.Transport.set_refusal`."""
-        for transport in self._transports:
-            transport.set_refusal(text)
-
-    def signs(self, rank: int) -> Signs:
-        transport, number = self._found[rank]
-        return transport.signs(number)
-
-    def waiting_on(self, rank: int) -> int | None:
-        transport, number = self._found[rank]
-        return transport.waiting_on(number)
-
-    def set_waiting_on(self, rank: int | None) -> None:
-        """See :meth:`odc.transports.base.Transport.set_waiting_on`."""
-        self._transports[0].set_waiting_on(rank)
-
-    def tick(self) -> None:
-        """Count one step of progress of this rank."""
-        self._transports[0].tick()
-
-    def beat(self) -> None:
-        """See :meth:`odc.transports.base.Transport.beat`."""
-        self._transports[0].beat()
+        """See :meth:`odc.transports._peers.Peers.set_refusal`."""
+        for peers in self._groups:
+            peers.set_refusal(text)
 
     def abort_notice(self) -> str | None:
         """The first abort notice that was left here, in any group."""
-        for transport in self._transports:  # a plain loop: each operation asks
-            notice = transport.abort_notice()
+        for peers in self._groups:  # a plain loop: each operation asks
+            notice = peers.abort_notice()
             if notice is not None:
                 return notice
         return None
 
-    def abort_peers(self, text: str) -> None:
+    def abort(self, text: str) -> None:
         """Leave ``text`` with every rank that has no earlier notice. Never raises."""
-        for transport in self._transports:
-            transport.abort_peers(text)
+        for peers in self._groups:
+            peers.abort(text)

@@ -24,7 +24,8 @@ from odc import limits
 from odc.errors import PeerDiedError, PeerSilentError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import Failure, Job, Patience
-from odc.transports.base import PeerState, Transport
+from odc.transports._peers import PeerState
+from odc.transports.base import Transport
 
 logger = logging.getLogger("odc")
 
@@ -43,20 +44,20 @@ class StreamWatchdog:
     def _run(self) -> None:
         released = False
         while not self._stopping.is_set():
-            lost = None if released else self._transport.wait_for_loss(self._stop_fd, limits.DEATH_LOOK_S)
+            lost = None if released else self._transport.peers.wait_for_loss(self._stop_fd, limits.DEATH_LOOK_S)
             if lost is not None:
                 self._report(lost)
             # After a reported error every operation raises, so nothing valid can come of what still waits. Again and
             # again: a write that was under way may have put the old word back.
-            released = released or lost is not None or self._transport.abort_notice() is not None
+            released = released or lost is not None or self._transport.peers.abort_notice() is not None
             if released:
                 self._transport.release_streams()
                 self._stopping.wait(limits.DEATH_LOOK_S)
 
     def _report(self, rank: int) -> None:
-        if self._transport.abort_notice() is not None:
+        if self._transport.peers.abort_notice() is not None:
             return  # that is the cause, and whoever operates next is told of it
-        who, how = self._transport.topology.describe(rank), self._transport.describe_peer(rank)
+        who, how = self._transport.peers.by_rank[rank].who, self._transport.peers.by_rank[rank].describe()
         error = PeerDiedError(
             f"rank {self._transport.topology.me}: {who} is gone ({how}) with work under way that streams of this "
             "rank may wait for. They go on, and what they compute now is not valid: do not save it"
@@ -76,7 +77,7 @@ class StreamWatchdog:
 
 
 @dataclass
-class Outside:
+class InCollective:
     """Where the training loop is while it may be waiting in a collective of torch. One writer, the loop."""
 
     what: str = ""
@@ -99,14 +100,14 @@ class JobWatchdog:
         self,
         job: Job,
         failure: Failure,
-        outside: Outside,
+        in_collective: InCollective,
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         end_collectives: Callable[[], object],
     ) -> None:
         self._job = job
         self._failure = failure
-        self._outside = outside
+        self._in_collective = in_collective
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._end_collectives = end_collectives
@@ -121,11 +122,11 @@ class JobWatchdog:
     def _run(self) -> None:
         patience: Patience | None = None
         while not self._stopping.wait(limits.BEAT_S):
-            self._job.beat()
+            self._job.own.beat()
             self._look_for_losses()
             if self._look_for_failures():
                 continue
-            patience = (patience or Patience(self._job, self._timeout_s)) if self._outside.what else None
+            patience = (patience or Patience(self._job, self._timeout_s)) if self._in_collective.what else None
             if patience is not None:
                 self._look_for_silence(patience)
 
@@ -134,7 +135,7 @@ class JobWatchdog:
         notice = self._job.abort_notice()
         if notice is not None and notice != self._passed_on:
             self._passed_on = notice
-            self._job.abort_peers(notice)  # of the other group; who has one keeps the first
+            self._job.abort(notice)  # of the other group; who has one keeps the first
         if notice is None and self._failure.error is None:
             return False
         now = time.monotonic()
@@ -150,7 +151,7 @@ class JobWatchdog:
         return True
 
     def _look_for_losses(self) -> None:
-        lost = [rank for rank in self._job.others if self._job.state(rank) is PeerState.DEAD]
+        lost = [rank for rank in self._job.others if self._job.peer(rank).state is PeerState.DEAD]
         now = time.monotonic()
         if not lost:
             self._lost_since = None
@@ -166,20 +167,20 @@ class JobWatchdog:
     def _look_for_silence(self, patience: Patience) -> None:
         """The training loop waits in a collective: for whom, nobody knows, so for all."""
         patience.forgive_own_absence()
-        is_due = self._outside.is_due
+        is_due = self._in_collective.is_due
         # Who has closed may be through with everything; or has left without coming to this one.
         expected = (PeerState.ALIVE, PeerState.CLOSED) if is_due else (PeerState.ALIVE,)
-        alive = [rank for rank in self._job.others if self._job.state(rank) in expected]
+        alive = [rank for rank in self._job.others if self._job.peer(rank).state in expected]
         silences = [(patience.silence_s(rank, heartbeat=not is_due), rank) for rank in alive]
         if is_due and silences:
             # A look at this wait, for those who wait for this rank in turn; rather for one that works than for one
             # that waits, and for one that waits for this rank only if there is no other.
-            waits = {rank: self._job.waiting_on(rank) for rank in alive}
-            self._job.set_waiting_on(
+            waits = {rank: self._job.peer(rank).waiting_on for rank in alive}
+            self._job.own.set_waiting_on(
                 max(silences, key=lambda one: (waits[one[1]] is None, waits[one[1]] != self._job.rank, one))[1]
             )
-            if not self._outside.what:  # the training loop has come out of it just now
-                self._job.set_waiting_on(None)
+            if not self._in_collective.what:  # the training loop has come out of it just now
+                self._job.own.set_waiting_on(None)
         late = [(silence_s, rank) for silence_s, rank in silences if silence_s > patience.limit_s(rank)]
         if late:
             silence_s, rank = max(late)
@@ -190,10 +191,10 @@ class JobWatchdog:
 
     def _describe(self, rank: int, fault: str) -> str:
         """What happened to ``rank``, and where this one is meanwhile."""
-        where = f" in {self._outside.what}" if self._outside.what else ""
+        where = f" in {self._in_collective.what}" if self._in_collective.what else ""
         return (
-            f"rank {self._job.rank} waits{where}. Cause: {self._job.describe(rank)} {fault}: "
-            f"{self._job.describe_process(rank)}"
+            f"rank {self._job.rank} waits{where}. Cause: {self._job.peer(rank).who} {fault}: "
+            f"{self._job.peer(rank).describe()}"
         )
 
     def close(self) -> None:

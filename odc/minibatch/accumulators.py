@@ -106,7 +106,7 @@ class AccumulatorStore(ABC):
     """
 
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
-        self._end, self._transport, self._faults = end, end.transport, end.faults
+        self._end, self._blocks, self._faults = end, end.transport.peers.blocks, end.faults
         self._units = units
         self._dtype = dtype
         self._rank = end.rank
@@ -346,9 +346,9 @@ class SharedStore(AccumulatorStore):
         return 0
 
     def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
-        sums, transport = self._of(owner), self._transport
+        sums, block = self._of(owner), self._blocks[owner]
         pushed, total = sums.pushed[0], sums.sums[0][unit]
-        if not transport.lock(owner, unit):
+        if not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
@@ -360,20 +360,20 @@ class SharedStore(AccumulatorStore):
                 self._fill_parts(total, unit, grads, present, first)
             self._note(pushed, unit, present, minibatch)
         finally:
-            transport.unlock(owner, unit)
+            block.unlock(unit)
 
     def _await_lock(self, owner: int, unit: int) -> None:
-        transport, is_held = self._transport, False
+        block, is_held = self._blocks[owner], False
 
         def try_it(timeout_s: float = 0.0) -> None:
             nonlocal is_held
-            is_held = is_held or transport.lock(owner, unit, timeout_s)
+            is_held = is_held or block.lock(unit, self._rank, timeout_s)
 
         def pending() -> list[int]:
             try_it()
             if is_held:
                 return []
-            holder = transport.lock_holder(owner, unit)
+            holder = block.holder(unit)
             return [owner if holder is None else holder]
 
         try:
@@ -384,7 +384,7 @@ class SharedStore(AccumulatorStore):
             )
         except BaseException:
             if is_held:  # Ctrl-C, say, between the lock and here
-                transport.unlock(owner, unit)
+                block.unlock(unit)
             raise
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:

@@ -278,7 +278,7 @@ class AccumulationDaemon:
 
         def is_behind() -> list[int]:
             self._progress.clear()
-            is_done = all(handled[client] >= sent[client] for client in self._world) and not transport.is_forwarding
+            is_done = all(handled[client] >= sent[client] for client in self._world) and not transport.to_forward
             return [] if is_done else [self._rank]
 
         # What is left is the work of this rank's own thread.
@@ -290,25 +290,25 @@ class AccumulationDaemon:
         self._progress.wait(limit_s)
 
     def _run(self) -> None:
-        pause_s = limits.DEVICE_PAUSES_S[0]
+        pause_s, word = limits.DEVICE_PAUSES_S[0], self._transport.peers.sleep_word(None)
         try:
             with self._end.engine.background():
                 while True:
-                    ticket = self._transport.ticket(None)  # before all that it may sleep for
+                    ticket = word.ticket  # before all that it may sleep for
                     if self._stopping.is_set():
                         break
                     announced, arrived = self._look()
                     if arrived:
                         self._serve(arrived)
-                    is_forwarding = self._transport.forward_arrivals()
+                    self._transport.forward_arrivals()
                     self._progress.set()
                     if arrived:
                         pause_s = limits.DEVICE_PAUSES_S[0]
-                    elif is_forwarding or announced:
+                    elif self._transport.to_forward or announced:
                         time.sleep(pause_s)
                         pause_s = min(2 * pause_s, limits.DEVICE_PAUSES_S[1])
                     else:
-                        self._transport.sleep(None, ticket, limits.DAEMON_IDLE_S)
+                        word.sleep(ticket, limits.DAEMON_IDLE_S)
         except BaseException as error:  # whatever it is must reach the training loop
             if not self._stopping.is_set():  # which has closed: an acknowledgement under way was given up
                 self._on_failure(error)
@@ -357,5 +357,5 @@ class AccumulationDaemon:
         """Let the thread finish its current round and join it. Local and idempotent."""
         self._stopping.set()
         if self._thread.is_alive():
-            self._transport.wake_self()
+            self._transport.peers.wake_self()
             self._thread.end()

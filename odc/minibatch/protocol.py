@@ -1,7 +1,7 @@
 """The minibatch protocol of one rank: when a gather may read, a push may land, a gradient is final.
 
-PROTOCOL.md beside this file states the rules and why they suffice; tests/test_protocol.py runs this class alone under
-random delays and checks that it fails when any signal is removed.
+PROTOCOL.md beside this file states the rules and why they suffice; tests/minibatch/test_protocol.py runs this class
+alone under random delays and checks that it fails when any signal is removed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,11 @@ from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolErro
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore
 from odc.minibatch.daemon import AccumulationDaemon
+from odc.minibatch.state import MinibatchState, Phase
 from odc.timeline import Timeline
-from odc.transports.base import IN_COLLECTIVE, PeerState, SymmetricBuffer
+from odc.transports._peers import IN_COLLECTIVE, PeerState
+from odc.transports.base import SymmetricBuffer
 from odc.units import UnitSpec
-
-
-class State(enum.Enum):
-    """Where this rank stands in minibatch ``k`` (``MinibatchProtocol.minibatch``)."""
-
-    PUBLISHED = "published"  # shards of k are out, this rank has pushed nothing of k yet
-    OPEN = "open"  # in minibatch k
-    FINISHED = "finished"  # gradients of k are final, shards of k + 1 not (all) published yet
 
 
 class EndKind(enum.IntEnum):
@@ -86,7 +80,7 @@ _END_FORMAT = f"={_END_WORDS}q"
 
 
 class MinibatchProtocol:
-    """State machine over one transport; the signals of all units and ranks.
+    """The steps of :class:`MinibatchState` over one transport; the signals of all units and ranks.
 
     Signals that each rank posts, and all others see: ``published[unit]``, ``open`` and ``done``. They are counters: the
     n-th post of ``published`` means "my shard of this unit for minibatch n is ready to be read", of ``open`` "my sums
@@ -121,23 +115,14 @@ class MinibatchProtocol:
         self._rotation = end.transport.topology.rotation()
         self._others = [rank for rank in self._rotation if rank != self._rank]
         self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
-        self._versions = [0] * len(units)  # of this rank's own published shards
-        self._changed = [0] * len(units)  # the last of them that differed from the one before
+        self.state = MinibatchState([unit.name for unit in units])
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
-        self._opened = [0] * len(units)  # the minibatch for which this rank's own sum is open, or was last
-        self._welcome = 0  # the minibatch up to which all owners are known to have opened their sums
         self._done, self._open = len(units), len(units) + 1  # signals
-        self._is_at_fence = False  # it has said so, and the others have yet to come
         # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
         # looked at its words of k, and is never further ahead. They lie at the client, and in copies on other hosts.
         num_bytes = 8 * 2 * self._world_size * _END_WORDS
         self._end_words = end.transport.allocate_host(num_bytes, "ends of minibatches")
         self._ends_of = [self._words_of(rank) for rank in range(self._world_size)]
-        self._ends: list[End] | None = []
-        self._ended = 0  # the minibatch of which they are
-        self._pushes = [0] * len(units)  # of this minibatch
-        self.minibatch = 0
-        self.state = State.FINISHED
         self.timeline: Timeline | None = None
         end.waiter.where = self._where
 
@@ -164,14 +149,6 @@ class MinibatchProtocol:
         assert own is not None
         return own
 
-    def is_published(self, unit: int) -> bool:
-        """Whether this rank's shard for the coming (or running) minibatch is out."""
-        return self._versions[unit] == self._coming
-
-    @property
-    def _coming(self) -> int:
-        return self.minibatch + 1 if self.state is State.FINISHED else self.minibatch
-
     def open_sums(self) -> None:
         """This rank has taken its sums: pushes of the next minibatch may come. What :meth:`gradient` has returned is no
         longer valid. Without this call the sum of each unit is opened when that is published.
@@ -179,17 +156,16 @@ class MinibatchProtocol:
         Raises:
             MisuseError: not after finish.
         """
-        if self.state is not State.FINISHED:
-            raise MisuseError(f"open_sums() before minibatch {self.minibatch} was finished")
+        if self.state.phase is not Phase.FINISHED:
+            raise MisuseError(f"open_sums() before minibatch {self.state.minibatch} was finished")
         for unit in range(len(self._units)):
             self._open_sum(unit)
 
     def _open_sum(self, unit: int) -> None:
-        if self._opened[unit] == self._coming:
+        if self.state.is_open(unit):
             return
-        self._store.open(unit, self._coming)  # before anybody is told: see PROTOCOL.md
-        self._opened[unit] = self._coming
-        if all(opened == self._coming for opened in self._opened):
+        self._store.open(unit, self.state.coming)  # before anybody is told: see PROTOCOL.md
+        if self.state.open(unit):
             self._end.transport.post(self._open)
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object] | None) -> None:
@@ -205,11 +181,7 @@ class MinibatchProtocol:
             MisuseError: not between finish and the next minibatch, or already published for it.
         """
         self._waiter.check()
-        if self.state is not State.FINISHED or self.is_published(unit):
-            raise MisuseError(
-                f"unit {self._units[unit].name!r} cannot be published now (minibatch {self.minibatch} is "
-                f"{self.state.value}): a shard is published once, after finish() and before the next minibatch"
-            )
+        self.state.check_publish(unit)
         started_ns = time.monotonic_ns()
         self._faults.hit("publish.before")
         # Every client is done with the old version: finish() has seen all their done signals.
@@ -218,20 +190,13 @@ class MinibatchProtocol:
         if fill is not None:
             shard, write = self.shard(unit), fill
             self._engine.run(lambda: write(shard))
-            self._changed[unit] = self._coming
             self._stats.publish_bytes += self._units[unit].shard_bytes
         self._open_sum(unit)
-        self._versions[unit] = self._coming
+        self.state.publish(unit, is_changed=fill is not None)
         self._end.transport.post(unit)
-        self._end.transport.tick()
+        self._end.transport.peers.tick()
         self._faults.hit("publish.after")
-        self._advance_if_published()
         self._stats.publish_s += self._record("publish", unit, started_ns)
-
-    def _advance_if_published(self) -> None:
-        if self.state is State.FINISHED and all(version == self._coming for version in self._versions):
-            self.minibatch, self.state = self._coming, State.PUBLISHED
-            self._pushes = [0] * len(self._units)
 
     # Inside a minibatch
 
@@ -242,13 +207,7 @@ class MinibatchProtocol:
             MisuseError: a minibatch is open, or shards are unpublished, or are about to be replaced (:meth:`fence`).
         """
         self._waiter.check()
-        self._advance_if_published()  # a runtime without units has nothing to publish
-        if self.state is not State.PUBLISHED or self._is_at_fence:
-            raise MisuseError(
-                f"a minibatch cannot begin now: minibatch {self.minibatch} is {self.state.value}"
-                + (" (publish every unit first)" if self.state is State.FINISHED else "")
-            )
-        self.state = State.OPEN
+        self.state.begin()
 
     def gather(self, unit: int, out: torch.Tensor, own_in_place: bool = False) -> None:
         """Read the unit's shards of all owners into ``out``, owner by owner, as each becomes ready.
@@ -261,24 +220,19 @@ class MinibatchProtocol:
             MisuseError: between finish and publish, when other owners may already hold the next version.
         """
         self._waiter.check()
-        if self.state is State.FINISHED or self._is_at_fence:
-            raise MisuseError(
-                f"gather of unit {self._units[unit].name!r} after minibatch {self.minibatch} was finished and before "
-                "this rank published its next parameters: the other ranks may have replaced theirs already. "
-                "Evaluate inside the minibatch, or after optimizer.step()."
-            )
+        self.state.check_gather(unit)
         started_ns = time.monotonic_ns()
         self._faults.hit("gather.before")
         owners = self._others if own_in_place else self._rotation
         if self._has_streams:
-            if self._ready[unit] != self._changed[unit]:
+            if self._ready[unit] != self.state.changed[unit]:
                 self._await_published(unit, self._rotation)
-                self._ready[unit] = self._changed[unit]
-            self._end.transport.order_after(self._rotation, unit, self._changed[unit])
+                self._ready[unit] = self.state.changed[unit]
+            self._end.transport.order_after(self._rotation, unit, self.state.changed[unit])
             self._gather_at_once(unit, out, owners, own_in_place)
             self._engine.note_use()
         else:
-            is_ready = self._ready[unit] == self._changed[unit]
+            is_ready = self._ready[unit] == self.state.changed[unit]
             shards, sizes = self._shards[unit], [self._units[unit].shard_numel] * self._world_size
             rows = out.split_with_sizes(sizes)  # three quarters of chunk's time
             copy, after_chunk = self._engine.copy, self._waiter.after_gather_chunk
@@ -290,7 +244,7 @@ class MinibatchProtocol:
                     self._read_far(unit, [(rows[owner], owner)])
                 else:
                     copy(rows[owner], shard, after_chunk)
-            self._ready[unit] = self._changed[unit]
+            self._ready[unit] = self.state.changed[unit]
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.gathers += 1
         stats.gather_bytes += out.nbytes
@@ -302,7 +256,7 @@ class MinibatchProtocol:
         """Shards of owners on other hosts, each into its place."""
         after_chunk = self._waiter.after_gather_chunk
         try:
-            self._end.transport.read_all(parts, self._buffer, self._offsets[unit], after_chunk)
+            self._end.transport.read(parts, self._buffer, self._offsets[unit], after_chunk)
         except GONE as error:
             raise self._waiter.explain(error, self._gather_of(unit)) from None
 
@@ -319,16 +273,13 @@ class MinibatchProtocol:
     def _gather_of(self, unit: int) -> str:
         return f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)"
 
-    def _push_to(self, unit: int) -> str:
-        return f"push to unit {self._units[unit].name!r}"
-
     def _await_published(self, unit: int, owners: Sequence[int]) -> None:
         """Wait until ``owners`` have published the unit as it is since this rank has changed its own part last."""
-        self._await_posts(unit, self._changed[unit], owners, lambda: self._gather_of(unit))
+        self._await_posts(unit, self.state.changed[unit], owners, lambda: self._gather_of(unit))
 
     def _await_open(self, unit: int, owners: Sequence[int]) -> None:
         """Wait until ``owners`` have opened their sums for this minibatch, to push to ``unit``."""
-        self._await_posts(self._open, self.minibatch, owners, lambda: self._push_to(unit))
+        self._await_posts(self._open, self.state.minibatch, owners, lambda: f"push to unit {self._units[unit].name!r}")
 
     def _await_posts(self, signal: int, number: int, owners: Sequence[int], what: Callable[[], str]) -> None:
         count = self._end.transport.count
@@ -348,31 +299,24 @@ class MinibatchProtocol:
             MisuseError: outside a minibatch.
         """
         self._waiter.check()
-        if self.state is not State.OPEN:
-            raise MisuseError(
-                f"push of unit {self._units[unit].name!r} outside a minibatch (minibatch {self.minibatch} is "
-                f"{self.state.value}): run backward inside session.minibatch()"
-            )
+        # An owner opens its sums only after it has taken those of the minibatch before, so to wait for that keeps a
+        # push out of the wrong minibatch. The first one has waited for all of them.
+        is_welcome = not self.state.push(unit)
         started_ns = time.monotonic_ns()
         self._faults.hit("scatter.before")
-        self._pushes[unit] += 1
-        # An owner opens its sums only after it has taken those of the minibatch before, so to wait for that keeps a
-        # push out of the wrong minibatch.
-        is_welcome = self._welcome == self.minibatch
         if self._push_to_all is not None:
             if not is_welcome:
                 self._await_open(unit, self._rotation)
-            self._end.transport.order_after(self._rotation, self._open, self.minibatch)
-            self._push_to_all(unit, grads, present, self.minibatch)
+            self._end.transport.order_after(self._rotation, self._open, self.state.minibatch)
+            self._push_to_all(unit, grads, present, self.state.minibatch)
             self._engine.note_use()
         else:
             rows = grads.split_with_sizes([grads.numel() // self._world_size] * self._world_size)
-            add, minibatch = self._store.add, self.minibatch
+            add, minibatch = self._store.add, self.state.minibatch
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])
                 add(owner, unit, rows[owner], present, minibatch)
-        self._welcome = self.minibatch
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.pushes += 1
         stats.push_bytes += grads.nbytes
@@ -393,8 +337,7 @@ class MinibatchProtocol:
             ProtocolError: the ranks have ended this minibatch in different ways.
         """
         self._waiter.check()
-        if self.state is not State.OPEN:
-            raise MisuseError(f"finish() without an open minibatch (minibatch {self.minibatch} is {self.state.value})")
+        self.state.check_finish()
         started_ns = time.monotonic_ns()
         self._say_done(how or End())
         self._await_done()
@@ -416,13 +359,12 @@ class MinibatchProtocol:
             ProtocolError: the ranks have ended this minibatch in different ways.
         """
         started_ns = time.monotonic_ns()
-        if not self._is_at_fence:
-            self.begin()
+        if self.state.phase is not Phase.FENCED:
+            self._waiter.check()
+            self.state.fence()
             self._say_done(how)
-            self.state, self._is_at_fence = State.PUBLISHED, True
         if not self._await_done(patience_s):
             return False
-        self._is_at_fence = False
         self._complete(started_ns)
         return True
 
@@ -439,16 +381,16 @@ class MinibatchProtocol:
         if self._daemon is not None:
             self._daemon.finish([words[self._end_at(rank) + _SENT] for rank, words in enumerate(self._ends_of)])
         self._faults.hit("finish.after_done")
-        self._store.close(self.minibatch)
-        self.state = State.FINISHED
-        self._read_ends()
-        self._end.transport.tick()
+        self._store.close(self.state.minibatch)
+        self.state.finish()
+        self._check_ends()
+        self._end.transport.peers.tick()
         self._stats.minibatches += 1
         self._stats.finish_s += self._record("finish", None, started_ns)
 
     def _post_done(self, how: End) -> None:
         sent = 0 if self._daemon is None else self._daemon.sent
-        row = [self.minibatch, how.kind, any(self._pushes), *how.notes, sent]
+        row = [self.state.minibatch, how.kind, any(self.state.pushes), *how.notes, sent]
         at = self._end_at(self._rank)
         self._ends_of[self._rank][at : at + _END_WORDS] = words = memoryview(struct.pack(_END_FORMAT, *row)).cast("q")
         for rank in self._end.transport.topology.ranks_elsewhere():
@@ -458,35 +400,35 @@ class MinibatchProtocol:
 
     def _end_at(self, rank: int) -> int:
         """Where the words of ``rank``'s end of this minibatch begin."""
-        return (self.minibatch % 2 * self._world_size + rank) * _END_WORDS
+        return (self.state.minibatch % 2 * self._world_size + rank) * _END_WORDS
 
-    def _read_ends(self) -> None:
+    def _check_ends(self) -> None:
         """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
         place of their script: no step must use its sums."""
         kinds = set()
         for rank, words in enumerate(self._ends_of):
             at = self._end_at(rank)
-            if words[at] != self.minibatch:
-                raise ProtocolError(f"rank {rank} is done with minibatch {self.minibatch} and speaks of {words[at]}")
+            if words[at] != self.state.minibatch:
+                raise ProtocolError(
+                    f"rank {rank} is done with minibatch {self.state.minibatch} and speaks of {words[at]}"
+                )
             kinds.add(words[at + 1])
-        self._ends, self._ended = None, self.minibatch
         if len(kinds) > 1:
             topology = self._end.transport.topology
-            require_same_end(self.minibatch, {topology.global_rank(rank): end for rank, end in enumerate(self.ends)})
+            require_same_end(
+                self.state.minibatch, {topology.global_rank(rank): end for rank, end in enumerate(self.ends)}
+            )
 
     @property
     def ends(self) -> list[End]:
-        """How each rank has ended the last minibatch. Until this rank ends the next one."""
-        if self._ends is None:
-            start = self._ended % 2 * self._world_size * _END_WORDS
-            places = [start + rank * _END_WORDS for rank in range(self._world_size)]
-            rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
-            self._ends = [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
-        return self._ends
+        """How each rank has ended the minibatch that is final. Until this rank has published the next one."""
+        places = map(self._end_at, range(self._world_size))
+        rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
+        return [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
 
     def _await_done(self, patience_s: float = math.inf) -> bool:
         """Whether all ranks are done. ``patience_s``: see :meth:`fence`."""
-        count, done, minibatch = self._end.transport.count, self._done, self.minibatch
+        count, done, minibatch = self._end.transport.count, self._done, self.state.minibatch
         may_leave, deadline = patience_s < math.inf, time.monotonic() + patience_s
         seen: dict[int, tuple[int, float]] = {}
 
@@ -509,11 +451,11 @@ class MinibatchProtocol:
     def _stays_away(self, rank: int, seen: dict[int, tuple[int, float]]) -> bool:
         """Whether ``rank`` will not come before this one does something else. ``seen``: its progress, and since when,
         while it has waited."""
-        transport = self._end.transport
-        if transport.peer_state(rank) is not PeerState.ALIVE:
+        peer = self._end.transport.peers.by_rank[rank]
+        if peer.state is not PeerState.ALIVE:
             return True
-        now, progress = time.monotonic(), transport.signs(rank).progress
-        is_waiting = transport.waiting_on(rank) in (IN_COLLECTIVE, transport.topology.me)
+        now, progress = time.monotonic(), peer.heartbeats.progress
+        is_waiting = peer.waiting_on in (IN_COLLECTIVE, self._end.transport.topology.me)
         if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
             seen.pop(rank, None)
             return False
@@ -521,7 +463,7 @@ class MinibatchProtocol:
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""
-        self._end.transport.order_after(self._rotation, self._done, self.minibatch)
+        self._end.transport.order_after(self._rotation, self._done, self.state.minibatch)
 
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """The final sum over all clients for this rank's shard of ``unit`` and which parameters received one.
@@ -532,12 +474,8 @@ class MinibatchProtocol:
         Raises:
             MisuseError: before finish, or after the sum was opened anew.
         """
-        if self.state is not State.FINISHED or self._opened[unit] == self._coming:
-            raise MisuseError(
-                f"the sum of unit {self._units[unit].name!r} is not final, but open to the other ranks for minibatch "
-                f"{self._coming}: take gradients after finish(), before open_sums() and before publishing the unit"
-            )
-        return self._store.collect(unit, self.minibatch)
+        self.state.check_gradient(unit)
+        return self._store.collect(unit, self.state.minibatch)
 
     def release(self) -> None:
         """Let go of all memory of the transport; the runtime has closed."""
@@ -545,9 +483,8 @@ class MinibatchProtocol:
         self._store.release()
 
     def _where(self) -> str:
-        microbatch = max(self._pushes, default=0)
-        inner = f", microbatch {microbatch}" if self.state is State.OPEN and microbatch else ""
-        return f"minibatch {self.minibatch}{inner}"
+        microbatch = max(self.state.pushes, default=0)
+        return f"minibatch {self.state.minibatch}" + (f", microbatch {microbatch}" if microbatch else "")
 
     def _record(self, kind: str, unit: int | None, started_ns: int) -> float:
         ended_ns = time.monotonic_ns()

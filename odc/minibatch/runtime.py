@@ -20,20 +20,21 @@ import torch.distributed as dist
 
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
-from odc.errors import ConfigError, MisuseError, OdcError
+from odc.errors import MisuseError, OdcError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
 from odc.liveness.waiting import Endpoint
-from odc.liveness.watchdog import JobWatchdog, Outside, StreamWatchdog
+from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
-from odc.minibatch.protocol import End, MinibatchProtocol, State
-from odc.setup.agreement import Exchange, gather_json, raise_together, together
+from odc.minibatch.protocol import End, MinibatchProtocol
+from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
 from odc.transports import registry
-from odc.transports.base import HOST, IN_COLLECTIVE, Transport, aligned
+from odc.transports._peers import IN_COLLECTIVE
+from odc.transports.base import HOST, Transport, aligned
 from odc.units import UnitSpec
 
 
@@ -59,10 +60,10 @@ class Runtime(RankContext):
         signals = MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
-        transport.reserve(offsets[-1] + slots + plan.shared_bytes(units, world_size))
         transport.open(
             num_signals=signals + (0 if plan.is_direct else AccumulationDaemon.num_signals(world_size)),
             num_locks=plan.num_locks(self.units, transport.engine),
+            num_bytes=offsets[-1] + slots + plan.shared_bytes(units, world_size),
         )
         self._published = transport.allocate(offsets[-1], "published shards")
         self._store: AccumulatorStore = plan.make(end, self.units)
@@ -74,8 +75,9 @@ class Runtime(RankContext):
         self._replicas: Transport | None = None
         self._meetings = 0  # with the replicas
         self._has_refused = False  # since the last end of a minibatch
-        self._outside = Outside()
+        self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
+        self.state = self._protocol.state
 
     @classmethod
     def create(
@@ -107,11 +109,17 @@ class Runtime(RankContext):
         config = config or RuntimeConfig()
         table = {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)}
         agree(exchange, config, {"units": table, **(agreement or {})})
-        transfers, prefers_daemon = _load_transfers(exchange, config)
+        path, transfers = config.transfer_table, list[TransferTable]()
+
+        def load_transfers() -> str:
+            transfers.extend([TransferTable.load(Path(path))] if path else [])
+            return transfers[0].accumulate if transfers else ""
+
+        prefers_daemon = "daemon" in gather_together(exchange, load_transfers)
         transport = connect(exchange, config, device or HOST)
 
         def finish(runtime: Runtime) -> None:
-            runtime._complete(transfers)
+            runtime._complete(transfers[0] if transfers else None)
             if replicas is not None:
                 runtime._join(replicas)
             if end_collectives is not None:
@@ -125,10 +133,17 @@ class Runtime(RankContext):
         self._transport.seal()
         sums = self.config.accumulate_dtype
         dtypes = {(unit.dtype, unit.grad_dtype, sums) for unit in self.units}
-        together(self._transport.exchange, lambda: self._transport.engine.prepare(dtypes))
-        if transfers is not None:
-            self._transport.engine.choose_by(transfers)
-        together(self._transport.exchange, self._start_threads)
+
+        def begin() -> None:
+            self._transport.engine.prepare(dtypes)
+            if transfers is not None:
+                self._transport.engine.choose_by(transfers)
+            if self._daemon is not None:
+                self._daemon.start()
+            if self._transport.engine.has_streams:
+                self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
+
+        together(self._transport.exchange, begin)
 
     def _join(self, exchange: Exchange) -> None:
         """Hear of the replicas, too. Collective over them and over the shard group; what fails, fails on all."""
@@ -148,12 +163,17 @@ class Runtime(RankContext):
                 problem = error
         if problem is not None:
             raise problem
-        self._waiter.job.add(transport)
+        self._waiter.job.add(transport.peers)
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
         self._job_watchdog = JobWatchdog(
-            self._waiter.job, self._failure, self._outside, self.config.timeout_s, weak_abort(self), end_collectives
+            self._waiter.job,
+            self._failure,
+            self._in_collective,
+            self.config.timeout_s,
+            weak_abort(self),
+            end_collectives,
         )
 
     def _parts(self) -> list[Closable]:
@@ -164,26 +184,12 @@ class Runtime(RankContext):
     def _transports(self) -> list[Transport]:
         return [transport for transport in (self._transport, self._replicas) if transport is not None]
 
-    def _start_threads(self) -> None:
-        if self._daemon is not None:
-            self._daemon.start()
-        if self._transport.engine.has_streams:
-            self._watchdog = StreamWatchdog(self._transport, weak_abort(self))
-
     # Operations
-
-    @property
-    def state(self) -> State:
-        return self._protocol.state
 
     @property
     def minibatch(self) -> int:
         """Number of the current minibatch, from 1."""
-        return self._protocol.minibatch
-
-    def is_published(self, unit: int) -> bool:
-        """Whether this rank's shard of ``unit`` for the coming or running minibatch is out."""
-        return self._protocol.is_published(unit)
+        return self.state.minibatch
 
     def published_shard(self, unit: int) -> torch.Tensor:
         """This rank's own shard of ``unit`` as the others read it; not to be written."""
@@ -327,19 +333,20 @@ class Runtime(RankContext):
             is_due: every rank comes to it at the end of its minibatch.
         """
         if not self._closed and os.getpid() == self._pid:
-            self._outside.since, self._outside.is_due, self._outside.what = time.monotonic(), is_due, what
+            here = self._in_collective
+            here.since, here.is_due, here.what = time.monotonic(), is_due, what
             if not is_due:  # else the watchdog says for whom
-                self._waiter.job.set_waiting_on(IN_COLLECTIVE)
+                self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)
 
     def leaves_collective(self) -> None:
         """It is not there any more."""
         if not self._closed and os.getpid() == self._pid:
-            self._outside.what, self._outside.is_due = "", False
+            self._in_collective.what, self._in_collective.is_due = "", False
             self._waiter.waits_no_more()
 
     def explain_collective(self, error: BaseException, what: str) -> OdcError | None:
         """As :meth:`explain`, for the collective that the training loop is in."""
-        return self.explain(error, what, time.monotonic() - self._outside.since)
+        return self.explain(error, what, time.monotonic() - self._in_collective.since)
 
     def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
         """What is behind an error that a collective of torch has raised: the failure of a rank of the job.
@@ -392,17 +399,6 @@ def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
             action()
 
     return act
-
-
-def _load_transfers(exchange: Exchange, config: RuntimeConfig) -> tuple[TransferTable | None, bool]:
-    """This rank's table, and whether a rank's table says that daemons should add. Collective."""
-    table, problem = None, None
-    try:
-        table = TransferTable.load(Path(config.transfer_table)) if config.transfer_table else None
-    except ConfigError as error:
-        problem = error
-    raise_together(exchange, problem)
-    return table, "daemon" in gather_json(exchange, table.accumulate if table is not None else "")
 
 
 def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str, spec: UnitSpec) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -107,12 +107,12 @@ class ProcessGroupExchange:
         return dist.get_process_group_ranks(self._group)
 
     @cached_property
-    def _roll_call(self) -> RollCall:
-        return RollCall(self._group, self.global_ranks, self.global_ranks[self.rank])
+    def _participants(self) -> Participants:
+        return Participants(self._group, self.global_ranks, self.global_ranks[self.rank])
 
     def leave_word(self, error: BaseException) -> None:
         """Set-up has failed here: why, for ranks that learn of it only by missing this one."""
-        self._roll_call.leave_word(f"{type(error).__name__}: {error}")
+        self._participants.leave_word(f"{type(error).__name__}: {error}")
 
     def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -128,7 +128,7 @@ class ProcessGroupExchange:
             nonlocal next_look, next_word
             check()
             now = time.monotonic()
-            self._remind(now - started, reminder, lambda: self._roll_call.missing(store, number))
+            self._remind(now - started, reminder, lambda: self._participants.missing(store, number))
             if now > next_look:
                 next_look = now + limits.LOSSES_LOOK_S
                 self._look_for_losses(swap)
@@ -151,10 +151,10 @@ class ProcessGroupExchange:
     def _enter(self, check: Callable[[], None]) -> Store:
         """Come to a set-up with all other ranks, and give it a place of its own in the store."""
         patience_s = min(self._timeout_s, limits.STORE_BEGIN_S)
-        self._roll_call.enter(patience_s)  # before the barrier: who waits must be known to have come
+        self._participants.enter(patience_s)  # before the barrier: who waits must be known to have come
         self._meet(check)
         self._connections = num_connections() or 0
-        store = self._roll_call.begin(patience_s)
+        store = self._participants.begin(patience_s)
         if store is None:
             raise SetupError(
                 "the process group has no store that answers, through which ranks could agree: initialise it with "
@@ -170,7 +170,7 @@ class ProcessGroupExchange:
 
         def look(waited_s: float) -> None:
             check()
-            self._remind(waited_s, reminder, self._roll_call.absent)
+            self._remind(waited_s, reminder, self._participants.absent)
 
         try:
             self._await(work, look)
@@ -188,7 +188,7 @@ class ProcessGroupExchange:
         look_until(work.is_completed, look)
 
     def _raise_broken(self, otherwise: str) -> NoReturn:
-        account = self._roll_call.account()
+        account = self._participants.account()
         raise BrokenExchangeError(f"set-up cannot go on: {account or otherwise}") from None
 
     def _remind(self, waited_s: float, reminder: Reminder, absent: Callable[[], list[int]]) -> None:
@@ -209,19 +209,19 @@ class ProcessGroupExchange:
 
     def _look_for_losses(self, swap: _Swap) -> None:
         """All ranks have entered; whoever has ended since then will not come."""
-        lost = self._roll_call.ended()
+        lost = self._participants.ended()
         left = num_connections()
         is_cut_off = left is not None and left < self._connections
         # It may have brought its part, and ended.
         if (lost is None and not is_cut_off) or swap.done.wait(limits.LOSSES_LOOK_S):
             return
         raise BrokenExchangeError(
-            f"set-up cannot go on: {lost or self._roll_call.account() or 'a rank has ended or is out of reach'}"
+            f"set-up cannot go on: {lost or self._participants.account() or 'a rank has ended or is out of reach'}"
         )
 
     def _look_for_words(self) -> None:
         """A rank that has failed here, and whose process goes on all the same, has left word."""
-        if (account := self._roll_call.end_of_any()) is not None:
+        if (account := self._participants.end_of_any()) is not None:
             raise BrokenExchangeError(f"set-up cannot go on: {account}")
 
 
@@ -286,7 +286,7 @@ class _Swap:
         self.rows = store.multi_get([f"{prefix}{rank}" for rank in range(self._world_size)])
 
 
-class RollCall:
+class Participants:
     """Who has come to set-up, and what became of those who have not.
 
     When a barrier breaks it names nobody. The store outlives the ranks, so whoever is left can look up there who never
@@ -416,7 +416,7 @@ class RollCall:
             with contextlib.suppress(*_NO_STORE):
                 answers.append(question(store))
 
-        thread = _run_aside(ask, "odc-roll-call")
+        thread = _run_aside(ask, "odc-participants")
         if thread.is_alive():
             thread.join(patience_s)
         self._is_silent = not answers
@@ -476,17 +476,21 @@ def gather_json(exchange: Exchange, value: Any) -> list[Any]:
     return [json.loads(raw) for raw in exchange.all_gather(json.dumps(value).encode())]
 
 
-def raise_together(exchange: Exchange, error: BaseException | None) -> None:
+def raise_together(exchange: Exchange, error: BaseException | None, value: Any = None) -> list[Any]:
     """Turn the failure of one rank into an error on all of them, so that none is left waiting in set-up.
+
+    Returns:
+        every rank's JSON-serialisable ``value``, in rank order, if none has failed.
 
     Raises:
         the local ``error`` on the rank that has one, unless it follows from another rank's; :class:`SetupError` naming
         that rank on the others.
     """
     row = None if error is None else [f"{type(error).__name__}: {error}", isinstance(error, OutOfReachError)]
-    failed = [(row[1], rank, row[0]) for rank, row in enumerate(gather_json(exchange, row)) if row is not None]
+    rows = gather_json(exchange, [row, value if error is None else None])
+    failed = [(row[1], rank, row[0]) for rank, (row, _) in enumerate(rows) if row is not None]
     if not failed:
-        return
+        return [found for _, found in rows]
     is_consequence, rank, text = min(failed)  # causes first
     problem = error
     if problem is None or (isinstance(problem, OutOfReachError) and not is_consequence):
@@ -506,24 +510,40 @@ def together(exchange: Exchange, action: Callable[[], T]) -> T:
     Raises:
         as :func:`raise_together`.
     """
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
+    result, error = _attempt(action)
     raise_together(exchange, error)
-    return result
+    return cast(T, result)
 
 
-def require_agreement(exchange: Exchange, tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Check that every rank has the same tables (versions, options, units and parameters).
+def gather_together(exchange: Exchange, action: Callable[[], Any]) -> list[Any]:
+    """As :func:`together`: what ``action`` returns on each rank, in rank order, by JSON."""
+    result, error = _attempt(action)
+    return raise_together(exchange, error, result)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        return None, problem
+
+
+def require_agreement(
+    exchange: Exchange, tables: Mapping[str, Mapping[str, str]], check: Callable[[], None] = no_op
+) -> None:
+    """Check that every rank has the same tables (versions, options, units and parameters), and passes ``check``.
 
     Raises:
         SetupError: on all ranks, naming the first table and item that differs from rank 0 and both values.
+        what ``check`` raises, as :func:`raise_together`.
     """
     own = {title: dict(table) for title, table in tables.items()}
-    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    if len(set(gather_json(exchange, digest))) == 1:  # every rank would read the tables of all
+
+    def digest() -> str:
+        check()
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()
+
+    if len(set(gather_together(exchange, digest))) == 1:  # every rank would read the tables of all
         return
     everyone = gather_json(exchange, own)
     for rank in range(1, exchange.world_size):

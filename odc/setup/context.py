@@ -7,11 +7,13 @@ or forked context refuses every operation, and one that nobody closes tells its 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
@@ -20,10 +22,11 @@ from odc._version import __version__
 from odc.config import RuntimeConfig
 from odc.errors import AbortedError, MisuseError, OdcError
 from odc.liveness.faults import FaultInjector
-from odc.liveness.leaving import Closable, Leaving, give_up, shut_down
-from odc.liveness.waiting import Failure, Waiter, WaitStats
+from odc.liveness.leaving import CLOSING, Closable, has_failed_at_exit, last_error, run_all
+from odc.liveness.threads import in_helper
+from odc.liveness.waiting import Failure, Job, Waiter, WaitStats
 from odc.liveness.watchdog import StreamWatchdog
-from odc.setup.agreement import Exchange, require_agreement, together
+from odc.setup.agreement import Exchange, is_known_everywhere, no_op, require_agreement
 from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports._rendezvous import require_descriptors
@@ -31,6 +34,62 @@ from odc.transports.base import Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+logger = logging.getLogger("odc")
+
+
+def shut_down(parts: Sequence[Closable], *transports: Transport) -> None:
+    """Close the parts, in this order, and then what they work on. Waits for no other rank longer than a moment.
+
+    Raises:
+        as :func:`run_all`.
+    """
+    for transport in transports:
+        transport.peers.is_leaving = True
+    says = [transport.announce_close for transport in transports]  # none waits for what another one has to wait for
+    closes = [transport.close for transport in transports]
+    run_all([*(part.close for part in parts), *says, *closes])
+
+
+def give_up(error: BaseException, parts: Sequence[Closable], *transports: Transport) -> None:
+    """The end of a set-up that has failed here: unless all ranks know, they are told, and wait for this one no more."""
+    for transport in transports if not is_known_everywhere(error) else ():
+        transport.peers.abort(f"{transport.topology.whoami}: {type(error).__name__}: {error}")
+    try:
+        shut_down(parts, *transports)
+    except Exception as another:  # the first cause is the one to raise
+        logger.error("odc: while giving up: %s: %s", type(another).__name__, another)
+
+
+class Leaving:
+    """What happens to a runtime that nobody has closed: its user has dropped it, or the interpreter ends."""
+
+    def __init__(self, parts: Sequence[Closable], transports: Sequence[Transport], job: Job, whoami: str) -> None:
+        self._parts = parts
+        self._transports = transports
+        self._job = job
+        self._whoami = whoami
+        self._pid = os.getpid()
+        self._earlier_error = id(last_error())  # in a notebook, say, where it ended nothing
+
+    def without_close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        # [Note: Garbage is collected anywhere] Also in a helper thread of this very runtime, which can neither join
+        # itself nor wait for a lock that it holds. It has to go on, see that it is to end, and be joined by another.
+        if in_helper():
+            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+                threading.Thread(target=self._end, name=CLOSING, daemon=False).start()
+                return
+        self._end()
+
+    def _end(self) -> None:
+        run_all([self._tell_why, lambda: shut_down(self._parts, *self._transports)])
+
+    def _tell_why(self) -> None:
+        error = last_error()
+        if has_failed_at_exit(self._earlier_error):
+            self._job.abort(f"{self._whoami}: {type(error).__name__}: {error}")
 
 
 class RankContext:
@@ -51,7 +110,7 @@ class RankContext:
         self._finalizer: weakref.finalize[[], RankContext] | None = None
         self._watchdog: StreamWatchdog | None = None
         self._waiter = Waiter(transport, config.timeout_s, self.faults, stats, self._failure)
-        transport.use_check(self._waiter.check)
+        transport.peers.check_context = self._waiter.check
 
     # What a kind of context adds
 
@@ -117,8 +176,8 @@ class RankContext:
             self._failure.error = error
         self._at_failure()
         heard = self._waiter.job.abort_notice() if isinstance(error, AbortedError) else None
-        self._waiter.job.abort_peers(heard or f"{self._whoami}: {type(error).__name__}: {error}")
-        self._transport.wake_self()
+        self._waiter.job.abort(heard or f"{self._whoami}: {type(error).__name__}: {error}")
+        self._transport.peers.wake_self()
 
     def close(self) -> None:
         """Release everything this rank holds. Local and idempotent.
@@ -176,17 +235,25 @@ def weak_abort(context: RankContext) -> Callable[[BaseException], None]:
 # Set-up: collective, in this order
 
 
-def agree(exchange: Exchange, config: RuntimeConfig, tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Check that all ranks have the same versions, options and ``tables`` (title -> item -> value), and room for what
-    set-up opens.
+def agree(
+    exchange: Exchange,
+    config: RuntimeConfig,
+    tables: Mapping[str, Mapping[str, str]],
+    check: Callable[[], None] = no_op,
+) -> None:
+    """Check that all ranks have the same versions, options and ``tables`` (title -> item -> value), room for what
+    set-up opens, and pass ``check``.
 
     Raises:
-        SetupError: on all ranks.
+        SetupError: on all ranks; what ``check`` raises, on those whose check it is.
     """
     versions = {"odc": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    require_agreement(exchange, {"versions": versions, "options": config.shared(), **tables})
-    # What follows opens a file. Who is on this host is not known yet.
-    together(exchange, lambda: require_descriptors(exchange.world_size, now=1))
+
+    def check_all() -> None:
+        check()
+        require_descriptors(exchange.world_size, now=1)  # what follows opens a file; who is on this host is not known
+
+    require_agreement(exchange, {"versions": versions, "options": config.shared(), **tables}, check_all)
 
 
 def connect(exchange: Exchange, config: RuntimeConfig, device: torch.device) -> Transport:
@@ -216,7 +283,7 @@ def complete(transport: Transport, make: Callable[[], C], finish: Callable[[C], 
         # An interpreter that ends without close() must still tell its peers so.
         leaving = Leaving(parts, transports, context._waiter.job, context._whoami)
         context._finalizer = weakref.finalize(context, leaving.without_close)
-        transport.lend()
+        transport.serves_readers = True
     except BaseException as error:
         give_up(error, parts, *transports)
         raise

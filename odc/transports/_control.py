@@ -17,12 +17,12 @@ import functools
 import platform
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from odc import limits
 from odc.transports._memfd import libc
-from odc.transports.base import Signs
 
 _STATUS_BYTES = 64
 _SLEEP_BYTES = 64
@@ -137,6 +137,17 @@ def control_bytes(num_signals: int, num_locks: int) -> int:
     return _STATUS_BYTES + 2 * _SLEEP_BYTES + texts + locks * (_SEMAPHORE_BYTES + 8) + 8 * num_signals
 
 
+class Heartbeats(NamedTuple):
+    """Of a rank's life: counters, each of which grows while the rank is well."""
+
+    progress: int
+    """Steps of work."""
+    looks: int
+    """While it waits for another rank: looks at whether that has come."""
+    beats: int
+    """Of a thread that does nothing else: they end where the process is stopped."""
+
+
 class Closing(enum.Enum):
     """Whether and how a rank has ended its part."""
 
@@ -244,8 +255,8 @@ class ControlBlock:
         self._status[_BEATS] += 1
 
     @property
-    def signs(self) -> Signs:
-        return Signs(self._status[_PROGRESS], self._status[_LOOKS], self._status[_BEATS])
+    def heartbeats(self) -> Heartbeats:
+        return Heartbeats(self._status[_PROGRESS], self._status[_LOOKS], self._status[_BEATS])
 
     @property
     def closed(self) -> Closing:

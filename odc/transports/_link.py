@@ -6,10 +6,10 @@ it pushes is received straight into the memory it is for, what it reads is queue
 own frames themselves, while that one goes on receiving: so two ranks that push to each other, or read from each other,
 at the same time never both wait for the other to receive.
 
-*Control* (status, errors, farewells). A few bytes a second, which never fill the other side's buffer. They overtake
-data, and get through when a transfer was given up in the middle. So a rank that has said farewell has left only when
-the last of its data is here too: what it did before may still be on its way. It goes on answering whoever still reads
-from it.
+*Control* (status, errors, that a rank closes). A few bytes a second, which never fill the other side's buffer. They
+overtake data, and get through when a transfer was given up in the middle. So a rank that has said that it closes has
+left only when the last of its data is here too: what it did before may still be on its way. It goes on answering
+whoever still reads from it.
 
 *Keep-alive*. Whether the other host is there at all. Slow is not dead: a rank that computes, is stopped, or holds its
 interpreter's lock is kept alive by its kernel.
@@ -32,14 +32,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Protocol
 
 from odc import limits
 from odc.engines.base import AfterChunk, no_op
 from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.leaving import run_all
 from odc.liveness.threads import Reminder
-from odc.transports._control import Closing
+from odc.transports._control import Closing, Heartbeats
 from odc.transports._frames import (
     CHUNK_BYTES,
     HEADER,
@@ -51,8 +50,7 @@ from odc.transports._frames import (
     SendQueue,
     fill,
 )
-from odc.transports._peers import Neighbour
-from odc.transports.base import Signs
+from odc.transports._peers import Peer, Peers
 
 logger = logging.getLogger("odc")
 
@@ -72,42 +70,14 @@ _LARGEST = {
 }
 
 
-class LinkOwner(Protocol):
-    """What a link does at its own rank."""
-
-    def deliver(self, rank: int, index: int, daemon: bool) -> None:
-        """``rank`` has posted its signal ``index``; wake who waits for it, or the daemon."""
-        ...
-
-    def memory(self, buffer: int) -> memoryview | None:
-        """This rank's copy of a buffer, or None if there is none that other hosts may use."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Leave an abort notice here."""
-        ...
-
-    def lost(self) -> None:
-        """Wake whoever waits here: a link has ended."""
-        ...
-
-    def check(self) -> None:
-        """Raise if this rank or another one has failed."""
-        ...
-
-    def waits_for(self, rank: int | None) -> None:
-        """Tell the others for which rank this one waits, so that they do not blame this one."""
-        ...
-
-
 class _ProgressTimeout:
     """Of one transfer for which this rank waits: how long the other one may go without progress.
 
     A transfer that takes less than a slice tells nobody anything.
     """
 
-    def __init__(self, owner: LinkOwner, rank: int, who: str, limit_s: float) -> None:
-        self._owner = owner
+    def __init__(self, peers: Peers, rank: int, who: str, limit_s: float) -> None:
+        self._peers = peers
         self._rank = rank
         self._who = who
         self._limit_s = limit_s
@@ -124,10 +94,10 @@ class _ProgressTimeout:
 
         Raises:
             PeerSilentError: for longer than the limit.
-            AbortedError, OdcError: this rank or another one has failed meanwhile.
+            AbortedError, OdcError: this rank or another one has failed meanwhile, or this one is about to close.
         """
-        self._owner.check()
-        self._owner.waits_for(self._rank)
+        self._peers.check()
+        self._peers.waits_for(self._rank)
         self._is_known = True
         silent_s = time.monotonic() - self._since
         if silent_s > self._limit_s:
@@ -140,7 +110,7 @@ class _ProgressTimeout:
 
     def __exit__(self, *_: object) -> None:
         if self._is_known:
-            self._owner.waits_for(None)
+            self._peers.waits_for(None)
 
 
 @dataclass
@@ -162,7 +132,7 @@ class _Reading:
         return count
 
 
-class Link(Neighbour):
+class Link(Peer):
     """The other rank, over connected sockets, which are the link's from now on.
 
     What is called ``serve_...`` is for the one thread that serves it: it is called when a connection is ready, and
@@ -176,7 +146,7 @@ class Link(Neighbour):
         data: socket.socket,
         control: socket.socket,
         keepalive: socket.socket,
-        owner: LinkOwner,
+        peers: Peers,
         timeout_s: float,
         ask_for_service: Callable[[Link], None],
     ) -> None:
@@ -185,9 +155,9 @@ class Link(Neighbour):
             ask_for_service: called, by any thread, when :attr:`data_events` has changed.
         """
         self._rank = rank
-        self._who = who
+        self.who = who
         self.data, self.control, self.keepalive = data, control, keepalive
-        self._owner = owner
+        self._peers = peers
         self._timeout_s = timeout_s
         self._set_options()
         self._queue = SendQueue(data, partial(ask_for_service, self))
@@ -197,16 +167,16 @@ class Link(Neighbour):
         self._readings: dict[int, _Reading] = {}
         self._requests = 0
         self._asking = threading.Lock()
-        self._signs, self._waits_for = Signs(0, 0, 0), 0
+        self._heartbeats, self._waits_for = Heartbeats(0, 0, 0), 0
         self._closing = Closing.OPEN
         self._refusal = ""
         self._has_said_all = False
         self._unexplained: tuple[str, float] | None = None  # why the data have ended, and until when to wait for more
-        self._is_explained = False  # an abort, a farewell or the end of the control frames has come
+        self._is_explained = False  # an abort, a close or the end of the control frames has come
         self._ended: str | None = None
         self._has_ended = threading.Event()
         self._gave_up: BaseException | None = None
-        self._is_leaving = self._is_closing = self._is_lost = False
+        self._is_closing = self._is_lost = False
 
     def _set_options(self) -> None:
         for connection in (self.data, self.control, self.keepalive):
@@ -238,14 +208,14 @@ class Link(Neighbour):
                 self._queue.leave(outgoing)
 
     def _progress_timeout(self) -> _ProgressTimeout:
-        return _ProgressTimeout(self._owner, self._rank, self._who, self._timeout_s)
+        return _ProgressTimeout(self._peers, self._rank, self.who, self._timeout_s)
 
     def _send_whole(self, outgoing: Outgoing, timeout: _ProgressTimeout, after_chunk: AfterChunk) -> None:
         queue, num_sent, left = self._queue, self._queue.num_sent, len(outgoing.payload)
         while not outgoing.is_sent:
             self._require_alive()
             if not queue.send_some() and not outgoing.is_sent and not self._wait_for_room():
-                self._check(timeout, _TAKES_NOTHING)
+                timeout.check(_TAKES_NOTHING)
             if queue.num_sent != num_sent:
                 num_sent = queue.num_sent
                 timeout.restart()
@@ -259,24 +229,14 @@ class Link(Neighbour):
         # The thread that receives finds out what became of the other rank.
         return self._has_ended.wait(limits.LINK_SLICE_S)
 
-    def _check(self, timeout: _ProgressTimeout, what: str) -> None:
-        """The other rank still has, for example, "received nothing": whether to go on waiting.
-
-        Raises:
-            OdcError: this rank is closing, or as :meth:`_ProgressTimeout.check`.
-        """
-        if self._is_leaving:
-            raise OdcError(f"given up, because this rank has closed its session: {self._who} has {what} so far")
-        timeout.check(what)
-
     def _require_alive(self) -> None:
         if self._ended is not None:
-            self._owner.check()  # its own account of what happened is better than ours
+            self._peers.check()  # its own account of what happened is better than ours
             if self._closing is not Closing.OPEN:
-                raise PeerClosedError(f"{self._who} has closed its session")
+                raise PeerClosedError(f"{self.who} has closed its session")
             if isinstance(self._gave_up, PeerSilentError):
                 raise PeerSilentError(str(self._gave_up))
-            raise PeerDiedError(f"{self._who} cannot be reached any more: {self._ended}")
+            raise PeerDiedError(f"{self.who} cannot be reached any more: {self._ended}")
 
     # Receiving data
 
@@ -304,7 +264,7 @@ class Link(Neighbour):
             yield from fill(memoryview(header), self.data.recv_into)
             frame = Frame.unpack(header)
             if frame.kind is Kind.POST:
-                self._owner.deliver(self._rank, frame.number, bool(frame.a))
+                self._peers.deliver(self._rank, frame.number, bool(frame.a))
             elif frame.kind is Kind.WRITE:
                 yield from fill(self._range(frame), self.data.recv_into)
             elif frame.kind is Kind.READ:
@@ -313,13 +273,14 @@ class Link(Neighbour):
                 yield from self._take_in_answer(frame)
             elif frame.kind is Kind.BYE:
                 self._has_said_all = True
-                self._owner.lost()
+                self._peers.lost()
             else:
                 raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
             yield
 
     def _range(self, frame: Frame) -> memoryview:
-        memory = self._owner.memory(frame.number)
+        buffers = self._peers.memory
+        memory = buffers[frame.number] if frame.number < len(buffers) else None
         if memory is None or frame.a + frame.b > len(memory):
             size = "nothing" if memory is None else f"{len(memory)} bytes"
             raise ValueError(f"it asked for bytes {frame.a} to {frame.a + frame.b} of buffer {frame.number}: {size}")
@@ -347,7 +308,7 @@ class Link(Neighbour):
             return True
         reason, deadline = self._unexplained
         with contextlib.suppress(OdcError):  # another account of what happened is there
-            self._owner.check()
+            self._peers.check()
             if not self._is_explained and time.monotonic() < deadline:
                 return False
         self._end(reason)
@@ -366,7 +327,7 @@ class Link(Neighbour):
         for reading in list(self._readings.values()):
             reading.done.set()
         if not self._is_closing:
-            self._owner.lost()
+            self._peers.lost()
 
     # Memory of the other rank
 
@@ -399,7 +360,7 @@ class Link(Neighbour):
                         left = reading.left
                         timeout.restart()
                         after_chunk()
-                    self._check(timeout, _GIVES_NOTHING)
+                    timeout.check(_GIVES_NOTHING)
         except BaseException as error:
             self._end("a transfer from it was given up in the middle", error)  # its answer may still come
             raise
@@ -445,17 +406,17 @@ class Link(Neighbour):
     def _take_control(self, frame: Frame, text: bytes) -> None:
         if frame.kind is Kind.STATUS:
             # Each of these is a beat: it comes from a thread of its own.
-            self._signs = Signs(frame.a, frame.c, self._signs.beats + 1)
+            self._heartbeats = Heartbeats(frame.a, frame.c, self._heartbeats.beats + 1)
             self._waits_for = frame.b
             return
         if frame.kind is Kind.REFUSAL:
             self._refusal = text.decode(errors="replace")
             return
         if frame.kind is Kind.ABORT:
-            self._owner.notice(text.decode(errors="replace"))
+            self._peers.notice(text.decode(errors="replace"))
         else:
             self._closing = Closing(frame.a)
-            self._owner.lost()
+            self._peers.lost()
         self._is_explained = True
 
     def _control_ended(self, reason: str) -> None:
@@ -492,7 +453,7 @@ class Link(Neighbour):
         if sent < len(data):
             self._lose("it has not taken in control frames for long")
 
-    def send_status(self, signs: Signs, waiting_on: int | None) -> None:
+    def send_status(self, signs: Heartbeats, waiting_on: int | None) -> None:
         """Tell it how this rank is doing."""
         waits_for = 0 if waiting_on is None else waiting_on + 1
         self._send_control(Frame(Kind.STATUS, a=signs.progress, b=waits_for, c=signs.looks))
@@ -516,8 +477,8 @@ class Link(Neighbour):
             self._queue.leave(bye)  # if there was no room, the thread that serves this link sends it
 
     @property
-    def signs(self) -> Signs:
-        return self._signs
+    def heartbeats(self) -> Heartbeats:
+        return self._heartbeats
 
     @property
     def waiting_on(self) -> int | None:
@@ -540,18 +501,14 @@ class Link(Neighbour):
     def has_left(self) -> bool:
         return self._closing is not Closing.OPEN and (self._has_said_all or self._ended is not None)
 
-    def describe(self) -> str:
+    def describe_process(self) -> str:
         return self._ended or "running, as far as its host tells"
 
     # The end
 
-    def end_transfers(self) -> None:
-        """Threads of this rank that wait for the other one give up within a slice; it is still answered."""
-        self._is_leaving = True
-
     def close(self) -> None:
         """Behind the end of the thread that serves it."""
-        self._is_leaving = self._is_closing = True
+        self._is_closing = True
         self._end("this rank has closed its links")
         self.close_sockets()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -23,11 +22,11 @@ from odc.liveness.leaving import Closable, run_all
 from odc.liveness.threads import HelperThread
 from odc.setup.agreement import OutOfReachError
 from odc.setup.topology import Topology
+from odc.transports._control import Heartbeats
 from odc.transports._frames import HEADER, KEY_BYTES, Frame, Kind, receive_until
-from odc.transports._link import Link, LinkOwner
-from odc.transports._peers import ring
-from odc.transports._rendezvous import Door
-from odc.transports.base import Signs
+from odc.transports._link import Link
+from odc.transports._peers import Peers, notify
+from odc.transports._rendezvous import Acceptor
 
 WIRE_VERSION = 3  # of what travels between hosts, these greetings included
 _ATTEMPTS = 100
@@ -44,25 +43,24 @@ class Links:
     """One :class:`Link` per rank of another host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
     wait for all, :meth:`complete`, :meth:`start`."""
 
-    def __init__(self, topology: Topology, owner: LinkOwner, timeout_s: float) -> None:
+    def __init__(self, topology: Topology, peers: Peers, timeout_s: float) -> None:
         self._topology = topology
-        self._owner = owner
+        self._peers = peers
         self._timeout_s = timeout_s
         self._remote = topology.ranks_elsewhere()
         self._listener: socket.socket | None = None
-        self._door: Door | None = None
+        self._acceptor: Acceptor | None = None
         self._key = secrets.token_bytes(KEY_BYTES)
         self._sockets: dict[tuple[int, int], socket.socket] = {}  # (rank, purpose)
         self.by_rank: dict[int, Link] = {}
-        self.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable once a link has ended."""
+        self._loss_fd = peers.loss_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = LinkThread()
         _close_in_children(self)
 
     # Set-up: each step is this rank's own
 
     def listen(self) -> list[Any]:
-        """Open this rank's door; what the others need to find it.
+        """Listen; what the others need to find it.
 
         Raises:
             SetupError: the address is not this host's.
@@ -91,15 +89,15 @@ class Links:
         assert self._listener is not None
         self._key = bytes.fromhex(rows[0][2])  # rank 0's: one key per job, known to its members only
         if self._remote[-1] > self._topology.rank:
-            self._door, self._listener = Door(self._listener, HEADER.size + KEY_BYTES, self._admit), None
-            self._door.open()
+            self._acceptor, self._listener = Acceptor(self._listener, HEADER.size + KEY_BYTES, self._admit), None
+            self._acceptor.open()
         deadline = time.monotonic() + self._timeout_s
         for rank in self._remote:
             if rank < self._topology.rank:
                 for purpose in _PURPOSES:
                     self._call(rank, (str(rows[rank][0]), int(rows[rank][1])), purpose, deadline)
-        if self._door is not None and self._door.problem is not None:
-            raise SetupError(f"{self._whoami} cannot let in the other ranks: {self._door.problem}")
+        if self._acceptor is not None and self._acceptor.problem is not None:
+            raise SetupError(f"{self._whoami} cannot let in the other ranks: {self._acceptor.problem}")
 
     # [Note: Nobody waits for a rank to come in] Each rank calls those below it, waits for their answers, and then for
     # all others to have had theirs, in the exchange between connect() and this. So whoever is refused says why on all
@@ -111,7 +109,7 @@ class Links:
         Raises:
             SetupError: somebody is missing all the same.
         """
-        self._close_door()
+        self._close_acceptor()
         for rank in self._remote:
             sockets = [self._sockets.get((rank, purpose)) for purpose in _PURPOSES]
             who = self._topology.describe(rank)
@@ -120,7 +118,7 @@ class Links:
         for rank in self._remote:
             data, control, keepalive = (self._sockets.pop((rank, purpose)) for purpose in _PURPOSES)
             who, ask = self._topology.describe(rank), self._thread.ask_for_service
-            self.by_rank[rank] = Link(rank, who, data, control, keepalive, self._owner, self._timeout_s, ask)
+            self.by_rank[rank] = Link(rank, who, data, control, keepalive, self._peers, self._timeout_s, ask)
 
     @property
     def _whoami(self) -> str:
@@ -139,7 +137,7 @@ class Links:
                 raise SetupError(f"{where} did not answer within {self._timeout_s:g} s") from None
             except ValueError as problem:
                 raise SetupError(f"what listens where {where} should be is no rank of this job: {problem}") from None
-            except OSError:  # strangers have pushed this rank out at the door
+            except OSError:  # strangers have pushed this rank out of the queue
                 connection.close()
                 continue
             if refusal is not None:
@@ -180,7 +178,7 @@ class Links:
         self._sockets[rank, purpose] = connection
 
     def _admit(self, connection: socket.socket, greeting: bytes) -> bool:
-        """Let in a rank that is expected; tell any other why it is not let in. See :class:`Door`."""
+        """Let in a rank that is expected; tell any other why it is not let in. See :class:`Acceptor`."""
         try:
             hello = Frame.unpack(greeting[: HEADER.size])
         except ValueError:
@@ -216,39 +214,29 @@ class Links:
             return f"rank {hello.number} is connected already (purpose {hello.a})"
         return None
 
-    def _close_door(self) -> None:
+    def _close_acceptor(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._door is not None:
-            self._door.close()
-        self._listener = self._door = None
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener = self._acceptor = None
 
     # Service
 
-    def start(self, status: Callable[[], tuple[Signs, int | None]]) -> None:
+    def start(self, status: Callable[[], tuple[Heartbeats, int | None]]) -> None:
         """Serve the others from now on, and tell them every second how this rank is doing."""
         self._thread.start(list(self.by_rank.values()), status)
-
-    def lost(self) -> None:
-        """Make :attr:`loss_fd` readable."""
-        ring(self.loss_fd)
-
-    def forget_loss(self) -> None:
-        """Make :attr:`loss_fd` wait for the next loss."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.loss_fd)
-
-    def end_transfers(self) -> None:
-        """See :meth:`odc.transports.base.Transport.end_transfers`."""
-        for link in self.by_rank.values():
-            link.end_transfers()
 
     def close(self) -> None:
         """Close every link, and what set-up left unfinished."""
         closables: list[Closable] = [*self.by_rank.values(), *self._sockets.values()]
-        steps = [self._thread.close, self._close_door, *(part.close for part in closables)]
+        steps = [self._thread.close, self._close_acceptor, *(part.close for part in closables)]
         self.by_rank, self._sockets = {}, {}
-        run_all([*steps, partial(os.close, self.loss_fd)])
+        run_all([*steps, self._close_loss_fd])
+
+    def _close_loss_fd(self) -> None:
+        self._peers.loss_fd = None
+        os.close(self._loss_fd)
 
     def close_in_child(self) -> None:
         """A forked child must not hold the connections: its parent's death would not end them."""
@@ -271,7 +259,7 @@ class LinkThread:
         self._is_over = False
         self._thread: HelperThread | None = None
 
-    def start(self, links: Sequence[Link], status: Callable[[], tuple[Signs, int | None]]) -> None:
+    def start(self, links: Sequence[Link], status: Callable[[], tuple[Heartbeats, int | None]]) -> None:
         """
         Raises:
             SetupError: no thread can be started.
@@ -288,9 +276,9 @@ class LinkThread:
         self._asking.append(link)
         with self._waking:
             if not self._is_over:
-                ring(self._wake_fd)
+                notify(self._wake_fd)
 
-    def _serve(self, links: Sequence[Link], status: Callable[[], tuple[Signs, int | None]]) -> None:
+    def _serve(self, links: Sequence[Link], status: Callable[[], tuple[Heartbeats, int | None]]) -> None:
         next_status = 0.0
         while not self._is_over:
             now = time.monotonic()
@@ -324,7 +312,7 @@ class LinkThread:
         """Join it. Links are closed behind it."""
         with self._waking:
             self._is_over = True
-            ring(self._wake_fd)
+            notify(self._wake_fd)
         join = [] if self._thread is None else [self._thread.end]
         run_all([*join, self._selector.close, partial(os.close, self._wake_fd)])
 

@@ -4,10 +4,15 @@ Abstract addresses: no file, no port. Every connection must come from the same u
 this job, which travelled over the process group; a frame has a fixed size, so there is nothing to parse and no length
 to lie about. The mesh is closed when set-up ends.
 
-A :class:`Door`, of this mesh or of the links to other hosts, is open while set-up lasts: ranks come in side by side,
-and no stranger holds anybody up. Anybody can connect: a port scanner, a rank of another job, somebody who says nothing
-or one byte a second. Whoever does not prove within the first bytes that it belongs here costs one descriptor, for as
-long as there is room.
+An :class:`Acceptor`, of this mesh or of the links to other hosts, is open while set-up lasts: ranks come in side by
+side, and no stranger holds anybody up. Anybody can connect: a port scanner, a rank of another job, somebody who says
+nothing or one byte a second. Whoever does not prove within the first bytes that it belongs here costs one descriptor,
+for as long as there is room.
+
+[Note: Not by /proc] A rank could open another one's memory as /proc/PID/fd/N, and no socket would be needed. But the
+kernel allows that as it does reading a process for debugging (PTRACE_MODE_READ): not where each rank is in a user
+namespace of its own, as in a rootless container per rank (`srun apptainer exec ...`), nor if one is not dumpable.
+Sockets work there, and tell the process at the other end.
 """
 
 from __future__ import annotations
@@ -28,11 +33,11 @@ from odc.liveness.leaving import run_all
 from odc.liveness.threads import HelperThread
 from odc.setup.agreement import OutOfReachError
 from odc.setup.topology import Topology
-from odc.transports._peers import ring
+from odc.transports._peers import notify
 
 PER_PEER = 3  # pidfd, and during set-up a socket and a passed descriptor
 PER_LINK = 3
-SPARE = 32  # more than strangers at the door can hold
+SPARE = 32  # more than strangers who wait to be let in can hold
 _FOLDER = "/proc/self/fd"
 _GUESS = 64  # where there is no such folder
 
@@ -71,13 +76,13 @@ MOST_WAITING = 16  # connections that have not proved anything yet; the oldest g
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Door:
+class Acceptor:
     """A thread that accepts connections from :meth:`open` to :meth:`close`."""
 
     def __init__(self, listener: socket.socket, num_bytes: int, admit: Callable[[socket.socket, bytes], bool]) -> None:
         """
         Args:
-            listener: bound and listening; the door's from now on.
+            listener: bound and listening; the acceptor's from now on.
             num_bytes: of the greeting with which every rank begins.
             admit: given a connection, which does not block, and its greeting: answers it, and keeps it or not. Called
                 by the thread.
@@ -88,7 +93,7 @@ class Door:
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._waiting: dict[int, tuple[socket.socket, bytearray]] = {}  # by descriptor, the oldest first
-        self._thread = HelperThread(self._serve, "odc-door")
+        self._thread = HelperThread(self._serve, "odc-acceptor")
         self._closed = False
         self.problem: OSError | None = None
         """Why nobody is accepted any more."""
@@ -106,8 +111,8 @@ class Door:
             raise
 
     def _serve(self) -> None:
-        door_fd = self._listener.fileno()
-        for fd in (self._stop_fd, door_fd):
+        listening_fd = self._listener.fileno()
+        for fd in (self._stop_fd, listening_fd):
             self._poll.register(fd, select.POLLIN)
         try:
             while True:
@@ -117,11 +122,11 @@ class Door:
                 for fd in ready:
                     if fd in self._waiting:
                         self._listen_to(fd)
-                if door_fd in ready:
+                if listening_fd in ready:
                     self._accept_some()
         except OSError as problem:
             self.problem = problem
-        finally:  # a door that nobody looks after must not seem open
+        finally:  # what nobody looks after must not seem open
             self._listener.close()
             while self._waiting:
                 self._send_oldest_away()
@@ -174,18 +179,18 @@ class Door:
         if self._closed:
             return
         self._closed = True
-        ring(self._stop_fd)
+        notify(self._stop_fd)
         run_all([self._thread.end, self._listener.close, partial(os.close, self._stop_fd)])
 
 
-_FRAME = struct.Struct("=8s16sIIQ")  # magic, key, rank, sequence number, value
+_FRAME = struct.Struct("=8s16sII")  # magic, key, rank, sequence number
 _MAGIC = b"odc-shm1"
 _PEERCRED = struct.Struct("3i")
 _MIN_BACKLOG = 128
 _ATTEMPTS = 100
 
 
-class Mesh:
+class SocketMesh:
     """One connected socket per pair of ranks of a host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
     wait for all, :meth:`complete`."""
 
@@ -197,10 +202,10 @@ class Mesh:
         self._key = secrets.token_bytes(16)
         self._peers: dict[int, socket.socket] = {}
         self._listener: socket.socket | None = None
-        self._door: Door | None = None
+        self._acceptor: Acceptor | None = None
 
     def listen(self) -> list[str]:
-        """Open this rank's door; what the others need to find it."""
+        """Listen; what the others need to find it."""
         address = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0odc-{address}")
@@ -221,8 +226,8 @@ class Mesh:
         # All use the key of the host's first rank: one key per job and host, known to its members only.
         self._key = bytes.fromhex(rows[self._ranks[0]][1])
         if self._ranks[-1] > self._topology.rank:
-            self._door, self._listener = Door(self._listener, _FRAME.size, self._admit), None
-            self._door.open()
+            self._acceptor, self._listener = Acceptor(self._listener, _FRAME.size, self._admit), None
+            self._acceptor.open()
         deadline = time.monotonic() + timeout_s
         for peer in self._ranks:
             if peer < self._topology.rank:
@@ -234,20 +239,20 @@ class Mesh:
         Raises:
             SetupError: somebody is missing all the same.
         """
-        if self._door is not None:
-            self._door.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         missing = [rank for rank in self._ranks if rank != self._topology.rank and rank not in self._peers]
         if missing:
             raise SetupError(f"ranks {missing} say that they are connected to rank {self._topology.rank}, and are not")
 
     def _call(self, peer: int, address: str, deadline: float) -> None:
-        """Connect, and wait for the answer; again where strangers have pushed this rank out at the door."""
+        """Connect, and wait for the answer; again where strangers have pushed this rank out of the queue."""
         for _ in range(_ATTEMPTS):
             connection = self._peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._connect(peer, connection, address, deadline)
             try:
-                self._send(peer, 0, [])
-                self._receive(peer, 0)
+                self._send(peer)
+                self._receive(peer)
             except SetupError:
                 connection.close()
                 if time.monotonic() > deadline:
@@ -272,17 +277,17 @@ class Mesh:
                 raise OutOfReachError(f"cannot reach {who} during set-up: {problem}") from None
 
     def _admit(self, connection: socket.socket, greeting: bytes) -> bool:
-        """Keep and answer a connection that proves to be a rank of this job. See :class:`Door`."""
+        """Keep and answer a connection that proves to be a rank of this job. See :class:`Acceptor`."""
         if _credentials(connection)[1] != os.getuid():
             return False
-        magic, key, peer, _, _ = _FRAME.unpack(greeting)
+        magic, key, peer, _ = _FRAME.unpack(greeting)
         wanted = peer in self._ranks and peer > self._topology.rank and peer not in self._peers
         if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
             return False
         connection.settimeout(self._timeout_s)
         self._peers[peer] = connection
         try:
-            self._send(peer, 0, [])
+            self._send(peer)
         except SetupError:  # it has ended, and may come again
             del self._peers[peer]
             return False
@@ -292,39 +297,39 @@ class Mesh:
         """The process at the other end as the kernel sees it from this pid namespace (0: not visible)."""
         return _credentials(self._peers[rank])[0]
 
-    def swap(self, value: int, fds: Sequence[int]) -> dict[int, tuple[int, list[int]]]:
-        """Send ``value`` and descriptors to every peer of this host; return what each sent. Collective.
+    def swap(self, fd: int | None) -> dict[int, int]:
+        """Send a descriptor to every peer of this host (None: this rank has none); return what each sent. Collective.
 
         In rounds, sending to one rank and receiving from another: Linux limits the descriptors of a user that are
         under way, and all-to-all at once exceeds a limit of 1024 with 24 ranks.
         """
         self._sequence += 1
         number, own = len(self._ranks), self._ranks.index(self._topology.rank)
-        received: dict[int, tuple[int, list[int]]] = {}
+        received: dict[int, int] = {}
         try:
             for step in range(1, number):
-                self._send(self._ranks[(own + step) % number], value, fds)
+                self._send(self._ranks[(own + step) % number], fd)
                 source = self._ranks[(own - step) % number]
-                received[source] = self._receive(source, len(fds))
+                if (passed := self._receive(source)) is not None:
+                    received[source] = passed
         except BaseException:
-            for _, passed in received.values():
-                for fd in passed:
-                    os.close(fd)
+            for passed in received.values():
+                os.close(passed)
             raise
         return received
 
-    def _send(self, rank: int, value: int, fds: Sequence[int]) -> None:
-        frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence, value)
+    def _send(self, rank: int, fd: int | None = None) -> None:
+        frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence)
         try:
-            socket.send_fds(self._peers[rank], [frame], list(fds))
+            socket.send_fds(self._peers[rank], [frame], [] if fd is None else [fd])
         except OSError as error:
             raise SetupError(f"cannot pass memory to {self._topology.describe(rank)}: {error}") from None
 
-    def _receive(self, rank: int, num_fds: int) -> tuple[int, list[int]]:
+    def _receive(self, rank: int) -> int | None:
         connection = self._peers[rank]
         who = self._topology.describe(rank)
         try:
-            data, fds, _, _ = socket.recv_fds(connection, _FRAME.size, num_fds, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(connection, _FRAME.size, 1, socket.MSG_CMSG_CLOEXEC)
             if data and len(data) < _FRAME.size:
                 data += _receive_exactly(connection, _FRAME.size - len(data))
         except TimeoutError:
@@ -333,18 +338,17 @@ class Mesh:
             raise SetupError(f"lost {who} during set-up: {error}") from None
         if not data:
             raise SetupError(f"{who} went away during set-up")
-        magic, key, sender, sequence, value = _FRAME.unpack(data)
-        if (magic, key, sender, sequence) != (_MAGIC, self._key, rank, self._sequence) or len(fds) != num_fds:
+        if _FRAME.unpack(data) != (_MAGIC, self._key, rank, self._sequence):
             for fd in fds:
                 os.close(fd)
             raise SetupError(f"{who} sent a set-up frame that does not belong here")
-        return int(value), list(fds)
+        return next(iter(fds), None)
 
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._door is not None:
-            self._door.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         for connection in self._peers.values():
             connection.close()
         self._peers = {}

@@ -1,25 +1,32 @@
-"""What a transport has to provide, and nothing more.
+"""What a transport provides: symmetric memory, signals that all ranks of a group see, and the order of streams behind
+them. News of the other ranks (alive, closed, dead, silent) come with it: :mod:`odc.transports._peers`.
 
-A transport gives the ranks of one group: symmetric memory, signals that all of them see, locks, and news of the peers
-(alive, closed, dead, silent). The two primitives and the minibatch protocol are built on these and know nothing of the
-wire. ``tests/test_transport_conformance.py`` is the
-contract in executable form: every transport must pass it.
+The two primitives and the minibatch protocol are built on these and know nothing of the wire.
+``tests/transports/test_transport_conformance.py`` is the contract in executable form: every transport must pass it.
 """
 
 from __future__ import annotations
 
-import enum
+import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from odc.engines.base import AfterChunk, CpuEngine, Engine, no_op
-from odc.errors import UnsupportedError
-from odc.setup.agreement import Exchange
+from odc.engines.base import AfterChunk, Engine, no_op
+from odc.errors import SetupError
+from odc.liveness.leaving import Closable, release_when, run_all
+from odc.liveness.process import WatchedProcess
+from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.topology import Topology
-from odc.transports._frames import MAX_RANKS
+from odc.transports import _control, _memfd
+from odc.transports._control import Closing, ControlBlock, control_bytes
+from odc.transports._link import Link
+from odc.transports._links import Links
+from odc.transports._peers import LocalPeer, Peer, Peers, Readers, WatchedExchange
+from odc.transports._rendezvous import SocketMesh, require_descriptors
 
 HOST = torch.device("cpu")
 _ALIGN_BYTES = 64
@@ -72,27 +79,34 @@ class SymmetricBuffer:
         self._views = []
 
 
-class PeerState(enum.Enum):
-    """What is known of a peer's process."""
+_PATTERN = 0x0DC
 
-    ALIVE = "alive"
-    CLOSED = "closed"
-    DEAD = "dead"
+T = TypeVar("T")
 
 
-IN_COLLECTIVE = MAX_RANKS - 1
-"""In place of the rank that a rank waits for: nobody knows, it is in a collective of its script."""
+def not_on_this_host(topology: Topology) -> str | None:
+    """Why not all ranks can share host memory and watch each other, or None."""
+    if topology.num_hosts > 1:
+        return f"it serves one host, the ranks are on {topology.num_hosts}: {sorted(set(topology.host_names))}"
+    return not_on_this_kernel()
 
 
-class Signs(NamedTuple):
-    """Of a rank's life: counters, each of which grows while the rank is well."""
+def not_on_this_kernel() -> str | None:
+    """Why the ranks of a host cannot share its memory, or None."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "it needs Linux 5.3 or newer (memfd_create, pidfd_open)"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as problem:
+        return f"processes cannot be watched here (pidfd_open: {problem.strerror}): a sandbox forbids it"
+    return _control.problem()
 
-    progress: int
-    """Steps of work."""
-    looks: int
-    """While it waits for another rank: looks at whether that has come."""
-    beats: int
-    """Of a thread that does nothing else: they end where the process is stopped."""
+
+def no_way_out(topology: Topology) -> str | None:
+    """Why other hosts cannot reach this one, or None."""
+    if topology.num_hosts > 1 and not (topology.addresses and topology.addresses[topology.rank]):
+        return "no network leads out of this host: set ODC_ADDRESS to the address at which the others reach it"
+    return None
 
 
 class Transport(ABC):
@@ -101,45 +115,132 @@ class Transport(ABC):
     Life cycle: construct (collective), :meth:`open` once (collective), :meth:`allocate` any number of times
     (collective), :meth:`seal` (collective, ends set-up), use, :meth:`close` (local, idempotent, waits for a moment at
     most).
+
+    Between ranks of one host memory is memfd, signals are words in it, who waits sleeps on a futex, and death is a
+    pidfd. With ranks of other hosts there are links (:mod:`._links`), which keep a copy of their signals here.
+
+    Left to subclasses: for whom it is, the memory in which tensors travel (:meth:`allocate`), what is done with that of
+    other hosts, and on devices the order of streams behind the signals.
     """
 
     name: ClassVar[str]
 
-    @abstractmethod
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
-        self.exchange: Exchange = exchange
-        """For the rest of set-up."""
         self.topology = topology
         self.device = device
         """Where tensors travel."""
-        self._engine: Engine = CpuEngine()
+        self.engine: Engine = Engine()
+        """What moves and adds bytes in the memory of :meth:`allocate`."""
+        self.peers = Peers(topology)
+        """The other ranks, and what this one shows them."""
+        self.exchange: Exchange = WatchedExchange(exchange, self._gone, self.peers.abort_notice)
+        """For the rest of set-up."""
+        self.extra_bytes = 0
+        """Memory where the model computes that this rank spends beyond what was asked of :meth:`allocate`."""
+        self.serves_readers = False
+        """The group is complete: others may read this rank's memory until they close, too."""
+        self.to_forward: deque[tuple[int, int, Sequence[int], bool]] = deque()
+        """Posts of which other hosts have yet to be told: (signal, count, to, daemon); see :meth:`forward_arrivals`."""
+        self._timeout_s = timeout_s
+        self._rank = topology.rank
+        self._world = range(topology.world_size)
+        self._here, self._elsewhere = topology.ranks_here(), topology.ranks_elsewhere()
+        self._blocks = self.peers.blocks
+        self._buffers: list[SymmetricBuffer] = []
+        self._processes: dict[int, WatchedProcess] = {}
+        self._links: Links | None = None
+        self._is_sealed = self._closed = self._has_announced_close = False
+        self._owner_pid = os.getpid()
+        self._mesh = SocketMesh(topology)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     @abstractmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
         """Why this transport cannot serve this rank in this group, or None. Allocates nothing."""
 
-    @abstractmethod
-    def open(self, *, num_signals: int, num_locks: int) -> None:
-        """Create ``num_signals`` signals (all 0) and ``num_locks`` locks for every rank."""
+    # Set-up
 
-    @property
-    def engine(self) -> Engine:
-        """What moves and adds bytes in the memory of :meth:`allocate`."""
-        return self._engine
+    def _connect(self) -> None:
+        """Collective; between the exchanges each step is this rank's own, and fails on all ranks if it does on one."""
 
-    def no_atomics(self) -> str | None:
-        """Why :meth:`odc.engines.base.Engine.add_to_peers` would lose additions in the memory of all ranks, or None."""
-        return "processors add under locks"
+        def listen() -> list[Any]:
+            require_descriptors(len(self._here), len(self._elsewhere))  # before any is opened
+            if self._elsewhere:
+                self._links = Links(self.topology, self.peers, self._timeout_s)
+            return [self._mesh.listen(), None if self._links is None else self._links.listen()]
 
-    @property
-    def extra_bytes(self) -> int:
-        """Memory where the model computes that this rank spends beyond what was asked of :meth:`allocate`."""
-        return 0
+        rows = gather_together(self.exchange, listen)
+        self._together(lambda: self._mesh.connect([row[0] for row in rows], self._timeout_s))
+        self._together(self._watch_peers)
+        links = self._links
+        if links is not None:
+            self._together(lambda: links.connect([row[1] for row in rows]))
+            self._together(links.complete)
+
+    def _meet(self) -> None:
+        """The ranks of this host, once more: to pass descriptors."""
+        self._mesh = SocketMesh(self.topology)
+        rows = gather_together(self.exchange, self._mesh.listen)
+        self._together(lambda: self._mesh.connect(rows, self._timeout_s))
+        self._together(self._mesh.complete)
+
+    def _gone(self) -> list[str]:
+        """The ranks that have ended, and how."""
+        watched = {rank: (process.is_dead(), process.cause_of_death) for rank, process in self._processes.items()}
+        watched |= {rank: (peer.is_dead, peer.describe_process) for rank, peer in self.peers.others.items()}
+        return [f"{self.topology.describe(rank)}: {how()}" for rank, (is_dead, how) in watched.items() if is_dead]
+
+    def _watch_peers(self) -> None:
+        self._mesh.complete()
+        for rank in self._here:
+            if rank == self._rank:
+                continue
+            pid = self._mesh.pid_of(rank)
+            if not pid:
+                raise SetupError(
+                    f"{self.topology.describe(rank)} is in another pid namespace: its death could not be noticed. "
+                    "Run the ranks of one host in one container, or share the pid namespace."
+                )
+            try:
+                self._processes[rank] = WatchedProcess(pid)
+            except ProcessLookupError:
+                raise SetupError(f"{self.topology.describe(rank)} died during set-up") from None
+
+    def open(self, *, num_signals: int, num_locks: int, num_bytes: int = 0) -> None:
+        """Create ``num_signals`` signals (all 0) and ``num_locks`` locks for every rank.
+
+        Args:
+            num_bytes: so much will be asked of :meth:`allocate` in all.
+
+        Raises:
+            SetupError: on all ranks, if that is known to be too much.
+        """
+        size = control_bytes(num_signals, num_locks)
+        # Nobody uses a block before its owner has made it.
+        buffer = self._share(size, "control", lambda own: ControlBlock(own, num_signals, num_locks).initialise())
+        blocks = {}
+        for rank in self._world:
+            memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(size, dtype=torch.uint8)
+            blocks[rank] = ControlBlock(memory, num_signals, num_locks)
+        here = {r: LocalPeer(self.topology.describe(r), process, blocks[r]) for r, process in self._processes.items()}
+        self._processes = {}
+        self.peers.start(blocks, {**here, **(self._links.by_rank if self._links is not None else {})})
+        if self._links is not None:
+            links, own = self._links, self.peers.own
+            # Together: nobody posts before everybody can be posted to.
+            self._together(lambda: links.start(lambda: (own.heartbeats, own.waiting_on)))
 
     @abstractmethod
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         """``num_bytes`` of zeroed memory on every rank, where the model computes.
+
+        Behind :meth:`seal` too: to be called when all ranks have come to it, each of which is known to be about to call
+        it, too.
 
         Raises:
             SetupError: on all ranks, if one of them cannot provide the memory.
@@ -147,69 +248,160 @@ class Transport(ABC):
 
     def allocate_private(self, num_bytes: int, label: str) -> SymmetricBuffer:
         """As :meth:`allocate`, for this rank's eyes only."""
-        views: list[torch.Tensor | None] = [None] * self.topology.world_size
-        views[self.topology.rank] = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
-        return SymmetricBuffer(self.topology.rank, views, label)
 
-    def use_check(self, check: Callable[[], None]) -> None:
-        """Have transfers that take long call ``check``, which raises if this rank or another one has failed."""
-        return
+        def make() -> SymmetricBuffer:
+            own = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
+            return SymmetricBuffer(self._rank, [own if rank == self._rank else None for rank in self._world], label)
 
-    def reserve(self, num_bytes: int) -> None:
-        """So much will be asked of :meth:`allocate` in all. Collective; before :meth:`open`.
+        return self._together(make)
 
-        Raises:
-            SetupError: on all ranks, if that is known to be too much.
-        """
-        return
-
-    @abstractmethod
     def allocate_host(self, num_bytes: int, label: str) -> SymmetricBuffer:
         """As :meth:`allocate`, in memory that the processors of all ranks of a host can read and write."""
+        return self._share(num_bytes, label)
 
-    @abstractmethod
+    def _share(
+        self, num_bytes: int, label: str, prepare: Callable[[torch.Tensor], None] = lambda own: None
+    ) -> SymmetricBuffer:
+        """See :meth:`allocate_host`; ``prepare`` is done to this rank's copy before others see it."""
+        num_bytes = max(num_bytes, 1)
+        self._require_one_size(num_bytes, label, lambda: _memfd.require_available(num_bytes * len(self._here), label))
+        fds: dict[int, int] = {}
+        views: dict[int, torch.Tensor] = {}
+        problem: SetupError | None = None
+
+        def map_all() -> None:
+            if problem is not None:
+                raise problem
+            for rank, fd in fds.items():
+                _memfd.check(fd, num_bytes)
+                views[rank] = _memfd.map_bytes(fd, num_bytes)
+            prepare(views[self._rank])
+            self.peers.memory.append(views[self._rank].numpy().data)  # before any rank has heard that all have it
+
+        try:
+            if self._is_sealed:
+                self._meet()
+            try:
+                fds[self._rank] = _memfd.create(num_bytes, label)
+            except SetupError as error:  # the others wait for what this rank passes them; then they are told
+                problem = error
+            fds.update(self._swap(fds.get(self._rank)))
+            self._together(map_all)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+            if self._is_sealed:
+                self._mesh.close()
+        return self._keep([views.get(rank) for rank in self._world], label)
+
+    def _keep(self, views: Sequence[torch.Tensor | None], label: str) -> SymmetricBuffer:
+        """The buffer to which the last of ``Peers.memory`` belongs. All ranks allocate in the same order, so it has one
+        number on all."""
+        buffer = SymmetricBuffer(self._rank, views, label, len(self.peers.memory) - 1)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _swap(self, fd: int | None) -> dict[int, int]:
+        """See :meth:`~odc.transports._rendezvous.SocketMesh.swap`."""
+        try:
+            return self._mesh.swap(fd)
+        except SetupError:
+            if (notice := self.peers.abort_notice()) is not None:  # a better account of what happened
+                raise SetupError(f"set-up failed on {notice}") from None
+            raise
+
+    def _require_one_size(self, num_bytes: int, label: str, check: Callable[[], None] = no_op) -> None:
+        """All ranks ask for the same, and pass ``check``."""
+
+        def own_size() -> int:
+            check()
+            return num_bytes
+
+        for rank, size in enumerate(gather_together(self.exchange, own_size)):
+            if size != num_bytes:
+                raise SetupError(
+                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
+                )
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """See :func:`odc.setup.agreement.together`."""
+        return together(self.exchange, action)
+
     def seal(self) -> None:
         """End of set-up: prove every pair with a pattern, release what only set-up needs."""
+        probes = [self._prove(self.allocate_host, "host memory")]
+        if self.engine.has_streams:
+            probes.append(self._prove(self.allocate, "device memory"))
+        if self._elsewhere:
+            self._together(lambda: self._prove_far(probes[-1]))
+        for probe in probes:
+            self.release(probe)
+        self._mesh.close()
+        self._is_sealed = True
 
-    @abstractmethod
-    def extend(self, num_bytes: int, label: str) -> SymmetricBuffer:
-        """As :meth:`allocate`, behind :meth:`seal`. Collective: to be called when all ranks have come to it, each of
-        which is known to be about to call it, too."""
+    def _prove(self, allocate: Callable[[int, str], SymmetricBuffer], what: str) -> SymmetricBuffer:
+        """Write a pattern to every rank and look for everybody's here."""
+        probe = allocate(8 * len(self._world), f"probe of {what}")
+        near = [rank for rank in self._world if probe.reaches(rank)]
+        for rank in near:
+            probe.peer(rank).view(torch.int64)[self._rank] = (_PATTERN << 32) + self._rank
+        self._together(lambda: self._require_idle(what))
+        found = probe.local.view(torch.int64).tolist()
+        wrong = [self.topology.global_rank(r) for r in near if found[r] != (_PATTERN << 32) + r]
+        problem = SetupError(f"the test of {what} failed between rank {self.topology.me} and ranks {wrong}")
+        raise_together(self.exchange, problem if wrong else None)
+        return probe
 
-    @abstractmethod
+    def _prove_far(self, probe: SymmetricBuffer) -> None:
+        """Write a pattern to every rank of another host, and read it back."""
+        pattern = torch.full((1,), (_PATTERN << 32) + self._rank, dtype=torch.int64, device=self.device)
+        for rank in self._elsewhere:
+            found = torch.zeros_like(pattern)
+            self.write(probe, rank, 8 * self._rank, pattern)
+            self.read([(found, rank)], probe, 8 * self._rank)
+            self._require_idle("memory of other hosts")
+            if not torch.equal(found, pattern):
+                raise SetupError(f"what was written to {self.topology.describe(rank)} was not read back")
+
+    def _require_idle(self, what: str) -> None:
+        if not self.engine.synchronize(self._timeout_s):
+            raise SetupError(f"writes to the {what} of the other ranks did not end within {self._timeout_s:g} s")
+
     def release(self, buffer: SymmetricBuffer) -> None:
         """Nobody reads or writes this rank's copy of ``buffer`` any more, nor this rank another one's: give it back.
         Local. Host memory goes when all ranks have done so, device memory at :meth:`close`, since no rank knows when
         the devices of the others have let go of it."""
+        if buffer in self._buffers:
+            self._buffers.remove(buffer)
+            self.peers.memory[buffer.number] = None
+            buffer.release()
+
+    def no_atomics(self) -> str | None:
+        """Why :meth:`odc.engines.base.Engine.add_to_peers` would lose additions in the memory of all ranks, or None."""
+        return "processors add under locks"
 
     # Memory of ranks that may be on other hosts. Offsets are in bytes, tensors are flat, bytes travel as they are,
     # and as with the engine's work it happens in the order of the current stream.
 
     def read(
         self,
-        out: torch.Tensor,
-        buffer: SymmetricBuffer,
-        rank: int,
-        offset_bytes: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        """Fill ``out`` from ``rank``'s copy of a buffer of :meth:`allocate`."""
-        if not buffer.reaches(rank):
-            self._read_far(out, buffer, rank, offset_bytes, after_chunk)
-            return
-        source = buffer.peer(rank)[offset_bytes : offset_bytes + out.nbytes].view(out.dtype)
-        self.engine.copy(out, source, after_chunk)
-
-    def read_all(
-        self,
         parts: Sequence[tuple[torch.Tensor, int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        """:meth:`read` each (out, rank), in this order or all at once; the tensors are equally long."""
-        for out, rank in parts:
-            self.read(out, buffer, rank, offset_bytes, after_chunk)
+        """Fill the tensor of each (tensor, rank) from that rank's copy of a buffer of :meth:`allocate`, one after the
+        other or all at once; they are equally long."""
+        far = []
+        for part in parts:
+            out, rank = part
+            if buffer.reaches(rank):
+                source = buffer.peer(rank)[offset_bytes : offset_bytes + out.nbytes].view(out.dtype)
+                self.engine.copy(out, source, after_chunk)
+            else:
+                far.append(part)
+        if far:
+            self._read_far(far, buffer, offset_bytes, after_chunk)
 
     def write(
         self,
@@ -227,10 +419,14 @@ class Transport(ABC):
         self.engine.copy(out, source, after_chunk)
 
     def _read_far(
-        self, out: torch.Tensor, buffer: SymmetricBuffer, rank: int, offset_bytes: int, after_chunk: AfterChunk
+        self,
+        parts: Sequence[tuple[torch.Tensor, int]],
+        buffer: SymmetricBuffer,
+        offset_bytes: int,
+        after_chunk: AfterChunk,
     ) -> None:
-        """:meth:`read` from a rank whose memory has no address here."""
-        buffer.peer(rank)  # raises: this transport has no other way
+        """:meth:`read` from ranks whose memory has no address here."""
+        buffer.peer(parts[0][1])  # raises: this transport has no other way
 
     def _write_far(
         self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
@@ -241,15 +437,20 @@ class Transport(ABC):
     def write_host(self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, data: bytes) -> None:
         """Put ``data`` into ``rank``'s copy of a buffer of :meth:`allocate_host`, before this thread's next post to
         it."""
-        target = buffer.peer(rank)[offset_bytes : offset_bytes + len(data)]
-        target.numpy()[:] = memoryview(data)
+        if buffer.reaches(rank):
+            buffer.peer(rank)[offset_bytes : offset_bytes + len(data)].numpy()[:] = memoryview(data)
+        else:
+            self._link(rank).write(buffer.number, offset_bytes, memoryview(data))
+
+    def _link(self, rank: int) -> Link:
+        assert self._links is not None
+        return self._links.by_rank[rank]
 
     # Signals. Each rank has counters of its own, which it alone advances and all others see: on one host where they
     # lie, across hosts in a copy at each. post() is a release, count() an acquire: whatever the poster wrote before its
     # n-th post is visible to the reader that counts n. What the poster's *stream* writes has only been asked for by
     # then: order_after() carries the order on to the reader's stream.
 
-    @abstractmethod
     def post(self, index: int, *, to: int | None = None, daemon: bool = False) -> None:
         """Add one to signal ``index`` of this rank, and wake who waits for this rank.
 
@@ -259,15 +460,23 @@ class Transport(ABC):
             to: the only rank that counts it; None: all do.
             daemon: for all daemons, which are woken instead; they look for its arrival (:meth:`has_arrived`).
         """
+        if to is not None and to not in self._here:
+            self._link(to).post(index, daemon)
+            return
+        own = self.peers.own
+        own.post_to(index, self.peers.sleep_word(None) if daemon else own.events)
+        if to is None and self._links is not None:
+            for link in self._links.by_rank.values():
+                link.post(index, daemon)
 
     def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:
         """Post each (signal, to), for :meth:`has_arrived` alone: where streams are, :meth:`count` may not tell."""
         for index, to in posts:
             self.post(index, to=to)
 
-    @abstractmethod
     def count(self, rank: int, index: int) -> int:
         """How often ``rank`` has posted its signal ``index``."""
+        return self._blocks[rank].count(index)
 
     def order_after(self, ranks: Sequence[int], index: int, count: int) -> None:
         """What this thread's current stream is given from now on runs after all that the streams of the posters had
@@ -287,135 +496,68 @@ class Transport(ABC):
         ``index`` of ``rank``; then it is done for the streams of this rank, too."""
         return self.count(rank, index) >= count
 
-    def forward_arrivals(self) -> bool:
-        """Tell other hosts which posts to their daemons, and which acknowledgements, have arrived. For the daemon's
-        thread.
-
-        Returns:
-            :attr:`is_forwarding`.
-        """
-        return self.is_forwarding
-
-    @property
-    def is_forwarding(self) -> bool:
-        """Whether other hosts have yet to be told of some."""
-        return False
-
-    # Sleeping: take a ticket, look whether what is awaited has come, sleep with that ticket.
-
-    @abstractmethod
-    def ticket(self, rank: int | None) -> int:
-        """For a wait for ``rank``; None: of this rank's daemon, for anybody."""
-
-    @abstractmethod
-    def sleep(self, rank: int | None, ticket: int, timeout_s: float) -> None:
-        """Until ``rank`` (None: anybody, for the daemon) has posted a signal since the ticket was taken, or anything
-        has failed; may return early. That ``rank`` dies is not noticed here."""
-
-    @abstractmethod
-    def wake_self(self) -> None:
-        """End :meth:`sleep` of this rank's daemon, and of all who wait for this rank."""
-
-    # Locks: number ``index`` of ``rank``, which has to be on this host. A holder that dies keeps its lock, and ends the
-    # job.
-
-    @abstractmethod
-    def lock(self, rank: int, index: int, timeout_s: float = 0.0) -> bool:
-        """Take a lock, trying for up to ``timeout_s``; whether it has been taken."""
-
-    @abstractmethod
-    def lock_holder(self, rank: int, index: int) -> int | None:
-        """Which rank has the lock, for messages; None: nobody, or one that has not signed yet."""
-
-    @abstractmethod
-    def unlock(self, rank: int, index: int) -> None:
-        """Give back a lock that this thread holds."""
-
-    # News of peers.
-
-    @abstractmethod
-    def tick(self) -> None:
-        """Count one step of progress of this rank, visible to the others."""
-
-    @abstractmethod
-    def signs(self, rank: int) -> Signs:
-        """The signs of life that ``rank`` has given."""
-
-    @abstractmethod
-    def beat(self) -> None:
-        """Count one look of this rank's watchdog, visible to the others."""
-
-    @abstractmethod
-    def set_waiting_on(self, rank: int | None) -> None:
-        """Tell the others which rank of the job, by its number there, this one waits for (None: it is working;
-        :data:`IN_COLLECTIVE`).
-
-        To be repeated at each look: a rank that says for whom it waits, and does not look, is stopped itself.
-        """
-
-    @abstractmethod
-    def waiting_on(self, rank: int) -> int | None:
-        """Which rank of the job, by its number there, ``rank`` is waiting for, if it is waiting."""
-
-    def mirror(self, other: Transport) -> None:
-        """Show the ranks of ``other``, too, what this rank shows of its progress and its waits."""
-        raise UnsupportedError(f"{self.name} shows its own ranks only")
-
-    @abstractmethod
-    def peer_state(self, rank: int) -> PeerState:
-        """Whether ``rank`` is alive, has closed its session, or is dead. Cheap."""
-
-    @abstractmethod
-    def has_ended(self, rank: int) -> bool:
-        """Whether the process of ``rank`` has ended or cannot be reached, whether it had closed before or not."""
-
-    def wait_for_loss(self, stop_fd: int, timeout_s: float) -> int | None:
-        """Sleep until a rank has died that may have left work undone which a stream here waits for; that rank.
-
-        Returns None when ``stop_fd`` becomes readable or the time is over. Transports with streams only.
-        """
-        raise UnsupportedError(f"{self.name} has no streams to watch")
+    def forward_arrivals(self) -> None:
+        """Tell other hosts of those in :attr:`to_forward` that have arrived. For the daemon's thread."""
+        return
 
     def release_streams(self) -> None:
         """Let streams of this rank go on that wait for a dead rank. What they compute then is not valid."""
         return
 
-    @abstractmethod
-    def describe_peer(self, rank: int) -> str:
-        """What is known of ``rank``'s process, for people: "killed by signal 9", "stopped by a signal"."""
+    # The end
 
-    @abstractmethod
-    def set_refusal(self, text: str) -> None:
-        """Show all other ranks what this one has refused, without harm to them; empty: it has gone on. For messages of
-        ranks that wait for it. Never raises, never waits."""
-
-    @abstractmethod
-    def refusal(self, rank: int) -> str:
-        """What ``rank`` shows by :meth:`set_refusal`."""
-
-    @abstractmethod
-    def abort_peers(self, text: str) -> None:
-        """Leave ``text`` with every peer that has no earlier abort notice, and wake it. Never raises, never waits
-        longer than a moment for one peer."""
-
-    @abstractmethod
-    def abort_notice(self) -> str | None:
-        """The first abort notice that a peer left here."""
-
-    def lend(self) -> None:
-        """The group is complete: from now on others may read this rank's memory until they close, too."""
-        return
-
-    def end_transfers(self) -> None:
-        """This rank is about to close: whatever thread of its own waits for another rank in a transfer gives it up, and
-        raises. Local."""
-        return
-
-    @abstractmethod
-    def say_farewell(self) -> None:
-        """Tell the peers that this rank has closed: it takes part in nothing any more. Idempotent, never waits."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Tell the peers that this rank has closed, and release everything; what they may still read (:meth:`lend`) in
-        the background, once they have closed, too. Local and idempotent."""
+        """Tell the peers that this rank has closed, and release everything; what they may still read
+        (:attr:`serves_readers`) in the background, once they have closed, too. Local and idempotent."""
+        if self._closed or os.getpid() != self._owner_pid:
+            return  # a forked child must not speak for its parent
+        self._closed = True
+        run_all([self._mesh.close, self.announce_close, self._leave])
+
+    def announce_close(self) -> None:
+        """Tell the peers that this rank has closed: it takes part in nothing any more. Idempotent, never waits."""
+        if self._has_announced_close or os.getpid() != self._owner_pid:
+            return
+        self._has_announced_close = True
+        how = Closing.FAILED
+        try:
+            how = Closing.COMPLETE if self._let_go() else Closing.FAILED
+        finally:
+            self.peers.say_closed(how)
+
+    # [Note: Others still read] Ranks close when their scripts come to it. One that evaluates longer still gathers the
+    # parameters that were published last, from ranks that have closed and even ended. Where memory of this rank ends
+    # with its process, or is read through it, closing goes on behind close() until the others have closed, too.
+
+    def _leave(self) -> None:
+        readers = Readers(self.topology, self._readers())
+
+        def is_unused(is_script_over: bool) -> bool:
+            return self.peers.abort_notice() is not None or not readers.left(is_script_over)
+
+        release_when(is_unused, lambda: run_all([self._take_back, self._release_all]))
+
+    def _readers(self) -> dict[int, Peer]:
+        """Ranks that may still read memory of this rank which ends with its process, or is read through it."""
+        is_read = self.serves_readers and not self.peers.failing
+        return dict(self._links.by_rank) if is_read and self._links is not None else {}
+
+    def _release_all(self) -> None:
+        # Links first: their thread uses the rest. Processes: those that set-up has not got round to.
+        links = [] if self._links is None else [self._links]
+        here = [peer for rank, peer in self.peers.others.items() if rank in self._here]
+        closables: list[Closable] = [*links, *here, *self._processes.values()]
+        steps = [part.close for part in closables] + [buffer.release for buffer in self._buffers]
+        run_all([*steps, self._forget])
+
+    def _forget(self) -> None:
+        self.peers.forget()
+        self._buffers, self._processes, self._links = [], {}, None
+
+    def _let_go(self) -> bool:
+        """Before the peers are told of the end: stop using their memory. Whether all work of this rank is done."""
+        return not self.peers.failing
+
+    def _take_back(self) -> None:
+        """After the peers were told: free what they no longer use."""
+        return

@@ -1,6 +1,6 @@
 """The ``cuda_ipc`` transport: GPUs of one host, each rank reading and writing the others' memory by CUDA IPC.
 
-Signals, locks and liveness are those of the host (:mod:`odc.transports._hosts`), and no multiprocessor polls. What a
+Signals, locks and liveness are those of the host (:mod:`odc.transports.base`), and no multiprocessor polls. What a
 stream has done is shown beside each signal by a *word* in host memory that all ranks have mapped and registered with
 their device. Posting lets the poster's stream set its word; :meth:`CudaIpcTransport.order_after` lets the reader's
 stream wait for that, and :meth:`CudaIpcTransport.has_arrived` looks whether it has been set. The reader's host has seen
@@ -20,14 +20,13 @@ import numpy.typing as npt
 import torch
 
 from odc import limits
-from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, CupyRuntime, unavailable
+from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, unavailable
 from odc.errors import OdcError, SetupError
-from odc.setup.agreement import Exchange, gather_json
+from odc.setup.agreement import Exchange, gather_together
 from odc.setup.topology import Topology
 from odc.transports._control import Closing, order_memory
-from odc.transports._hosts import HostsTransport
-from odc.transports._peers import Neighbour
-from odc.transports.base import HOST, SymmetricBuffer
+from odc.transports._peers import Peer
+from odc.transports.base import HOST, SymmetricBuffer, Transport, not_on_this_host
 
 logger = logging.getLogger("odc")
 
@@ -40,7 +39,7 @@ _FAR = 1 << 30  # further than any wait that can be under way
 _still_registered: list[object] = []
 
 
-class CudaIpcTransport(HostsTransport):
+class CudaIpcTransport(Transport):
     """See :class:`~odc.transports.base.Transport`."""
 
     name: ClassVar[str] = "cuda_ipc"
@@ -52,7 +51,6 @@ class CudaIpcTransport(HostsTransport):
         self._words: dict[int, npt.NDArray[np.uint32]] = {}  # of the ranks of this host
         self._seen: dict[int, memoryview] = {}  # the same, read one at a time
         self._word_addresses: dict[int, int] = {}
-        self._extra_bytes = 0
         self._posted: dict[int, int] = {}
         super().__init__(exchange, topology, timeout_s, device)
         try:
@@ -64,25 +62,25 @@ class CudaIpcTransport(HostsTransport):
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
-        return unavailable(device) or cls.not_on_this_host(topology)
+        return unavailable(device) or not_on_this_host(topology)
 
     def _start_device(self) -> None:
         self._cuda = self._make_runtime()
-        self._engine = self._cuda.engine()
+        self.engine = self._cuda.engine()
         self.device = self._cuda.device
 
     def _make_runtime(self) -> CudaRuntime:
-        return CupyRuntime(self.device)
+        return CudaRuntime(self.device)
 
     def _require_reachable(self) -> None:
         """Every device must be able to share memory, and reach every other one, both ways. Collective."""
-        identities = gather_json(self.exchange, self._together(self._shareable_identity))
+        identities = gather_together(self.exchange, self._shareable_identity)
         self._together(lambda: self._require_reach(identities))
 
     def no_atomics(self) -> str | None:
-        identities = gather_json(self.exchange, self._together(self._cuda.identity))
-        reasons = [self._cuda.no_atomics(identity) for identity in identities]
-        found = [reason for rank in gather_json(self.exchange, reasons) for reason in rank if reason is not None]
+        identities = gather_together(self.exchange, self._cuda.identity)
+        rows = gather_together(self.exchange, lambda: [self._cuda.no_atomics(identity) for identity in identities])
+        found: list[str] = [reason for row in rows for reason in row if reason is not None]
         return found[0] if found else None
 
     def _shareable_identity(self) -> str:
@@ -103,9 +101,9 @@ class CudaIpcTransport(HostsTransport):
 
     # Memory
 
-    def open(self, *, num_signals: int, num_locks: int) -> None:
+    def open(self, *, num_signals: int, num_locks: int, num_bytes: int = 0) -> None:
         self._probe = num_signals  # one more, for set-up
-        super().open(num_signals=num_signals + 1, num_locks=num_locks)
+        super().open(num_signals=num_signals + 1, num_locks=num_locks, num_bytes=num_bytes)
         words = self.allocate_host(4 * (num_signals + 1), "stream words")
         self._words = {rank: words.peer(rank).view(torch.int32).numpy().view(np.uint32) for rank in self._here}
         self._seen = {rank: row.data for rank, row in self._words.items()}
@@ -126,7 +124,7 @@ class CudaIpcTransport(HostsTransport):
         """Streams can wait for words that others' streams have set, and hosts see them."""
         self._cuda.wait_values([(self._word_addresses[rank] + 4 * self._probe, 1) for rank in self._here])
         self.order_after(self._elsewhere, self._probe, 1)
-        if not self._engine.synchronize(self._timeout_s):
+        if not self.engine.synchronize(self._timeout_s):
             self.release_streams()
             raise SetupError(
                 f"a stream of rank {self.topology.me} has waited {self._timeout_s:g} s for words that streams of the "
@@ -141,19 +139,17 @@ class CudaIpcTransport(HostsTransport):
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         num_bytes = max(num_bytes, 1)
-        rows = self.exchange.all_gather(self._together(lambda: self._export(num_bytes)))
-        views = self._together(lambda: [self._view(rank, rows[rank], num_bytes, label) for rank in self._world])
-        self._far_memory.append(None)
+        rows = gather_together(self.exchange, lambda: self._export(num_bytes).hex())
+        views = self._together(
+            lambda: [self._view(rank, bytes.fromhex(rows[rank]), num_bytes, label) for rank in self._world]
+        )
+        self.peers.memory.append(None)
         return self._keep(views, label)
-
-    @property
-    def extra_bytes(self) -> int:
-        return self._extra_bytes
 
     def _export(self, num_bytes: int) -> bytes:
         address = self._cuda.malloc(num_bytes)
         self._owned.append(address)
-        self._extra_bytes += -num_bytes % GRANULARITY
+        self.extra_bytes += -num_bytes % GRANULARITY
         handle, offset = self._cuda.export(address)
         return _EXPORT.pack(handle, offset, num_bytes, os.getpid(), address)
 
@@ -212,7 +208,7 @@ class CudaIpcTransport(HostsTransport):
     # has told them before that the job has failed, and what they compute then is not used.
 
     def release_streams(self) -> None:
-        self._failing = True
+        self.peers.failing = True
         for rank, words in self._words.items():
             # From what hosts have counted, beyond which nobody waits: not from the words, which others set free, too.
             counts = [self._blocks[rank].count(index) for index in range(len(words))]
@@ -226,38 +222,38 @@ class CudaIpcTransport(HostsTransport):
         After an error nothing is waited for, unmapped or freed: a stream may be blocked, and the process is about to
         end, which does all of it.
         """
-        self.abort_notice()
-        is_idle = not self._failing and self._is_idle()
+        self.peers.abort_notice()
+        is_idle = not self.peers.failing and self._is_idle()
         if not is_idle:
-            if not self._failing:
+            if not self.peers.failing:
                 limit = f"{limits.CLOSE_DEVICE_S:g} s"
-                self.abort_peers(f"{self.topology.whoami}: its device has not come to rest within {limit} of close()")
+                self.peers.abort(f"{self.topology.whoami}: its device has not come to rest within {limit} of close()")
             self.release_streams()
-            _still_registered.append((self._words, self._engine))
+            _still_registered.append((self._words, self.engine))
             return False
         for release, addresses in ((self._cuda.unmap, self._mapped), (self._cuda.unregister, self._registered)):
             self._for_each(release, addresses)
         try:
-            self._engine.close()
+            self.engine.close()
         except OdcError as problem:
             logger.warning("odc: while closing: %s", problem)
         return True
 
     def _is_idle(self) -> bool:
         try:
-            return self._engine.synchronize(limits.CLOSE_DEVICE_S)
+            return self.engine.synchronize(limits.CLOSE_DEVICE_S)
         except RuntimeError as problem:  # an error of the device, which every call repeats from now on
             logger.warning("odc: while closing: %s", problem)
             return False
 
-    def _borrowers(self) -> dict[int, Neighbour]:
-        return dict(self._neighbours) if self._owned and not self._failing else {}
+    def _readers(self) -> dict[int, Peer]:
+        return dict(self.peers.others) if self._owned and not self.peers.failing else {}
 
     def _take_back(self) -> None:
         """Free this rank's memory if nobody reads it any more: importers close before the exporter frees."""
-        if self._failing or not self._owned:
+        if self.peers.failing or not self._owned:
             return
-        users = [r for r, n in self._neighbours.items() if n.closing is not Closing.COMPLETE and not n.is_dead]
+        users = [r for r, p in self.peers.others.items() if p.closing is not Closing.COMPLETE and not p.is_dead]
         if users:
             logger.warning(
                 "odc: ranks %s have not closed their session and give no sign of life, so this rank's device memory "

@@ -11,19 +11,18 @@ What does not lie in the heap cannot be sent: it goes by way of staging memory.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
 
-from odc.cuda.nvshmem import Nvshmem4pyHeap, NvshmemHeap, unavailable
-from odc.engines.base import AfterChunk, no_op
+from odc.cuda.nvshmem import NvshmemHeap, unavailable
+from odc.engines.base import AfterChunk
 from odc.setup.agreement import Exchange
 from odc.setup.topology import Topology
-from odc.transports._peers import Neighbour
-from odc.transports.base import HOST, SymmetricBuffer
+from odc.transports._peers import Peer
+from odc.transports.base import HOST, SymmetricBuffer, no_way_out, not_on_this_kernel
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 _STAGING_BYTES = 64 << 20
@@ -43,7 +42,6 @@ class NvshmemTransport(CudaIpcTransport):
     def __init__(self, exchange: Exchange, topology: Topology, timeout_s: float, device: torch.device = HOST) -> None:
         self._heap_words = self._num_words = 0
         self._waited: dict[tuple[int, int, int], int] = {}  # (stream, rank, signal): what that stream waits for already
-        self._to_forward: deque[tuple[int, int, Sequence[int], bool]] = deque()  # (signal, count, to, daemon)
         self._word_view: torch.Tensor | None = None
         self._staging: dict[str, list[torch.Tensor]] = {}
         self._turns = {"read": 0, "write": 0}
@@ -51,10 +49,10 @@ class NvshmemTransport(CudaIpcTransport):
 
     @classmethod
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
-        return unavailable(device) or cls.not_on_this_kernel() or cls.no_way_out(topology)
+        return unavailable(device) or not_on_this_kernel() or no_way_out(topology)
 
     def _make_heap(self) -> NvshmemHeap:
-        return Nvshmem4pyHeap(self.device, self._cuda.tensor, self._timeout_s)
+        return NvshmemHeap(self.device, self._cuda.tensor, self._timeout_s)
 
     def no_atomics(self) -> str | None:
         return "NVSHMEM maps its heap in its own way, and does not say what additions to it are"
@@ -64,19 +62,16 @@ class NvshmemTransport(CudaIpcTransport):
 
     # Memory
 
-    def reserve(self, num_bytes: int) -> None:
-        needed = num_bytes + 2 * self.staging_bytes + _NUM_BUFFERS * _ALIGN_BYTES
+    def open(self, *, num_signals: int, num_locks: int, num_bytes: int = 0) -> None:
         self._heap = self._make_heap()
-        self._heap.start(self.exchange, needed)
-
-    def open(self, *, num_signals: int, num_locks: int) -> None:
-        super().open(num_signals=num_signals, num_locks=num_locks)
+        self._heap.start(self.exchange, num_bytes + 2 * self.staging_bytes + _NUM_BUFFERS * _ALIGN_BYTES)
+        super().open(num_signals=num_signals, num_locks=num_locks, num_bytes=num_bytes)
         self._num_words = num_signals + 1  # of each rank, at each rank; one more for set-up
-        num_bytes = _WORD_BYTES * self._num_words * self.topology.world_size
-        self._heap_words = self._malloc(num_bytes)
-        self._word_view = self._cuda.tensor(self._heap_words, num_bytes).view(torch.int64)
+        word_bytes = _WORD_BYTES * self._num_words * self.topology.world_size
+        self._heap_words = self._malloc(word_bytes)
+        self._word_view = self._cuda.tensor(self._heap_words, word_bytes).view(torch.int64)
         for purpose in ("read", "write"):
-            self._extra_bytes += self.staging_bytes
+            self.extra_bytes += self.staging_bytes
             memory = self._cuda.tensor(self._malloc(self.staging_bytes), self.staging_bytes)
             half = self.staging_bytes // 2 // _VECTOR_BYTES * _VECTOR_BYTES
             self._staging[purpose] = [memory[:half], memory[half : 2 * half]]
@@ -94,7 +89,7 @@ class NvshmemTransport(CudaIpcTransport):
         for ranks in (far, *([rank] for rank in far)):
             if ranks:
                 self._heap.announce(ranks)
-        self._far_memory.append(None)
+        self.peers.memory.append(None)
         return self._keep(views, label)
 
     def _view_at(self, address: int, num_bytes: int, rank: int) -> torch.Tensor | None:
@@ -104,31 +99,14 @@ class NvshmemTransport(CudaIpcTransport):
         found = address if rank == self._rank else self._heap.address_at(address, rank)
         return None if found is None else self._cuda.tensor(found, num_bytes)
 
-    def read_all(
-        self,
-        parts: Sequence[tuple[torch.Tensor, int]],
-        buffer: SymmetricBuffer,
-        offset_bytes: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        far = [part for part in parts if not buffer.reaches(part[1])]
-        if far:
-            self._get(far, buffer, offset_bytes, after_chunk)
-        super().read_all([part for part in parts if buffer.reaches(part[1])], buffer, offset_bytes, after_chunk)
-
     def _read_far(
-        self, out: torch.Tensor, buffer: SymmetricBuffer, rank: int, offset_bytes: int, after_chunk: AfterChunk
-    ) -> None:
-        self._get([(out, rank)], buffer, offset_bytes, after_chunk)
-
-    def _get(
         self,
         parts: Sequence[tuple[torch.Tensor, int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk,
     ) -> None:
-        """From ranks of other hosts, from all of them at the same time."""
+        """From all of them at the same time."""
         own = buffer.local[offset_bytes:]
         outs, ranks = [out.view(torch.uint8) for out, _ in parts], [rank for _, rank in parts]
         num_bytes = outs[0].numel()
@@ -172,30 +150,25 @@ class NvshmemTransport(CudaIpcTransport):
             return
         self._cuda.write_values([(self._word_addresses[self._rank] + 4 * index, self._next_value(index))])
         if far:
-            self._to_forward.append((index, self._posted[index], far, True))
-        self._own.post_to(index, self._bell)  # this rank's own daemon, which forwards it, too
+            self.to_forward.append((index, self._posted[index], far, True))
+        self.peers.own.post_to(index, self.peers.sleep_word(None))  # this rank's own daemon, which forwards it, too
 
     def acknowledge(self, posts: Sequence[tuple[int, int]]) -> None:
         super().acknowledge(posts)
         for index, to in posts:
             if to not in self._here:
-                self._to_forward.append((index, self._posted[index], [to], False))
+                self.to_forward.append((index, self._posted[index], [to], False))
 
     def has_arrived(self, rank: int, index: int, count: int) -> bool:
         return super().has_arrived(rank, index, count) if rank in self._here else self.count(rank, index) >= count
 
-    def forward_arrivals(self) -> bool:
-        for entry in list(self._to_forward):  # in their order, though pushes and acknowledgements overtake each other
+    def forward_arrivals(self) -> None:
+        for entry in list(self.to_forward):  # in their order, though pushes and acknowledgements overtake each other
             index, count, ranks, daemon = entry
             if super().has_arrived(self._rank, index, count):
                 for rank in ranks:
                     self._link(rank).post(index, daemon)
-                self._to_forward.remove(entry)
-        return self.is_forwarding
-
-    @property
-    def is_forwarding(self) -> bool:
-        return bool(self._to_forward)
+                self.to_forward.remove(entry)
 
     def order_after(self, ranks: Sequence[int], index: int, count: int) -> None:
         super().order_after([rank for rank in ranks if rank in self._here], index, count)
@@ -209,7 +182,7 @@ class NvshmemTransport(CudaIpcTransport):
         super().release_streams()
         if self._word_view is not None:
             words = self._word_view
-            with self.engine.aside():
+            with self.engine.on_side_stream():
                 self.engine.run(lambda: words.fill_(_RELEASED))
 
     # The end
@@ -219,5 +192,5 @@ class NvshmemTransport(CudaIpcTransport):
         self._owned.clear()  # the heap's memory is the process's, see odc/cuda/nvshmem.py
         return done
 
-    def _borrowers(self) -> dict[int, Neighbour]:
-        return dict(self._neighbours) if self._lends and not self._failing else {}
+    def _readers(self) -> dict[int, Peer]:
+        return dict(self.peers.others) if self.serves_readers and not self.peers.failing else {}

@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 
 from odc.setup.topology import Topology
-from odc.transports._hosts import HostsTransport
-from odc.transports.base import SymmetricBuffer
+from odc.transports.base import SymmetricBuffer, Transport, not_on_this_host
 
 
-class ShmTransport(HostsTransport):
+class ShmTransport(Transport):
     """See :class:`~odc.transports.base.Transport`. Tensors travel in host memory too."""
 
     name: ClassVar[str] = "shm"
@@ -23,7 +22,7 @@ class ShmTransport(HostsTransport):
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it serves CPU tensors, the model is on {device.type}"
-        return cls.not_on_this_host(topology)
+        return not_on_this_host(topology)
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         return self.allocate_host(num_bytes, label)

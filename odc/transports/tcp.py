@@ -6,6 +6,7 @@ sockets with a key of the job; its daemon adds what was pushed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,11 +14,10 @@ import torch
 
 from odc.engines.base import AfterChunk
 from odc.setup.topology import Topology
-from odc.transports._hosts import HostsTransport
-from odc.transports.base import SymmetricBuffer
+from odc.transports.base import SymmetricBuffer, Transport, no_way_out, not_on_this_kernel
 
 
-class TcpTransport(HostsTransport):
+class TcpTransport(Transport):
     """See :class:`~odc.transports.base.Transport`."""
 
     name: ClassVar[str] = "tcp"
@@ -26,15 +26,20 @@ class TcpTransport(HostsTransport):
     def unavailable(cls, topology: Topology, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it serves CPU tensors, the model is on {device.type}"
-        return cls.not_on_this_kernel() or cls.no_way_out(topology)
+        return not_on_this_kernel() or no_way_out(topology)
 
     def allocate(self, num_bytes: int, label: str) -> SymmetricBuffer:
         return self.allocate_host(num_bytes, label)
 
     def _read_far(
-        self, out: torch.Tensor, buffer: SymmetricBuffer, rank: int, offset_bytes: int, after_chunk: AfterChunk
+        self,
+        parts: Sequence[tuple[torch.Tensor, int]],
+        buffer: SymmetricBuffer,
+        offset_bytes: int,
+        after_chunk: AfterChunk,
     ) -> None:
-        self._link(rank).read(buffer.number, offset_bytes, _bytes_of(out), after_chunk)
+        for out, rank in parts:
+            self._link(rank).read(buffer.number, offset_bytes, _bytes_of(out), after_chunk)
 
     def _write_far(
         self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk

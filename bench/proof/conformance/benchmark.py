@@ -65,10 +65,7 @@ BENCHMARK = Benchmark(
     "3 min, quick 20 s",
     (
         Table(
-            "counts",
-            "{summary}",
-            (Column("precision", "precision"), Column("", "status")),
-            (Column("cells", "cells"),),
+            "counts", "{summary}", (Column("precision", "precision"), Column("", "status")), (Column("cells", "cells"),)
         ),
     ),
     quick={"only": "fsdp2 full"},

@@ -1,0 +1,144 @@
+"""Where one rank is in its minibatches: the one place that says so, for the protocol and for the session above it.
+
+Nothing here waits, and nothing is seen by other ranks: that is ``protocol.py``. PROTOCOL.md states the rules.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from odc.errors import MisuseError
+
+
+class Phase(enum.Enum):
+    """Of minibatch ``k`` (:attr:`MinibatchState.minibatch`)."""
+
+    PUBLISHED = "published"  # shards of k are out, this rank has pushed nothing of k yet
+    OPEN = "open"  # in minibatch k
+    FENCED = "fenced"  # k is empty, this rank is done with it, and others have yet to be
+    FINISHED = "finished"  # gradients of k are final, shards of k + 1 not (all) published yet
+
+
+class MinibatchState:
+    """The phase and the counters of one rank. Each method is one step; what is not its turn is refused and changes
+    nothing.
+
+    ``FINISHED(k)`` -> publish of all units -> ``PUBLISHED(k + 1)`` -> begin -> ``OPEN(k + 1)`` -> finish ->
+    ``FINISHED(k + 1)``; or from ``PUBLISHED`` by a fence to ``FENCED``, and from there to ``FINISHED``.
+
+    Args:
+        names: of the units.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.phase = Phase.FINISHED
+        self.minibatch = 0
+        """The one that ``phase`` is of, from 1; 0: before the first publication."""
+        self.published = [0] * len(names)
+        """By unit: the minibatch for which this rank's shard is out."""
+        self.changed = [0] * len(names)
+        """The last of these for which it was another one than before."""
+        self.opened = [0] * len(names)
+        """The minibatch for which this rank's own sum is open, or was last."""
+        self.pushes = [0] * len(names)
+        """How often this rank has pushed its gradients in the open minibatch."""
+
+    @property
+    def coming(self) -> int:
+        """The minibatch that is published, or is about to be."""
+        return self.minibatch + 1 if self.phase is Phase.FINISHED else self.minibatch
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all shards are out, and the minibatch has not begun: at most an empty one, for a fence."""
+        return self.phase is Phase.PUBLISHED or self.phase is Phase.FENCED
+
+    @property
+    def pushed(self) -> list[int]:
+        """The units of which this rank has pushed gradients in the open minibatch."""
+        return [unit for unit, number in enumerate(self.pushes) if number]
+
+    def is_published(self, unit: int) -> bool:
+        """Whether this rank's shard for the coming (or running) minibatch is out."""
+        return self.published[unit] == self.coming
+
+    def is_open(self, unit: int) -> bool:
+        """Whether this rank's sum for the coming (or running) minibatch may be added to."""
+        return self.opened[unit] == self.coming
+
+    def open(self, unit: int) -> bool:
+        """The sum of a unit may be added to from now on. Whether that can be said of all units now."""
+        self.opened[unit] = self.coming
+        return all(opened == self.coming for opened in self.opened)
+
+    def check_publish(self, unit: int) -> None:
+        if self.phase is not Phase.FINISHED or self.is_published(unit):
+            raise self._refusal(
+                f"unit {self._names[unit]!r} cannot be published now",
+                ": a shard is published once, after finish() and before the next minibatch",
+            )
+
+    def publish(self, unit: int, is_changed: bool) -> None:
+        """This rank's shard of a unit is out; with the last one the next minibatch is there."""
+        self.check_publish(unit)
+        self.published[unit] = self.coming
+        if is_changed:
+            self.changed[unit] = self.coming
+        self._advance()
+
+    def _advance(self) -> None:
+        if self.phase is Phase.FINISHED and all(version == self.coming for version in self.published):
+            self.minibatch, self.phase = self.coming, Phase.PUBLISHED
+
+    def begin(self) -> None:
+        self._advance()  # a runtime without units has nothing to publish
+        if self.phase is not Phase.PUBLISHED:
+            hint = " (publish every unit first)" if self.phase is Phase.FINISHED else ""
+            raise MisuseError(f"a minibatch cannot begin now: minibatch {self.minibatch} is {self.phase.value}{hint}")
+        self.phase = Phase.OPEN
+
+    def check_gather(self, unit: int) -> None:
+        if self.phase is Phase.FINISHED or self.phase is Phase.FENCED:
+            raise MisuseError(
+                f"gather of unit {self._names[unit]!r} after minibatch {self.minibatch} was finished and before "
+                "this rank published its next parameters: the other ranks may have replaced theirs already. "
+                "Evaluate inside the minibatch, or after optimizer.step()."
+            )
+
+    def push(self, unit: int) -> bool:
+        """This rank pushes its gradients of a unit. Whether that is its first push of the minibatch."""
+        if self.phase is not Phase.OPEN:
+            raise self._refusal(
+                f"push of unit {self._names[unit]!r} outside a minibatch", ": run backward inside session.minibatch()"
+            )
+        is_first = not any(self.pushes)
+        self.pushes[unit] += 1
+        return is_first
+
+    def check_finish(self) -> None:
+        if self.phase is not Phase.OPEN:
+            raise self._refusal("finish() without an open minibatch", "")
+
+    def fence(self) -> None:
+        """An empty minibatch, with which this rank is done."""
+        self.begin()
+        self.phase = Phase.FENCED
+
+    def finish(self) -> None:
+        """All ranks are done with the minibatch."""
+        if self.phase is not Phase.FENCED:
+            self.check_finish()
+        self.phase = Phase.FINISHED
+        self.pushes = [0] * len(self.pushes)
+
+    def check_gradient(self, unit: int) -> None:
+        if self.phase is not Phase.FINISHED or self.is_open(unit):
+            raise MisuseError(
+                f"the sum of unit {self._names[unit]!r} is not final, but open to the other ranks for minibatch "
+                f"{self.coming}: take gradients after finish(), before open_sums() and before publishing the unit"
+            )
+
+    def _refusal(self, what: str, hint: str) -> MisuseError:
+        return MisuseError(f"{what} (minibatch {self.minibatch} is {self.phase.value}){hint}")

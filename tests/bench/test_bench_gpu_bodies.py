@@ -1,0 +1,294 @@
+"""Layers 1 to 3. The bodies of ``odc bench gpu``, without a GPU.
+
+They run on CPU ranks over the transports of ``bench/fake``: that shows that they do what they say and can fail, not
+that a device does. What is CUDA's alone (the kernels' compiled form, events, sync debugging) stays unrun.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_settings
+import pytest
+import torch
+from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
+from kernel_cases import interpreted
+from process_ranks import _start_server
+
+from odc import Runtime
+from odc.bench.gpu import (
+    bandwidth,
+    hangs,
+    items,
+    kernel_speed,
+    kernels,
+    no_host_sync,
+    protocol,
+    sft,
+    soak,
+    transport,
+    uneven,
+)
+from odc.bench.gpu.minibatches import Case, RandomRun
+from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
+from odc.bench.gpu.timing import Spread
+from odc.bench.gpu.transfers import transfer_report
+from odc.bench.harness.ranks import Rank
+from odc.engines.base import TransferTable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server_of_all_tests() -> None:
+    """There is one per process. One that a check started would lack what ranks of other tests need."""
+    _start_server()
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([os.path.dirname(gpu_settings.__file__), os.environ.get("PYTHONPATH", "")])
+    )
+
+
+# Bodies over streams that lag behind the host
+
+
+def test_protocol() -> None:
+    report = protocol.check(STREAMS)
+    assert report.data["2 ranks"]["cases"] == 2 * 3
+    assert report.data["2 ranks"]["comparisons"] > 20
+    assert report.data["violations seen without order"] > 0
+
+
+def test_protocol_sees_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="gather of unit|sum of unit"):
+        run_ranks(replace(STREAMS, prepare=f"{HERE}:lose_every_order"), 2, run_adversary)
+
+
+def run_adversary(rank: Rank) -> None:
+    for seed in range(5):  # a machine that holds up the fast rank for long enough hides what is missing
+        case = Case(counts=((1, 1),) * 4, seed=seed, slow_rank=1, longest_delay_s=0.03)
+        failures = RandomRun(case, rank).run()
+        if rank.largest(len(failures)):
+            break
+    if failures:
+        raise CheckFailedError(failures[0])
+
+
+def test_items() -> None:
+    report = items.check(replace(STREAMS, worlds=(2, 3)))
+    assert report.figures.startswith("16 rounds, ")
+    assert min(rank["comparisons"] for rank in report.data["3 ranks"]) > 10
+    assert all(rank["memory_bytes"] > 2 * items.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
+
+
+def test_items_see_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
+        items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+
+
+def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
+    expected = "FakeDeviceError: a stream of the fake has failed: the fake's stream 'read' waits for 1 in the word at"
+    with pytest.raises(CheckFailedError, match=expected):
+        items.check(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
+
+
+def test_soak() -> None:
+    report = soak.check(replace(STREAMS, worlds=(2, 4)))
+    assert report.data["ranks"] == 4
+    assert report.figures.startswith("3 clients, 8 minibatches")
+
+
+def test_soak_sees_a_lost_push() -> None:
+    with pytest.raises(CheckFailedError, match="daemon: .* elements of sums"):
+        soak.check(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
+
+
+@pytest.mark.parametrize("setting", [STREAMS, WITHIN], ids=lambda setting: str(setting.transport))
+def test_transport(setting: Setting) -> None:
+    report = transport.check(replace(setting, worlds=(3,)))
+    assert report.data["3 ranks"]["parts"] == [part.__name__ for part in transport.PARTS]
+
+
+def test_transport_sees_a_lost_order() -> None:
+    with pytest.raises(CheckFailedError, match="after turn"):
+        transport.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+
+
+def test_uneven_minibatches_are_measured_beside_their_computation() -> None:
+    plan = uneven.Plan("tiny", (1, 3), (0.004, 0.001))
+    for mode in uneven.MODES:
+        row = uneven.measure_plan(STREAMS, plan, mode, 2)
+        assert row["fast_s"]["median"] >= row["fast_alone_s"]["median"] > 3 * uneven.NUM_UNITS * 0.001
+        assert row["total_s"]["median"] >= row["longest_s"] == pytest.approx(uneven.NUM_UNITS * 0.004)
+        assert row["lockstep_s"] == pytest.approx(uneven.NUM_UNITS * (0.004 + 2 * 0.001))
+        assert row["of_own"] >= 1
+
+
+@pytest.mark.parametrize(("of_own", "of_longest"), [(1.31, 1.0), (1.0, 1.16)])
+def test_a_device_that_waits_for_a_slow_one_is_seen(
+    of_own: float, of_longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(setting: Setting, plan: uneven.Plan, mode: str, repetitions: int) -> dict[str, Any]:
+        ratios = (of_own, of_longest) if mode == "daemon" else (1.0, 1.0)
+        summary = {"median": 1.0, "p20": 1.0, "p80": 1.0}
+        found = {"plan": plan.name, "accumulate": mode, "fast_s": summary, "total_s": summary, "lockstep_s": 1.0}
+        return {**found, "of_own": ratios[0], "of_longest": ratios[1]}
+
+    monkeypatch.setattr(uneven, "measure", measured)
+    with pytest.raises(CheckFailedError, match="one rank 10x slower, daemon: ranks took"):
+        uneven.check(STREAMS)
+    of_own = of_longest = 1.0
+    assert "at most 1.00 times" in uneven.check(STREAMS).figures
+
+
+def test_hosts_run_ahead() -> None:
+    report = no_host_sync.check(replace(STREAMS, prepare=f"{HERE}:be_busy_until_the_host_waits"))
+    assert all(float(report.data[mode]) < LONG_BUSY_S for mode in ("direct", "deterministic"))
+
+
+def test_a_host_that_waits_is_seen() -> None:
+    with pytest.raises(CheckFailedError, match="the host took .* as long as its stream was busy"):
+        no_host_sync.check(replace(STREAMS, prepare=f"{HERE}:wait_in_finish"))
+
+
+def survive_when_awaited(waiting: str, rank: Rank) -> dict[str, Any]:
+    """``hangs.survive``, where rank 1 dies when rank 0's stream waits for it, however long that takes."""
+    gather = Runtime.gather
+
+    def gather_and_tell(self: Runtime, *arguments: Any, **options: Any) -> None:
+        gather(self, *arguments, **options)
+        Path(waiting).touch()
+
+    def sleep(_: float) -> None:
+        while not Path(waiting).exists():
+            time.sleep(0.01)
+
+    Runtime.gather = gather_and_tell  # type: ignore[method-assign]
+    hangs.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
+    return hangs.survive(rank)
+
+
+def test_waiting_for_a_device_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "survive", partial(survive_when_awaited, str(tmp_path / "waiting")))
+    report = hangs.check(STREAMS)
+    assert report.data["killed_peer"]["how"] == "synchronize returned"
+    assert report.data["killed_peer"]["seconds"] < hangs.FREED_LIMIT_S
+    assert "PeerDiedError" in report.data["killed_peer"]["next"]
+
+
+# Bodies that need a model, or times
+
+
+def test_sft() -> None:
+    report = sft.check(WITHIN)
+    assert len(report.data["errors"]) == 4
+    assert 0 < max(report.data["errors"].values()) < 1e-2
+
+
+def test_sft_sees_a_lost_push() -> None:
+    with pytest.raises(CheckFailedError, match="fsdp. fp32, 2 ranks: losses .* off by"):
+        sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
+
+
+def test_sft_has_ranks_without_a_microbatch() -> None:
+    counts = [sft.counts_of(step, 4) for step in range(8)]
+    assert all(row.count(0) == 1 and max(row) <= 3 for row in counts)
+    assert len({tuple(row) for row in counts}) > 4
+
+
+def test_bandwidth() -> None:
+    report = bandwidth.check_shared(WITHIN)
+    operations = {"gather", "push, direct", "push, daemon", "copy", "add", "all_gather", "reduce_scatter"}
+    assert {row["operation"] for row in report.data["rows"]} == operations
+    assert {row["wrong"] for row in report.data["rows"] if row["by"] != "torch"} == {0}
+    assert report.tables[0].title == "2 ranks"
+    assert "transfers not compared" in report.figures
+
+
+def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
+    measured = {"sizes": [1 << 20, 1 << 22], "seconds": {"kernel": [1e-5, 5e-5], "copy_engine": [2e-5, 4e-5]}}
+    tables, text = transfer_report(measured, str(tmp_path / "table.json"), "daemon")
+    assert [row[-1] for row in tables[0].rows] == ["kernel", "copy_engine"]
+    assert text == "gathers by kernel up to 2 MB, copy_engine beyond; additions: daemon"
+    assert TransferTable.load(tmp_path / "table.json") == TransferTable(
+        ((1 << 21, "kernel"), (0, "copy_engine")), "daemon"
+    )
+
+
+def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:
+    times = [Spread(seconds, seconds, seconds, 5) for seconds in (ratio, 1.0)]
+    return kernel_speed.Measured("accumulate", 1 << 26, 3 << 26, times[0], times[1], judged)
+
+
+def test_kernels_are_judged_by_their_floor() -> None:
+    assert "at most 1.10" in kernel_speed.report([of_speed(1.1), of_speed(2.0, judged=False)]).figures
+    with pytest.raises(CheckFailedError, match="accumulate at 64 MB: 1.20"):
+        kernel_speed.report([of_speed(1.1), of_speed(1.2)])
+
+
+@pytest.mark.parametrize("name", [candidate.name for candidate in kernel_speed.candidates()])
+def test_bytes_that_a_kernel_must_move(name: str) -> None:
+    candidate = next(c for c in kernel_speed.candidates() if c.name == name)
+    per_element = {"accumulate fp32": 12, "accumulate bf16": 10, "scatter_accumulate": 10, "fill": 4}
+    expected = per_element.get(name, 6 if "bf16" in name else 8)
+    assert candidate.moved_bytes(10) == 10 * expected
+
+
+HOMES = {
+    "fill": "fill",
+    "copy_cast": "fill",
+    "accumulate": "accumulate",
+    "gather_from_peers": "gather",
+    "scatter_accumulate_direct": "accumulate",
+    "scatter_to_peers": "scatter",
+    "SlotRow": "slots",
+    "write_rows": "slots",
+    "accumulate_slots": "slots",
+}
+"""Kernels, and what belongs to them, with the modules they come from."""
+
+
+def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreted() as loaded:
+        for name, home in HOMES.items():
+            monkeypatch.setattr(kernels, name, getattr(getattr(loaded, home), name))
+        monkeypatch.setattr(kernels, "QUICK_SIZES", (7,))
+        report = kernels.check(WITHIN)
+    assert set(report.data["cases"]) == {part.__name__.strip("_") for part in kernels.PARTS}
+    assert "beyond 2**31 not run" in report.figures
+
+
+@pytest.mark.parametrize("name", ["fill", "copy_cast", "accumulate"])
+def test_a_wrong_kernel_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nearly(out: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        getattr(kernels, f"{name}_reference")(out, *arguments, **options)
+        out[-1:] += 1.0
+
+    monkeypatch.setattr(kernels, name, nearly)
+    part = getattr(kernels, f"_{name}")
+    with pytest.raises(CheckFailedError, match=f"{name} of 7"):
+        list(part(torch.device("cpu"), (7,)))
+
+
+@pytest.mark.parametrize("name", ["scatter_to_peers", "accumulate_slots"])
+def test_a_kernel_that_does_nothing_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, name, lambda *arguments, **options: None)
+    part = getattr(kernels, f"_{name.removesuffix('_to_peers')}")
+    with pytest.raises(CheckFailedError, match=" of 7 x"):
+        list(part(torch.device("cpu"), (7,)))
+
+
+def test_a_kernel_that_writes_too_far_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def far(out: torch.Tensor, value: float) -> None:
+        out.as_strided((out.numel() + 1,), (1,)).fill_(value)
+
+    monkeypatch.setattr(kernels, "fill", far)
+    with pytest.raises(CheckFailedError, match="wrote outside of its output"):
+        list(kernels._fill(torch.device("cpu"), (7,)))

@@ -1,0 +1,152 @@
+"""Layer 3: ranks as processes. A patched model trains to the numbers of plain FSDP2 and of one float64 process."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import (
+    TOLERANCE,
+    build,
+    full_parameters,
+    gradient_now,
+    largest_difference,
+    loss_of,
+    mixed_modules,
+    reference,
+    shard,
+    tokens,
+    train,
+)
+
+import odc
+
+STEPS = 8
+
+
+def plain(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    train(model, None, rank, world_size, counts, STEPS)
+    return full_parameters(model)
+
+
+def patched(rank: int, world_size: int, counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, **options)
+    train(model, session, rank, world_size, counts, STEPS)
+    assert session.stats().minibatches == STEPS
+    session.close()
+    return full_parameters(model)
+
+
+def patched_and_plain(rank: int, world_size: int, counts: list[int]) -> list[dict[str, Any]]:
+    return [patched(rank, world_size, counts, {}), plain(rank, world_size, counts)]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_equal_counts_match_plain_fsdp2(world_size: int) -> None:
+    counts = [2] * world_size
+    ours, theirs = run_ranks(world_size, patched_and_plain, counts)[0]
+    assert largest_difference(ours, theirs) < TOLERANCE
+    start = {name: value.detach().numpy() for name, value in build().named_parameters()}
+    assert largest_difference(theirs, start) > 1e-2  # the steps moved the parameters
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "direct": {},
+    "daemon": {"accumulate": "daemon"},
+    "deterministic": {"deterministic": True},
+    "daemon-deterministic": {"accumulate": "daemon", "deterministic": True},
+}
+
+
+def patched_each_way(rank: int, world_size: int, counts: list[int]) -> dict[str, dict[str, Any]]:
+    return {name: patched(rank, world_size, counts, options) for name, options in OPTIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def uneven() -> tuple[list[dict[str, dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Parameters of all ranks, and those of one float64 process."""
+    counts = [1, 5, 0, 3]
+    return run_ranks(4, patched_each_way, counts, timeout_s=180), reference(counts, STEPS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_uneven_counts_match_one_float64_process(name: str, uneven: tuple[list[Any], dict[str, torch.Tensor]]) -> None:
+    """Fault test 15: microbatches 1, 5, 0, 3 on 4 ranks, eight minibatches."""
+    ours, expected = uneven
+    for rank in range(4):
+        assert largest_difference(ours[rank][name], expected) < TOLERANCE
+
+
+def test_two_ranks_with_uneven_counts_match_one_float64_process() -> None:
+    counts = [4, 1]
+    assert largest_difference(run_ranks(2, patched, counts, {})[0], reference(counts, STEPS)) < TOLERANCE
+
+
+def test_one_rank_is_plain_fsdp2() -> None:
+    assert largest_difference(run_ranks(1, patched, [3], {})[0], reference([3], STEPS)) < TOLERANCE
+
+
+def patched_mixed(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model)
+    train(model, session, rank, world_size, counts, STEPS, mixed_modules)
+    session.close()
+    return full_parameters(model)
+
+
+def test_different_modules_per_rank_and_microbatch_match_one_float64_process() -> None:
+    counts = [2, 1, 3]
+    expected = reference(counts, STEPS, mixed_modules)
+    assert largest_difference(run_ranks(3, patched_mixed, counts)[0], expected) < TOLERANCE
+
+
+def gradients(rank: int, world_size: int, use_odc: bool, dtype: torch.dtype, factor: float | None) -> dict[str, Any]:
+    """.grad of every parameter after one minibatch: Adam and clipping would hide a wrong factor."""
+    model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    if factor:
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    session = odc.patch_fsdp(model) if use_odc else None
+    with session.minibatch() if session else nullcontext():
+        for m in range(2):
+            loss_of(model, tokens(0, rank, m)).backward()
+            if session:
+                assert all(gradient_now(p) is None for p in model.parameters()), (
+                    "nothing may be seen before it is final"
+                )
+    found = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+    if session:
+        session.close()
+    return found
+
+
+FACTORS = [None, 1.0, 3.0]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def all_gradients(rank: int, world_size: int) -> dict[tuple[torch.dtype, float | None], list[dict[str, Any]]]:
+    """With and without ODC."""
+    return {
+        (dtype, factor): [gradients(rank, world_size, use_odc, dtype, factor) for use_odc in (True, False)]
+        for dtype, factor in itertools.product(DTYPES, FACTORS)
+    }
+
+
+@pytest.fixture(scope="module")
+def of_one_minibatch() -> dict[tuple[torch.dtype, float | None], list[dict[str, Any]]]:
+    return run_ranks(2, all_gradients)[0]
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_those_of_fsdp2(dtype: torch.dtype, factor: float | None, of_one_minibatch: Any) -> None:
+    ours, theirs = of_one_minibatch[dtype, factor]
+    assert largest_difference(ours, theirs) < 2e-6

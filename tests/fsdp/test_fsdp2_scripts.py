@@ -1,0 +1,242 @@
+"""Layer 3: ranks as processes. FSDP2 scripts as people write them, with one more line: ``odc.patch_fsdp(model)``.
+
+Each script runs twice on the same ranks, as it is and patched. With one microbatch per minibatch on two ranks a
+gradient is a sum of two numbers, which does not depend on their order: then all numbers must be bit-equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from fsdp_scripts import ends, hybrid, kept, loops, models, reading
+from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
+from fsdp_scripts.run import Case, Run, difference, with_
+from process_ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from training import TOLERANCE, loss_of, tokens
+
+import odc
+
+REENTRANT_WRAPPER = with_(models.wrapped_checkpointing, checkpoint_impl=CheckpointImpl.REENTRANT)
+CASES: dict[str, Case] = {
+    "clip_grad_norm_": Case(ends.clipping_by_norm),
+    "clip_grad_norm_ twice": Case(ends.clipping_twice),
+    "clip_grad_norm_ by keyword": Case(ends.clipping_by_keyword),
+    "clip_grad_norm_ of one tensor": Case(ends.clipping_one_tensor),
+    "clip_grad_value_": Case(ends.clipping_by_value),
+    "GradScaler with unscale_": Case(with_(ends.scaler, True), minibatches=6),
+    "GradScaler without unscale_": Case(with_(ends.scaler, False), minibatches=6),
+    "GradScaler, fused optimizer": Case(with_(ends.scaler, False, fused=True), minibatches=6),
+    "optimizer.step alone": Case(ends.step_alone),
+    "two optimizers": Case(ends.two_optimizers),
+    "two optimizers, one seldom": Case(ends.one_of_two_optimizers),
+    "closure": Case(with_(ends.closure, False)),
+    "closure by keyword": Case(with_(ends.closure, True)),
+    "schedulers": Case(ends.schedulers),
+    "accumulation": Case(with_(loops.accumulation, False), TOLERANCE),
+    "accumulation without sync": Case(with_(loops.accumulation, True), TOLERANCE),
+    "accumulation without sync, deterministic": Case(loops.accumulation_without_sync_and_deterministic),
+    "zero_grad after the step": Case(with_(loops.clearing, "none")),
+    "zero_grad before forward": Case(with_(loops.clearing, "none", first=True)),
+    "zero_grad in place": Case(with_(loops.clearing, "in place")),
+    "zero_grad in place before forward": Case(with_(loops.clearing, "in place", first=True)),
+    "zero_grad of the module": Case(with_(loops.clearing, "module")),
+    "grad = None by hand": Case(with_(loops.clearing, "by hand")),
+    "grad = None by hand before forward": Case(with_(loops.clearing, "by hand", first=True)),
+    "grad.zero_() by hand": Case(with_(loops.clearing, "by hand in place")),
+    "zero_grad never": Case(loops.never_cleared, minibatches=2),
+    "zero_grad twice": Case(loops.cleared_between_backward_passes),
+    "gradients changed by hand": Case(loops.gradients_moved_by_hand),
+    "gradients kept by reference": Case(loops.gradients_kept_by_reference),
+    "a rank without microbatches": Case(loops.without_microbatches, minibatches=6),
+    "evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
+    "evaluation in inference mode": Case(with_(loops.evaluation, torch.inference_mode), TOLERANCE),
+    "evaluation only": Case(loops.evaluation_only, minibatches=0, pushes=False),
+    "collectives of the script": Case(loops.logging_between),
+    "checkpointing": Case(with_(models.checkpointing, False)),
+    "checkpointing, reentrant": Case(with_(models.checkpointing, True)),
+    "checkpoint_wrapper": Case(models.wrapped_checkpointing),
+    "checkpoint_wrapper, reentrant": Case(REENTRANT_WRAPPER),
+    "tied weights in the root": Case(models.tied_in_the_root),
+    "tied weights in a list": Case(models.tied_in_a_list),
+    "unit of a list": Case(models.unit_of_a_list),
+    "root without parameters": Case(models.root_without_parameters),
+    "units without a root": Case(models.units_without_a_root),
+    "policy and reference": Case(models.policy_and_reference, minibatches=None, pushes=False),
+    "reference that follows its policy": Case(models.following_reference, minibatches=None, pushes=False),
+    "reference stays plain": Case(models.reference_stays_plain),
+    "two trained models": Case(models.two_trained_models, minibatches=None, tolerance=TOLERANCE),
+    "one optimizer for two models": Case(models.one_optimizer_for_two_models),
+    "prefetching": Case(models.prefetching),
+    "set_reshard_after_backward": Case(models.kept_after_backward, TOLERANCE),
+    "set_reshard_after_forward": Case(models.toggled_resharding),
+    "unshard by hand": Case(models.gathered_by_hand),
+    "CPUOffloadPolicy": Case(models.offloaded),
+    "ignored_params": Case(models.with_ignored_parameters),
+    "meta device, to_empty": Case(with_(models.from_meta, False)),
+    "meta device, assign": Case(with_(models.from_meta, True)),
+    "load after patching": Case(with_(models.loaded_after_patching, False), minibatches=None),
+    "load after patching, assign": Case(with_(models.loaded_after_patching, True), minibatches=None),
+    "add_param_group": Case(models.added_at_the_end),
+    "averages in a step hook": Case(models.weight_averages),
+    **reading.CASES,
+    **reading.FSDP2_CASES,
+    **kept.CASES,
+}
+COMPILED = {
+    "aot_eager": Case(with_(models.compiled, "aot_eager"), minibatches=2),
+}
+
+
+HYBRID = {
+    "hybrid": Case(hybrid.plain),
+    "hybrid, accumulation": Case(with_(hybrid.accumulation, False), TOLERANCE),
+    "hybrid, set_requires_all_reduce": Case(with_(hybrid.accumulation, True), TOLERANCE),
+    "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
+    "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
+}
+ALL = {**CASES, **COMPILED, **HYBRID, **PAIRS}
+OTHERS = pairs_of("fsdp1")
+GROUPS = {"two": CASES, "compiled": COMPILED, "hybrid": HYBRID, "pairs": pairs_of("fsdp2"), "other pairs": OTHERS}
+
+
+def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
+    """Per script: the largest difference between plain and patched, or how it failed."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    if world_size == 4:
+        os.environ["ODC_HOST_ID"] = f"host-{rank // 2}"
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {name: difference(ALL[name], lambda patched: Run(rank, world_size, patched, mesh)) for name in names}
+
+
+@functools.cache
+def found(group: str) -> list[dict[str, float | str]]:
+    return run_ranks(4 if group == "hybrid" else 2, differences, list(GROUPS[group]), timeout_s=300)
+
+
+def check(group: str, name: str) -> None:
+    for of_rank in found(group):
+        worst = of_rank[name]
+        assert not isinstance(worst, str), worst
+        assert worst <= ALL[name].tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scripts_keep_their_numbers(name: str) -> None:
+    check("two", name)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in OTHERS else name for name in PAIRS]
+)
+def test_pairs_of_what_a_loop_may_do_keep_their_numbers(name: str) -> None:
+    check("other pairs" if name in OTHERS else "pairs", name)
+
+
+def test_every_pair_of_what_a_loop_may_do_is_in_a_script() -> None:
+    loops = covering(FACTORS)
+    assert len(loops) == len(PAIRS) < 70  # of tens of thousands
+    met = {pair for loop in loops for pair in pairs(loop)}
+    assert met == set(all_pairs(FACTORS))
+    for one, values in FACTORS.items():
+        for other, other_values in FACTORS.items():
+            expected = {((one, a), (other, b)) for a in values for b in other_values} if one < other else set()
+            lacking = {pair for pair in expected if pair not in met and pair[::-1] not in met}
+            assert not lacking, lacking
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks(name: str) -> None:
+    check("compiled", name)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_sharding_over_two_hosts(name: str) -> None:
+    check("hybrid", name)
+
+
+# What cannot be followed is refused by name
+
+
+def lbfgs(model: nn.Module, rank: int) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: loss_of(model, tokens(0, rank, 0)))
+
+
+def norm_of_no_gradients(model: nn.Module, rank: int) -> None:
+    """Clipping in two parts on a rank that had no microbatch: its norm is not that of the gradients to come."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+
+
+def partly_cleared(model: nn.Module, rank: int) -> None:
+    loss_of(model, tokens(0, rank, 0)).backward()
+    model.blocks.zero_grad()  # type: ignore[operator, union-attr]
+
+
+def partly_cleared_by_hand(model: nn.Module, rank: int) -> None:
+    loss_of(model, tokens(0, rank, 0)).backward()
+    next(model.parameters()).grad = None
+    loss_of(model, tokens(0, rank, 1)).backward()
+
+
+def norm_of_final_gradients(model: nn.Module, rank: int, session: odc.Session) -> None:
+    loss_of(model, tokens(0, rank, 0)).backward()
+    session.finish()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert float(norm.full_tensor()) > 1.0
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+    assert float(clip_grad_norm_(model.parameters(), 1.0).full_tensor()) == pytest.approx(0.5, rel=1e-4)
+
+
+REFUSED = (
+    lbfgs,
+    norm_of_no_gradients,
+    partly_cleared,
+    partly_cleared_by_hand,
+)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    run = Run(rank, world_size, True, init_device_mesh("cpu", (world_size,)))
+    found = []
+    for script in REFUSED:
+        model = run.net()
+        with odc.patch_fsdp(model):
+            try:
+                script(model, rank)
+                found.append("nothing raised")
+            except odc.OdcError as error:
+                found.append(str(error))
+    model = run.net()
+    with odc.patch_fsdp(model) as session:
+        norm_of_final_gradients(model, rank, session)
+    return found
+
+
+@functools.cache
+def refused() -> list[list[str]]:
+    return run_ranks(2, refusals)
+
+
+def test_lbfgs_is_refused() -> None:
+    assert all("LBFGS" in of_rank[0] for of_rank in refused())
+
+
+def test_a_norm_of_gradients_that_are_not_final_is_refused() -> None:
+    """Else it would be zero, and nothing would be clipped."""
+    assert all("session.finish()" in of_rank[1] for of_rank in refused())
+
+
+def test_a_part_of_the_gradients_that_others_have_added_up_cannot_be_cleared() -> None:
+    for of_rank in refused():
+        assert "Module.zero_grad between backward and step" in of_rank[2]
+        assert "setting .grad to None between backward and step" in of_rank[3]
+        assert all(".discard() does" in text for text in of_rank[2:4])

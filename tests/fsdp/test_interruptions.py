@@ -1,0 +1,435 @@
+"""Layer 3: ranks as processes. Passes that an exception has interrupted: the result is that of plain FSDP, or an
+error that says so; never other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_ranks import assert_one_says, run_ranks, start_ranks
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import checkpoint
+from training import (
+    TOLERANCE,
+    Net,
+    build,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    largest_difference,
+    loss_of,
+    shard,
+    tokens,
+    wrap,
+)
+
+import odc
+from odc.fsdp_patch.compat import torch_version
+
+KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
+
+
+class Interrupted(Exception):
+    """What the scripts below catch."""
+
+
+class Raise(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise Interrupted
+
+
+def make(kind: str, model: Net | None = None) -> Any:
+    model = model or build(num_blocks=2)
+    if kind == "fsdp2":
+        return shard(model, 2)
+    if kind == "fsdp1-bare-root":  # has no parameters of its own
+        units = {model.embed, model.head, *model.blocks}
+        return wrap(model, auto_wrap_policy=CustomPolicy(lambda module: module in units), use_orig_params=True)
+    return wrap(model, use_orig_params=kind == "fsdp1")
+
+
+def parameters_of(model: nn.Module) -> dict[str, Any]:
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    return full_parameters_of_fsdp1(model) if is_fsdp1 else full_parameters(model)
+
+
+def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight: float = 0.02) -> None:
+    (loss_of(model, tokens(step, rank, microbatch)) * weight).backward()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def finish_step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def interrupting(module: nn.Module) -> Iterator[None]:
+    """The forward of ``module`` raises; the script catches it."""
+
+    def interrupt(*args: Any) -> None:
+        raise Interrupted
+
+    hook = module.register_forward_pre_hook(interrupt)
+    with pytest.raises(Interrupted):
+        yield
+    hook.remove()
+
+
+@contextmanager
+def interrupting_backward(module: nn.Module) -> Iterator[None]:
+    """The backward raises before that of ``module``; the script catches it."""
+    hook = module.register_forward_hook(lambda module, args, output: Raise.apply(output))
+    with pytest.raises(Interrupted):
+        yield
+    hook.remove()
+
+
+# Scripts. Rank 1 is interrupted in step 1; under plain FSDP it runs a microbatch of weight 0 instead.
+
+Script = Callable[[str, int, odc.Session | None, Any], dict[str, Any]]
+
+
+def forward_interrupted(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    """A sample is skipped whose forward fails; it is the only one of this rank in that minibatch."""
+    optimizer, losses = sgd(model), {}
+    for step in range(4):
+        if step == 1 and rank == 1:
+            if session:
+                with interrupting(model.blocks[1].up):
+                    backward(model, step, rank)
+            else:
+                backward(model, step, rank, weight=0.0)
+        else:
+            backward(model, step, rank)
+        finish_step(optimizer)
+        with torch.no_grad():
+            losses[f"loss {step}"] = loss_of(model, tokens(9, rank, 0))
+        reshard_root(model)
+    return losses
+
+
+def reshard_root(model: nn.Module) -> None:
+    if not isinstance(model, FullyShardedDataParallel):
+        model.reshard()  # type: ignore[operator]
+
+
+def forward_interrupted_then_another(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    optimizer = sgd(model)
+    for step in range(4):
+        if session and step == 1 and rank == 1:
+            with interrupting(model.blocks[0].up):
+                backward(model, step, rank, 1)
+            with interrupting(model.blocks[1].up):
+                backward(model, step, rank, 1)
+        backward(model, step, rank)
+        finish_step(optimizer)
+    return {}
+
+
+def evaluation_interrupted(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    """After a step, before a minibatch in which rank 1 has no microbatch."""
+    optimizer = sgd(model)
+    for step in range(4):
+        if step == 1 and rank == 1:
+            if session:
+                with torch.no_grad(), interrupting(model.blocks[1].up):
+                    loss_of(model, tokens(9, rank, 0))
+            else:
+                backward(model, step, rank, weight=0.0)
+        else:
+            backward(model, step, rank)
+        finish_step(optimizer)
+    return {}
+
+
+def checkpointed_forward_interrupted(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    """Activation checkpointing, of both sorts, around units; the rank goes on with another microbatch, or none."""
+    optimizer = sgd(model)
+    for step in range(5):
+        with checkpointing(model, reentrant=step % 2 == 0):
+            if session and step in (1, 2) and rank == 1:
+                with interrupting(model.blocks[1].up):
+                    backward(model, step, rank, 1)
+            if step != 2 or rank == 0:
+                backward(model, step, rank)
+            elif not session:
+                backward(model, step, rank, weight=0.0)
+        finish_step(optimizer)
+    return {}
+
+
+@contextmanager
+def checkpointing(model: Any, reentrant: bool) -> Iterator[None]:
+    blocks = list(model.blocks)
+    forwards = [block.forward for block in blocks]
+    for block, forward in zip(blocks, forwards, strict=True):
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=reentrant)
+    yield
+    for block in blocks:
+        del block.forward
+
+
+def backward_interrupted_before_fsdp(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    optimizer = sgd(model)
+    for step in range(4):
+        if step != 1 or rank == 0:
+            backward(model, step, rank)
+        elif session:
+            with pytest.raises(Interrupted):
+                Raise.apply(loss_of(model, tokens(step, rank, 0))).backward()
+        else:
+            backward(model, step, rank, weight=0.0)
+        finish_step(optimizer)
+    return {}
+
+
+def backward_interrupted_before_any_gradient(
+    kind: str, rank: int, session: odc.Session | None, model: Any
+) -> dict[str, Any]:
+    """FSDP is in its backward, no gradient is there yet; after a microbatch that is whole, and without one. A gradient
+    of the step before stays in ``.grad``."""
+    optimizer = sgd(model)
+    for step in range(5):
+        if session and step in (1, 2) and rank == 1:
+            if step == 1:
+                backward(model, step, rank)
+            with interrupting_backward(model.head):
+                backward(model, step, rank, 1)
+        else:
+            backward(model, step, rank, weight=0.0 if step == 2 and rank == 1 else 0.02)
+        if step != 1:
+            finish_step(optimizer)
+        elif session:
+            session.finish()
+    return {}
+
+
+def whole_backward_passes(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    """Everything that a complete backward may look like: several backward calls, a graph that is used twice, no
+    synchronization, reentrant checkpointing, a closure."""
+    optimizer = sgd(model)
+    with without_sync(model):
+        backward(model, 0, rank, 1)
+    loss = loss_of(model, tokens(0, rank, 0)) * 0.01
+    loss.backward(retain_graph=kind == "fsdp2")
+    if kind == "fsdp2":  # FSDP1 has freed the parameters
+        loss.backward()
+    with checkpointing(model, reentrant=True):
+        (loss_of(model, tokens(0, rank, 2)) * 0.01).backward()
+    finish_step(optimizer)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model, 1, rank)
+        return 0.0
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    (loss_of(model, tokens(2, rank, 0)) + loss_of(model, tokens(2, rank, 1))).mul(0.01).backward()
+    finish_step(optimizer)
+    return {}
+
+
+@contextmanager
+def without_sync(model: Any) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def clipping_without_sync(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
+    """Clipping in each microbatch although the gradients of most are not there yet, which then are none."""
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(3):
+            with without_sync(model) if microbatch < 2 else nullcontext():
+                backward(model, step, rank, microbatch)
+            if kind == "fsdp2":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        finish_step(optimizer)
+    return {}
+
+
+SCRIPTS: dict[str, Script] = {
+    function.__name__: function
+    for function in (
+        forward_interrupted,
+        forward_interrupted_then_another,
+        evaluation_interrupted,
+        checkpointed_forward_interrupted,
+        backward_interrupted_before_fsdp,
+        backward_interrupted_before_any_gradient,
+        whole_backward_passes,
+        clipping_without_sync,
+    )
+}
+
+
+def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]:
+    """Of each script; where one fails, how."""
+    found: dict[str, float | str] = {}
+    for name, script in SCRIPTS.items():
+        results = []
+        for use_odc in (False, True):
+            model = make(kind)
+            session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
+            try:
+                losses = script(kind, rank, session, model)
+                results.append({**losses, **parameters_of(model)})
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+                if session:
+                    session.abort(error)
+            if session:
+                session.close()
+            dist.barrier()
+        if name not in found:
+            found[name] = largest_difference(results[1], results[0])
+    return found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, float | str]]:
+    return run_ranks(2, differences, request.param, timeout_s=400)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_give_what_they_give_under_plain_fsdp(found: list[dict[str, float | str]], name: str) -> None:
+    of_ranks = [of_rank[name] for of_rank in found]
+    assert all(isinstance(d, float) and d < TOLERANCE for d in of_ranks), of_ranks
+
+
+# What cannot be repaired is refused
+
+
+def interrupted_within_backward(rank: int, world_size: int, kind: str, then: str) -> None:
+    """Rank 1 has sent a part of a microbatch's gradients when its backward fails; or it has sent none, but FSDP, which
+    is in that backward still, does not hear of all gradients of the next one."""
+    model = make(kind)
+    session = odc.patch_fsdp(model, timeout_s=60)
+    optimizer = sgd(model)
+    for step in range(3):
+        if step == 1 and rank == 1:
+            backward(model, step, rank)
+            with interrupting_backward(model.head if then == "another after nothing" else model.blocks[0]):
+                backward(model, step, rank, 1)
+            if then.startswith("another after") or then == "another":
+                backward(model, step, rank, 2)
+            elif then == "another that skips":
+                (loss_of(model, tokens(step, rank, 2), skip=[1]) * 0.02).backward()
+        else:
+            backward(model, step, rank)
+        finish_step(optimizer)
+    session.close()
+
+
+INCOMPLETE = [
+    (kind, then) for kind in [*KINDS, "fsdp1-bare-root"] for then in ["nothing", "another", "another that skips"]
+]
+
+
+@pytest.mark.parametrize(("kind", "then"), [*INCOMPLETE, *((kind, "another after nothing") for kind in KINDS)])
+def test_a_backward_that_did_not_complete_is_not_used(kind: str, then: str) -> None:
+    if kind == "fsdp2" and then == "another" and torch_version() < (2, 11):
+        pytest.skip("FSDP2 itself raises in the forward of that other microbatch")
+    first, second = start_ranks(2, interrupted_within_backward, kind, then).join(150)
+    assert second.error_type == "ProtocolError", second.error
+    assert "did not complete" in (second.error or "")
+    assert "session.discard()" in (second.error or "")
+    assert first.error_type == "AbortedError", first.error
+    assert "did not complete" in (first.error or "")
+
+
+def discarded(rank: int, world_size: int, kind: str) -> float:
+    """All ranks give up the minibatch in which rank 1 was interrupted, and go on."""
+    results = []
+    for use_odc in (False, True):
+        model = make(kind)
+        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
+        optimizer = sgd(model)
+        for step in range(4):
+            if step == 1:
+                if session:
+                    with interrupting_backward(model.blocks[0]) if rank else nullcontext():
+                        backward(model, step, rank)
+                    session.discard()
+                continue
+            backward(model, step, rank)
+            finish_step(optimizer)
+        results.append(parameters_of(model))
+        if session:
+            session.close()
+    return largest_difference(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_did_not_complete_can_be_discarded(kind: str) -> None:
+    assert max(run_ranks(2, discarded, kind)) < TOLERANCE
+
+
+def never_synchronized(rank: int, world_size: int, kind: str, low: bool) -> None:
+    """All microbatches of rank 1 are without synchronization, not all of rank 0."""
+    if kind == "fsdp2" and low:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # gradients wait in another dtype then
+        model: Any = shard(build(num_blocks=2), 2, mp_policy=policy)
+    else:
+        model = make(kind)
+    session = odc.patch_fsdp(model, timeout_s=60)
+    with without_sync(model):
+        backward(model, 0, rank)
+    if rank == 0:
+        backward(model, 0, rank, 1)
+    finish_step(sgd(model))
+    session.close()
+
+
+@pytest.mark.parametrize(("kind", "low"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False), ("fsdp1-flat", False)])
+def test_gradients_that_were_not_sent_are_refused(kind: str, low: bool) -> None:
+    second = start_ranks(2, never_synchronized, kind, low).join(150)[1]
+    assert second.error_type == "ProtocolError", second.error
+    assert "still holds gradients of backward passes under no_sync()" in (second.error or "")
+
+
+def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
+    """An optimizer in backward. FSDP1 never calls the hooks of original parameters, under ODC as without."""
+    results = []
+    for use_odc in (False, True):
+        model = make(kind)
+        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
+        backward(model, 0, rank)
+        results.append(parameters_of(model))
+        if session:
+            session.close()
+    return largest_difference(results[1], results[0])
+
+
+def test_an_optimizer_in_backward_that_comes_after_patching_is_named() -> None:
+    results = start_ranks(2, hooked_after_patching, "fsdp2").join(150)
+    assert_one_says(results, "UnsupportedError", "has register_post_accumulate_grad_hook (optimizer in backward)")
+
+
+def test_hooks_that_fsdp1_ignores_are_ignored() -> None:
+    assert max(run_ranks(2, hooked_after_patching, "fsdp1")) < TOLERANCE

@@ -1,0 +1,338 @@
+"""Gradients read by hand, read twice, not used, or asked for too early."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from training import TOLERANCE, Net, build, loss_of, optimizer_of, tokens
+
+from fsdp_scripts.run import STEPS, Case, Outcome, Run, full, with_
+
+
+def clipping_what_has_a_gradient(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaling_by_hand(run: Run) -> None:
+    """As for a loss that is a sum: by the tokens of all ranks, known at the end."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1.0 / (step + 3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_by_hand(run: Run) -> Outcome:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def norm_of_a_map(run: Run) -> Outcome:
+    """Torch itself takes the gradients out of it."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        run.backward(model, step)
+        norms.append(full(get_total_norm(map(attrgetter("grad"), model.parameters()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": torch.stack(norms)}
+
+
+def compiled_scaling(run: Run) -> None:
+    """Gradients are first read inside a function that is compiled."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+
+    def scale(parameters: list[nn.Parameter], factor: torch.Tensor) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+
+    compiled = torch.compile(scale, backend="eager")
+    for step in range(STEPS):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+        compiled(list(model.parameters()), torch.tensor(1.0 / (step + 3)))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+
+
+def compiled_step(run: Run) -> None:
+    """With what comes before it and behind it. (Few parameters and a plain optimizer: the compiler unrolls both.)"""
+    model = run.shard(build(num_blocks=1))
+    run.patch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update() -> None:
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(update, backend="eager")
+    for step in range(STEPS):
+        run.backward(model, step)
+        compiled()
+    torch._dynamo.reset()
+
+
+def step_by_hand(run: Run, clear: str) -> None:
+    """No optimizer: gradients are read, used and cleared one by one."""
+    model = run.net()
+    run.patch(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is None:  # FSDP1, where this rank has none of it
+                    continue
+                if clear == "through data":
+                    parameter.data.sub_(0.5 * parameter.grad.data)
+                else:
+                    parameter -= 0.5 * parameter.grad
+                if clear != "by hand":
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+
+
+def forward_method(run: Run, inside: bool) -> None:
+    """Every second step is skipped and its gradients stay. The loop never calls the model itself; or it does, and the
+    model calls such a method of its own without a graph."""
+    model = run.net()
+    register_fsdp_forward_method(model, "logits")
+    register_fsdp_forward_method(model.blocks[0], "alone")
+    if inside:
+        model.forward = functools.partial(forward_behind_method, model, model.forward)  # type: ignore[method-assign]
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        inputs = tokens(step, run.rank, 0)
+        (loss_of(model if inside else model.logits, inputs) * 0.02).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step % 2 == 0:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def forward_behind_method(model: Net, forward: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.blocks[0].alone(model.embed(inputs))  # type: ignore[operator]
+    return forward(inputs)
+
+
+def clipping_in_two_parts(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        clip_grads_with_norm_(model.parameters(), 0.2, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_after_the_step(run: Run) -> Outcome:
+    """Logged when the gradients have been used; cleared only behind the next forward."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    norms = []
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        norms.append(full(clip_grad_norm_(model.parameters(), float("inf"))))
+    return {"norms": torch.stack(norms)}
+
+
+def clipping_every_microbatch(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for microbatch in range(3):
+            run.backward(model, step, microbatch)
+            clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_steps(run: Run, in_place: bool, behind_forward: bool) -> None:
+    """The script itself skips every second step when it sees the norm."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0))
+        if behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step % 2:
+            optimizer.step()
+        if not behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+
+
+def skipped_by_a_scaler(run: Run, in_place: bool, behind_forward: bool) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        loss = loss_of(model, tokens(step, run.rank, 0)) * (float("inf") if step == 1 else 1.0)
+        if behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not behind_forward:
+            optimizer.zero_grad(set_to_none=not in_place)
+
+
+def skipped_without_gradients(run: Run) -> None:
+    """No rank has a microbatch and the step is skipped; in the next minibatch one rank has none."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        idle = step == 1 or (step == 2 and run.rank == 0)
+        run.backward_unless(idle, model, step)
+        clip_grad_norm_(model.parameters(), 0.5)
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_state_early(run: Run, optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Asked for between backward and step, when the optimizer has none yet."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_class(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    for step in range(STEPS):
+        run.backward(model, step)
+        get_optimizer_state_dict(model, optimizer)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow the fast ones of another optimizer, and pull them back every second step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.steps += 1
+        fast = [p for group in self.param_groups for p in group["params"]]
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for p, slow in zip(fast, self.slow, strict=True):
+                    slow.lerp_(p.detach(), 0.5)
+                    p.copy_(slow)
+
+
+def nested_optimizers(run: Run) -> None:
+    model = run.net()
+    run.patch(model)
+    optimizer = Lookahead(optimizer_of(model))
+    for step in range(STEPS):
+        run.backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def discarded(run: Run) -> None:
+    """A minibatch that every rank throws away: plain FSDP clears the gradients."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        run.backward(model, step)
+        if step == 1:
+            if run.patched:
+                run.live_sessions()[0].discard()
+            optimizer.zero_grad()
+            continue
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clear_by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CASES = {
+    "clipping what has a gradient": Case(clipping_what_has_a_gradient),
+    "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
+    "norm by hand": Case(norm_by_hand),
+    "gradients scaled in a compiled function": Case(compiled_scaling, TOLERANCE),
+    "compiled step": Case(compiled_step),
+    "step by hand": Case(with_(step_by_hand, "by hand")),
+    "step by hand, cleared in place": Case(with_(step_by_hand, "in place")),
+    "step by hand through data": Case(with_(step_by_hand, "through data")),
+    "clipping in two parts": Case(clipping_in_two_parts),
+    "norm after the step": Case(norm_after_the_step, minibatches=None),
+    "clipping every microbatch": Case(clipping_every_microbatch, TOLERANCE, minibatches=3 * STEPS),
+    "skipped steps": Case(with_(skipped_steps, False, False)),
+    "skipped steps, cleared in place": Case(with_(skipped_steps, True, False)),
+    "skipped steps, cleared behind forward": Case(with_(skipped_steps, False, True)),
+    "skipped steps, cleared in place behind forward": Case(with_(skipped_steps, True, True)),
+    "skipped by a scaler": Case(with_(skipped_by_a_scaler, False, False)),
+    "skipped by a scaler, cleared in place": Case(with_(skipped_by_a_scaler, True, False)),
+    "skipped by a scaler, cleared behind forward": Case(with_(skipped_by_a_scaler, False, True)),
+    "skipped without gradients": Case(skipped_without_gradients),
+    "optimizer state asked for early": Case(with_(optimizer_state_early, torch.optim.AdamW)),
+    "optimizer state asked for early, SGD": Case(with_(optimizer_state_early, torch.optim.SGD)),
+    "nested optimizers": Case(nested_optimizers),
+    "a minibatch thrown away": Case(discarded),
+}
+FSDP2_CASES = {
+    "norm of a map": Case(norm_of_a_map),
+    "forward method": Case(with_(forward_method, False)),
+    "forward method inside a forward": Case(with_(forward_method, True)),
+}

@@ -1,0 +1,132 @@
+"""What the scripts share: a run on one rank, plain or patched, and how exact its numbers must be."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
+from training import Net, build, largest_difference, loss_of, optimizer_of, tokens
+
+import odc
+
+STEPS = 3
+Outcome = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """One run of a script on one rank."""
+
+    rank: int
+    world_size: int
+    patched: bool
+    mesh: DeviceMesh
+    models: list[nn.Module] = field(default_factory=list)
+    sessions: list[weakref.ref[odc.Session]] = field(default_factory=list)
+
+    def patch(self, model: nn.Module, **options: Any) -> None:
+        """The one line. As in a script, nobody keeps what it returns."""
+        self.models.append(model)
+        if self.patched:
+            self.sessions.append(weakref.ref(odc.patch_fsdp(model, **options)))
+
+    def live_sessions(self) -> list[odc.Session]:
+        found = [session() for session in self.sessions]
+        assert None not in found, "a session must live as long as its model"
+        return [session for session in found if session is not None]
+
+    def backward(self, model: nn.Module, step: int, microbatch: int = 0, **options: Any) -> torch.Tensor:
+        loss = loss_of(model, tokens(step, self.rank, microbatch), **options)
+        (loss * 0.02).backward()
+        return loss.detach()
+
+    def backward_unless(self, idle: bool, model: nn.Module, step: int) -> None:
+        """A microbatch, if this rank has one. Plain FSDP needs one of weight zero where it has none."""
+        if not idle:
+            self.backward(model, step)
+        elif not self.patched:
+            (loss_of(model, tokens(step, self.rank, 0)) * 0.0).backward()
+
+    def net(self, **options: Any) -> Net:
+        return self.shard(build(num_blocks=2), **options)
+
+    def shard(self, model: Net, **options: Any) -> Net:
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh, **options)
+        fully_shard(model, mesh=self.mesh, **options)
+        return model
+
+
+Script = Callable[[Run], Outcome | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, and how far its numbers may be from those of plain FSDP2."""
+
+    script: Script
+    tolerance: float = 0.0
+    minibatches: int | None = STEPS  # of each session; None: they differ
+    pushes: bool = True
+
+
+def with_(script: Callable[..., Outcome | None], *args: Any, **options: Any) -> Script:
+    return lambda run: script(run, *args, **options)
+
+
+def train(run: Run, model: nn.Module, steps: int = STEPS, **options: Any) -> None:
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        run.backward(model, step, **options)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def perform(case: Case, run: Run) -> Outcome:
+    """Run a script; returns what it returns and the parameters of its models in the end."""
+    try:
+        found = case.script(run) or {}
+        for session in run.live_sessions():
+            stats = session.stats()
+            assert stats.gathers, "patched, yet nothing was gathered on demand"
+            assert stats.pushes or not case.pushes, "patched, yet nothing was pushed"
+            assert case.minibatches in (None, stats.minibatches), f"{stats.minibatches} minibatches"
+        for index, model in enumerate(run.models):
+            found.update({f"parameter {index} {n}": p for n, p in model.named_parameters()})
+        parts = {key: _local(value) for key, value in found.items()}  # each rank compares what it has
+        return {key: part for key, part in parts.items() if part.numel()}  # FSDP1 shards may be empty
+    finally:
+        for session in run.live_sessions():
+            session.close()
+
+
+def full(value: Any) -> torch.Tensor:
+    """The whole of a DTensor; of anything else this rank's part."""
+    tensor: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach().clone()
+
+
+def _local(value: Any) -> torch.Tensor:
+    """This rank's part."""
+    tensor: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return tensor.detach().clone()
+
+
+def difference(case: Case, make_run: Callable[[bool], Run]) -> float | str:
+    """The largest difference between plain and patched, or how the script failed."""
+    try:
+        plain, ours = (perform(case, make_run(patched)) for patched in (False, True))
+    except Exception:
+        return traceback.format_exc()
+    if set(plain) == set(ours) and all(torch.equal(plain[key], ours[key]) for key in plain):
+        return 0.0
+    return largest_difference(ours, plain)

@@ -1,0 +1,275 @@
+"""Layer 4: unmodified scripts of three training libraries, on two ranks, as ``torchrun`` and ``odc run`` start them.
+
+Ranks are forks of a process that has the libraries; with `-m extended` whole commands start cold, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_trainers import losses_of, samples
+
+from odc.bench.harness.warm_launch import WarmLauncher, output_of
+
+ROOT = Path(__file__).parents[2]
+RANKS = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
+ODC_RUN = [sys.executable, "-m", "odc", "run", *RANKS]
+SCRIPTS = ["accelerate_sft", "hf_trainer", "trl_sft"]
+STEPS = 4
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+LIBRARIES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "accelerate", "datasets"),
+    *("transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer"),
+)
+further = functools.partial(pytest.param, marks=pytest.mark.extended)
+
+
+def command(words: list[str], folder: Path, code: int = 0) -> str:
+    """What a command printed."""
+    env = {**os.environ, **OFFLINE}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode != 0) == (code != 0), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def options_of(script: str, *options: str) -> list[str]:
+    return [str(ROOT / "examples" / f"{script}.py"), "--steps", str(STEPS), "--log-json", "out.json", *options]
+
+
+def losses_in(folder: Path) -> list[float]:
+    """Of each step of an example that has run there."""
+    result: list[float] = json.loads((folder / "out.json").read_text())["losses"]
+    assert len(result) == STEPS
+    return result
+
+
+def losses(launcher: list[str], script: str, folder: Path, *options: str) -> tuple[list[float], str]:
+    """Of an example started by a command, and what it printed."""
+    text = command([*launcher, *options_of(script, *options)], folder)
+    return losses_in(folder), text
+
+
+Warm = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Runs a script in a folder, ``with_odc`` or plain; returns what it printed."""
+    launcher = WarmLauncher(LIBRARIES, {**os.environ, **OFFLINE})
+
+    def run(words: list[str], folder: Path, *, with_odc: bool, code: int = 0) -> str:
+        codes = launcher.run(words, folder, with_odc=with_odc)
+        text = "".join(output_of(folder, rank).read_text() for rank in range(len(codes)))
+        assert any(codes) == (code != 0), text
+        return text
+
+    yield run
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Callable[[str], list[float]]:
+    """Losses of a script with FSDP2's collectives, once; with FSDP1's they are the same to 1e-6."""
+
+    @functools.cache
+    def of_script(script: str) -> list[float]:
+        folder = tmp_path_factory.mktemp(script)
+        warm(options_of(script), folder, with_odc=False)
+        return losses_in(folder)
+
+    return of_script
+
+
+@pytest.mark.parametrize(
+    ("script", "version"),
+    [
+        ("hf_trainer", "2"),
+        ("accelerate_sft", "2"),
+        ("trl_sft", "2"),
+        further("accelerate_sft", "1"),
+        further("hf_trainer", "1"),
+        further("trl_sft", "1"),
+    ],
+)
+def test_odc_run_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], warm: Warm, script: str, version: str
+) -> None:
+    text = warm(options_of(script, "--fsdp-version", version), tmp_path, with_odc=True)
+    assert losses_in(tmp_path) == pytest.approx(plain(script), rel=1e-5)
+    assert re.search(rf"odc: patched \w+ForCausalLM \(FSDP{version}\): \d units over 2 ranks", text)
+
+
+BALANCED = ["--balance", "lb-mini", "--max-tokens", "450"]
+
+
+def test_balance_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], warm: Warm
+) -> None:
+    text = warm([*BALANCED, *options_of("hf_trainer")], tmp_path, with_odc=True)
+    assert_balanced(losses_in(tmp_path), text, plain("hf_trainer"))
+
+
+def assert_balanced(ours: list[float], text: str, expected: list[float]) -> None:
+    assert ours == pytest.approx(expected, rel=1e-5)
+    planned = re.search(r"balanced by lb-mini: (\d+) minibatches planned; .*, (\d+) to (\d+) in a minibatch", text)
+    assert planned is not None
+    assert int(planned[1]) == STEPS
+    assert 0 < int(planned[2]) < int(planned[3])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("script", "version"), [("accelerate_sft", "2"), ("hf_trainer", "2"), ("trl_sft", "1"), ("trl_sft", "2")]
+)
+def test_lb_mini_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], script: str, version: str
+) -> None:
+    """The whole command, cold."""
+    own = ["--balance", "lb-mini"] if script == "accelerate_sft" else []  # the script's own line, and no option of ours
+    launcher = [*ODC_RUN, *([] if own else BALANCED)]
+    ours, text = losses(launcher, script, tmp_path, "--fsdp-version", version, *own)
+    assert f"(FSDP{version}): " in text
+    if own:
+        assert ours == pytest.approx(plain(script), rel=1e-5)
+    else:
+        assert_balanced(ours, text, plain(script))
+
+
+CHANGED_EXAMPLE = """
+import sys
+sys.path.insert(0, {examples!r})
+import hf_trainer, transformers
+{change}
+hf_trainer.main()
+"""
+
+
+def changed_example(folder: Path, change: str) -> Path:
+    """``examples/hf_trainer.py`` with lines before its ``main()``."""
+    script = folder / "changed.py"
+    script.write_text(CHANGED_EXAMPLE.format(examples=str(ROOT / "examples"), change=change))
+    return script
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("version", [pytest.param("1", marks=pytest.mark.extended), "2"])
+def test_lb_micro_over_collectives_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], version: str
+) -> None:
+    script = changed_example(tmp_path, "from odc.trainers import install\ninstall('lb-micro', 450)")
+    options = ["--steps", str(STEPS), "--log-json", "out.json", "--fsdp-version", version]
+    text = command([*TORCHRUN, str(script), *options], tmp_path)
+    assert json.loads((tmp_path / "out.json").read_text())["losses"] == pytest.approx(plain("hf_trainer"), rel=1e-5)
+    assert "odc: patched" not in text
+
+
+def test_a_model_whose_packed_samples_see_one_another_is_refused_on_all_ranks(tmp_path: Path, warm: Warm) -> None:
+    made = (
+        "config = transformers.OPTConfig(vocab_size=512, hidden_size=32, ffn_dim=64, num_hidden_layers=2,"
+        " num_attention_heads=2, word_embed_proj_dim=32)\n"
+        "hf_trainer.build_model = lambda: transformers.OPTForCausalLM(config)"
+    )
+    script = changed_example(tmp_path, made)
+    text = warm(["--balance", "lb-mini", str(script), "--steps", "1"], tmp_path, with_odc=True, code=1)
+    assert text.count("OPTForCausalLM does not tell packed samples apart by position_ids") == 2
+
+
+@pytest.mark.extended
+def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+    script = str(ROOT / "tests" / "lifecycle_script.py")
+    for name, launcher in (("plain", TORCHRUN), ("ours", [*ODC_RUN, "--balance", "lb-mini", "--max-tokens", "64"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        command([*launcher, script, str(folder)], folder)
+        results.append(json.loads((folder / "result.json").read_text()))
+    plain, ours = results
+    assert len(plain["losses"]) == 8
+    for kind in ("losses", "resumed", "evaluations"):
+        assert ours[kind] == pytest.approx(plain[kind], rel=1e-5), kind
+
+
+@pytest.mark.parametrize("kind", ["indexed", "4", further("iterable"), further("1"), further("3")])
+def test_online_scripts_train_on_what_one_process_would_and_resume(tmp_path: Path, warm: Warm, kind: str) -> None:
+    """A dataset with indices, ``datasets`` in so many shards, an iterable; with evaluations in between."""
+    words = ["--online", "--max-tokens", "64", str(ROOT / "tests/rigs/online_script.py"), ".", kind]
+    text = warm(words, tmp_path, with_odc=True)
+    assert re.search(r"balanced online: 13 minibatches of 1\d\.\d samples on average; microbatches of this rank", text)
+    ranks = [json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
+    whole, rest = (
+        [[tokens for rank in ranks for tokens in rank[name]["steps"][step]] for step in range(count)]
+        for name, count in (("whole", 8), ("rest", 5))
+    )
+    assert ranks[0]["whole"]["losses"] == pytest.approx(losses_of(tmp_path, whole, 8), rel=1e-5)
+    assert rest == whole[3:]
+    assert [r["rest"]["losses"][-5:] for r in ranks] == [r["whole"]["losses"][3:] for r in ranks]
+    if kind == "indexed":
+        every = sorted(sample["input_ids"] for sample in samples(41))
+        for epoch in (whole[:4], whole[4:]):
+            assert sorted(tokens for step in epoch for tokens in step) == every
+
+
+STREAMS_AND_ENDS = """
+import torch.distributed as dist
+from odc.balance import StreamLoader
+dist.init_process_group("gloo")
+where = {"max_tokens": 64, "length": lambda i: 1 + i % 40, "grouping": "pack", "comm": "odc"}
+loader = StreamLoader(range(200), list, dist.get_rank(), 2, align="minibatch", minibatch_size=4, **where)
+assert sum(1 for _ in loader) == 25
+"""
+
+
+def test_a_script_with_a_stream_ends_well(tmp_path: Path, warm: Warm) -> None:
+    """As soon as it has done its work, with nothing closed: a thread that is at it then would have it aborted."""
+    (tmp_path / "script.py").write_text(STREAMS_AND_ENDS)
+    for _ in range(3):
+        warm(["script.py"], tmp_path, with_odc=False)
+
+
+@pytest.mark.extended
+def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -> None:
+    _, text = losses([*ODC_RUN, "--balance", "lb-mini"], "accelerate_sft", tmp_path)
+    assert "--balance lb-mini had no effect" in text
+    assert "odc.trainers.minibatches" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--balance", "lb-nano"], "policy 'lb-nano' is not known"),
+        (["--max-tokens", "5"], "give one of them, too"),
+        (["--pool-size", "5"], "--pool-size is of --online"),
+        (["--online"], "--online needs --max-tokens"),
+        (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
+        (["--online", "--max-tokens", "0"], "--online: max_tokens=0: expected at least 1"),
+    ],
+)
+def test_bad_options_end_the_run_before_the_script(tmp_path: Path, warm: Warm, options: list[str], named: str) -> None:
+    (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")
+    text = warm([*options, "script.py"], tmp_path, with_odc=True, code=1)
+    assert named in text
+    assert "the script ran" not in text
+
+
+def test_lb_mini_over_collectives_is_refused_with_the_reason(tmp_path: Path, warm: Warm) -> None:
+    """By each rank of the demo's script, before it meets the others."""
+    words = [str(ROOT / "examples/sft.py"), "--comm", "collective", "--policy", "lb-mini"]
+    text = warm(words, tmp_path, with_odc=False, code=2)
+    assert text.count("use --comm odc, or --policy lb-micro") == 2
+
+
+@pytest.mark.extended
+def test_lb_mini_in_a_loop_over_collectives_is_refused(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "accelerate_sft.py")
+    text = command([*TORCHRUN, script, "--steps", "1", "--balance", "lb-mini"], tmp_path, code=1)
+    assert "start the script with `odc run`" in text
