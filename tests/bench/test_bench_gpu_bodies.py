@@ -141,7 +141,7 @@ def test_a_device_that_waits_for_a_slow_one_is_seen(
         found = {"plan": plan.name, "accumulate": mode, "fast_s": summary, "total_s": summary, "lockstep_s": 1.0}
         return {**found, "of_own": ratios[0], "of_longest": ratios[1]}
 
-    monkeypatch.setattr(uneven, "measure", measured)
+    monkeypatch.setattr(uneven, "measure_plan", measured)
     with pytest.raises(CheckFailedError, match="one rank 10x slower, daemon: ranks took"):
         uneven.check(STREAMS)
     of_own = of_longest = 1.0
