@@ -250,7 +250,7 @@ def figures_table(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 20 s",
+    "3 min, quick 30 s",
     (
         Table(
             "rows",

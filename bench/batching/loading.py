@@ -191,7 +191,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "2 min, quick 40 s",
+    "2 min, quick 20 s",
     (
         Table(
             "rows",

@@ -237,7 +237,7 @@ def measure(
 
 BENCHMARK = Benchmark(
     measure,
-    "1 min, quick 15 s",
+    "1 min, quick 50 s",
     (
         Table(
             "rows",

@@ -389,7 +389,7 @@ def _costs(title: str, key: str, form: str) -> Table:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 20 s",
+    "3 min, quick 40 s",
     (
         _costs(f"CPU us of the calling thread, one call, median (20th-80th percentile); {_WHERE}", "cpu_us", ".1f"),
         _costs("the same over the number of owners", "cpu_us_per_owner", ".1f"),

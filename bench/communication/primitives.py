@@ -340,7 +340,7 @@ def figures_tcp(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "6 min, quick 20 s",
+    "6 min, quick 40 s",
     (
         Table(
             "rows",

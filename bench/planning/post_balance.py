@@ -195,7 +195,7 @@ def measure(
 _LAW, _NUM_RANKS = Column("law", "law"), Column("ranks", "num_ranks")
 BENCHMARK = Benchmark(
     measure,
-    "4 min, quick 15 s",
+    "4 min, quick 10 s",
     (
         Table(
             "quality",

@@ -90,7 +90,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 30 s",
+    "3 min, quick 50 s",
     (runs_table(),),
     quick={"repetitions": 1, "minibatches": 8},
     needs="the extra examples, the repository",

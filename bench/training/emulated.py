@@ -362,7 +362,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "2 min, quick 15 s",
+    "2 min, quick 20 s",
     (
         Table(
             "runs",

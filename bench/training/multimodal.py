@@ -190,7 +190,7 @@ def figures_table(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "4 min, quick 40 s",
+    "4 min, quick 30 s",
     (
         runs_table(
             Column("exchanges per minibatch", "exchanges_per_minibatch", ".1f"),

@@ -362,7 +362,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "8 min, quick 30 s",
+    "8 min, quick 40 s",
     (
         Table(
             "runs",

@@ -89,7 +89,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "20 min, quick 40 s",
+    "20 min, quick 30 s",
     (
         Table(
             "by_transport_and_action",

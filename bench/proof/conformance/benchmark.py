@@ -62,7 +62,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 20 s",
+    "3 min, quick 30 s",
     (
         Table(
             "counts", "{summary}", (Column("precision", "precision"), Column("", "status")), (Column("cells", "cells"),)

@@ -83,7 +83,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "15 min, quick 40 s",
+    "15 min, quick 30 s",
     (
         Table(
             "by_kind",
