@@ -17,10 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
-	$(PY) -m odc.bench.demo --out runs/demo
+	$(VENV)/bin/odc bench demo --out runs/demo
 
 demo-multimodal: $(STAMP)  ## train a tiny Qwen2.5-Omni four ways on 2 CPU ranks and compare them (runs/multimodal)
-	$(PY) -m odc.bench.multimodal --out runs/multimodal
+	$(VENV)/bin/odc bench multimodal --out runs/multimodal
 
 # Hundreds of interpreters are started: each would compile all of odc, should the environment forbid to keep that.
 PYTEST = env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/supervising.py -m pytest
@@ -44,13 +44,13 @@ lint: $(STAMP)  ## ruff, then mypy --strict on the package
 
 bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (runs/primitives.json)
 	mkdir -p runs
-	$(VENV)/bin/torchrun --nproc-per-node 2 -m odc.bench.primitives --json runs/primitives.json
+	$(VENV)/bin/odc bench primitives --json runs/primitives.json
 
 bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 12 minutes)
-	$(PY) -m odc.bench.tables --json runs/tables.json
-	$(PY) -m odc.bench.partition_speed --json runs/partition_speed.json
-	$(PY) -m odc.bench.partition_quality --json runs/partition_quality.json
-	$(PY) -m odc.bench.post_balance --json runs/post_balance.json
+	$(VENV)/bin/odc bench tables --json runs/tables.json
+	$(VENV)/bin/odc bench partition-speed --json runs/partition_speed.json
+	$(VENV)/bin/odc bench partition-quality --json runs/partition_quality.json
+	$(VENV)/bin/odc bench post-balance --json runs/post_balance.json
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .venv-torch build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

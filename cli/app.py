@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from odc._version import __version__
+from odc.cli.bench import bench
 from odc.cli.doctor import doctor
 from odc.cli.plan import plan
 from odc.cli.run import run
@@ -25,7 +26,7 @@ app = typer.Typer(
     help="On-demand communication for sharded LLM training.\n\n"
     "Without an edit: [bold]odc run --nproc-per-node 8 train.py[/bold]. In a training script: "
     "[bold]session = odc.patch_fsdp(model)[/bold] after sharding the model.",
-    epilog="Benchmark: torchrun --nproc-per-node 2 -m odc.bench.primitives --json FILE. "
+    epilog="Benchmarks: odc bench list. "
     "Environment: ODC_TIMEOUT (seconds of silence after which a wait fails), ODC_TRANSPORT, ODC_ACCUMULATE, ODC_FAULT.",
 )
 
@@ -55,9 +56,10 @@ for _command in (plan, simulate, doctor):
     app.command(help=_paragraphs(_command))(_command)
 
 
-# The options are torchrun's and the script's own: typer hands them on as they are.
+# The options are torchrun's and the script's own, or a benchmark's: typer hands them on as they are.
 _HANDS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command(help=_paragraphs(run), add_help_option=False, context_settings=_HANDS_ON)(run)
+for _hands_on in (run, bench):
+    app.command(help=_paragraphs(_hands_on), add_help_option=False, context_settings=_HANDS_ON)(_hands_on)
 
 
 def main() -> None:

@@ -133,6 +133,8 @@ class LaunchEnvironment:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
+    """Of this host."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
@@ -155,6 +157,7 @@ class LaunchEnvironment:
             rank=_read_integer(env, "RANK", 0, 0, world_size - 1),
             local_rank=_read_integer(env, "LOCAL_RANK", 0, 0, None),
             world_size=world_size,
+            local_world_size=_read_integer(env, "LOCAL_WORLD_SIZE", world_size, 1, world_size),
             master_addr=env.get("MASTER_ADDR", ""),
             master_port=_read_integer(env, "MASTER_PORT", 0, 0, 65535),
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from odc.bench.warm_launch import WarmLauncher
+    from odc.bench.harness.warm_launch import WarmLauncher
 
 # `python -m pytest` puts the repository's root here, and pytest this file's folder. Both have folders named like the
 # rooms, which would be found by a second name: `kernels` is what transformers calls a distribution that it looks for.
@@ -150,7 +150,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session")
 def warm_launcher() -> Iterator[WarmLauncher]:
     """For scripts that use torch and ODC and nothing else."""
-    from odc.bench.warm_launch import WarmLauncher  # only here: it imports torch
+    from odc.bench.harness.warm_launch import WarmLauncher  # only here: it imports torch
 
     libraries = ["torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "odc.transports.shm"]
     with contextlib.closing(WarmLauncher(libraries, {**os.environ, "ODC_TIMEOUT": "60"})) as launcher:

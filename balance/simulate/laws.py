@@ -1,7 +1,7 @@
 """Laws of sequence lengths, fitted to what papers publish of their data sets; the data sets themselves are not here.
 
 Three are fitted so that the bubble rates of the ODC paper's tables come out: to the 1.5B rows of Tables 4 and 6
-(appendix G); ``python -m odc.bench.tables`` shows how close they come. Three are fitted to Table 10 of the paper on
+(appendix G); ``odc bench tables`` shows how close they come. Three are fitted to Table 10 of the paper on
 Online Dynamic Batching (mean, median, 95th and 99th percentile, largest, coefficient of variation), and ``llava`` to
 the padding of its Standard rows in Tables 13 and 14 as well.
 """

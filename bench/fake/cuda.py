@@ -5,7 +5,7 @@ With a number of hardware queues, streams share them in turn, and a queue does o
 its streams it is of: that is stricter than a device, which goes on with another stream while a kernel runs.
 Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real code: the transport, its set-up and its end, the
 order of streams, the protocol, the daemon. What this cannot show: that CUDA, cupy and the kernels do what their
-documentation says; ``python -m odc.bench.gpu_check`` shows that.
+documentation says; ``odc bench gpu`` shows that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that need a GPU: ``python -m odc.bench.gpu_check``.
+"""Checks that need a GPU: ``odc bench gpu``.
 
 ``catalogue`` lists the checks, ``isolation`` runs each in a process group of its own, ``ranks`` starts ranks inside it.
 The bodies are in the modules of the checks' names; most take a device and a transport as parameters and use streams

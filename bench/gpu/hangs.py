@@ -17,9 +17,9 @@ import torch
 
 from odc import OdcError, ParamSlice, UnitSpec
 from odc.bench.gpu.minibatches import Case, RandomRun, create_runtime
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import Report, Setting, require
+from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 
 MINIBATCHES, QUICK_MINIBATCHES = 50, 6
 FREED_LIMIT_S = 10.0
@@ -42,7 +42,7 @@ def check(setting: Setting) -> Report:
 
 def synchronize_anywhere(rank: Rank) -> int:
     """Random minibatches in which each rank waits for its device at random points; how often this one did."""
-    minibatches = QUICK_MINIBATCHES if rank.setting.quick else MINIBATCHES
+    minibatches = QUICK_MINIBATCHES if rank.place.quick else MINIBATCHES
     shared, own = random.Random(5), random.Random(rank.rank)
     counts = tuple(tuple(shared.randint(0, 2) for _ in range(rank.world_size)) for _ in range(minibatches))
     run = RandomRun(Case(counts=counts, seed=7, longest_delay_s=2e-3), rank)

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.ranks import process_of_fork_server
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.harness.ranks import NotRunError, process_of_fork_server, resolve
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 _LOG_LINES = 30

@@ -16,9 +16,9 @@ import torch
 
 from odc import ItemExchange, RuntimeConfig
 from odc.bench.gpu.minibatches import TIMEOUT_S
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
 from odc.bench.gpu.streams import Verdicts, streams_of
+from odc.bench.harness.ranks import Rank
 from odc.setup.agreement import ProcessGroupExchange
 
 ROUNDS, QUICK_ROUNDS = 60, 16
@@ -66,7 +66,7 @@ def routes_of(world_size: int, number: int) -> list[list[list[tuple[int, int, in
 
 def run(rank: Rank, num_rounds: int, delay_s: float, is_ordered: bool) -> dict[str, Any]:
     """What went wrong on this rank, and how fast it reads. Collective."""
-    config = RuntimeConfig(transport=rank.setting.transport, timeout_s=TIMEOUT_S)
+    config = RuntimeConfig(transport=rank.place.transport, timeout_s=TIMEOUT_S)
     items = ItemExchange.create(
         ProcessGroupExchange(), ["items"], config, capacity_bytes=CAPACITY_BYTES, device=rank.device
     )

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from odc.bench.communication.primitives import size_text
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
-from odc.bench.gpu.timing import Operation, Spread, interleaved, size_text
+from odc.bench.gpu.timing import Operation, Spread, interleaved
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from odc.bench.environment import describe_environment
 from odc.bench.gpu.setting import Report, Setting
+from odc.bench.harness.environment import describe_environment
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = (
@@ -35,7 +35,7 @@ def why_no_gpu() -> str | None:
         cause = (
             f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds none: is the NVIDIA driver there (odc doctor)"
         )
-    return f"gpu_check needs at least one NVIDIA GPU, with the extra cuda12 or cuda13 installed. {cause}."
+    return f"odc bench gpu needs at least one NVIDIA GPU, with the extra cuda12 or cuda13 installed. {cause}."
 
 
 def describe(setting: Setting) -> Report:

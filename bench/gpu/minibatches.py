@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.gpu.ranks import Rank
 from odc.bench.gpu.streams import Verdicts, engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 from odc.setup.agreement import ProcessGroupExchange
 
 MODES = {"daemon": ("daemon", False), "direct": ("direct", False), "deterministic": ("auto", True)}
@@ -65,7 +65,7 @@ def create_runtime(rank: Rank, units: list[UnitSpec], mode: str) -> Runtime:
     """A runtime on the transport of the setting. Collective."""
     accumulate, deterministic = MODES[mode]
     options = RuntimeConfig(
-        transport=rank.setting.transport, accumulate=accumulate, deterministic=deterministic, timeout_s=TIMEOUT_S
+        transport=rank.place.transport, accumulate=accumulate, deterministic=deterministic, timeout_s=TIMEOUT_S
     )
     return Runtime.create(ProcessGroupExchange(), units, options, device=rank.device)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
-from odc.bench.conformance.training import Net
+from odc.bench.proof.conformance.training import Net
 
 VOCABULARY = 17  # that of Net
 PRECISIONS = ("fp32", "bf16")

@@ -19,9 +19,9 @@ import odc
 from odc import ParamSlice, UnitSpec
 from odc.bench.gpu.minibatches import MODES, create_runtime
 from odc.bench.gpu.models import Perceptron, shard
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 
 BUSY_S = 1.0
 WARM_UP, STEPS = 4, 3
@@ -89,7 +89,7 @@ def train_without_waiting(rank: Rank) -> int:
     model = shard(Perceptron(), "fsdp2", "fp32", rank.device, rank.world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.randn(16, 128, device=rank.device)
-    with odc.patch_fsdp(model, transport=rank.setting.transport):
+    with odc.patch_fsdp(model, transport=rank.place.transport):
         for _ in range(WARM_UP):
             _step(model, optimizer, data, 1 + rank.rank)
         rank.meet()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from odc.bench.gpu import protocol, soak, transport
-from odc.bench.gpu.setting import NotRunError, Report, Setting
+from odc.bench.gpu.setting import Report, Setting
+from odc.bench.harness.ranks import NotRunError
 from odc.config import nvshmem_heap_bytes, set_nvshmem_heap_bytes
 from odc.transports import registry
 

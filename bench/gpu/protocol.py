@@ -11,8 +11,8 @@ import random
 from typing import Any
 
 from odc.bench.gpu.minibatches import MODES, Case, RandomRun
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
+from odc.bench.harness.ranks import Rank
 
 CASES, QUICK_CASES = 20, 2
 NUMELS = (40, 4099, 1_000_003)
@@ -37,7 +37,7 @@ def run_cases(rank: Rank) -> dict[str, int]:
     done = {"cases": 0, "comparisons": 0}
     for mode in MODES:
         generator = random.Random(f"{mode} {rank.world_size}")
-        for _ in range(QUICK_CASES if rank.setting.quick else CASES):
+        for _ in range(QUICK_CASES if rank.place.quick else CASES):
             case = Case.draw(generator, rank.world_size, mode, numels)
             run = RandomRun(case, rank)
             failures = run.run()

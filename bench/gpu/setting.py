@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from odc.bench.harness import ranks
+from odc.bench.harness.ranks import BenchError, Place, RankFailedError
 
 
-class CheckFailedError(Exception):
+class CheckFailedError(BenchError):
     """What was checked is not so; the text says what was found and what was expected."""
-
-
-class NotRunError(Exception):
-    """The check cannot be made on this machine; the text says why."""
 
 
 def require(condition: bool, text: str) -> None:
@@ -25,45 +21,50 @@ def require(condition: bool, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Place):
     """Where and how thoroughly to check. The same for every check and every rank."""
 
     transport: str = "cuda_ipc"
     device_type: str = "cuda"
-    num_gpus: int = 0
     worlds: tuple[int, ...] = (2, 4)
     """Numbers of ranks to check with."""
     minibatches: int = 1000
     """Of the soak test."""
-    quick: bool = False
-    """Fewer cases, sizes and repetitions: a first look, not a proof."""
     transfer_table: str = ""
     """File for the table of measured transfers, if not empty."""
-    prepare: str = ""
-    """``"module:function"`` to call in every process first: tests register transports there."""
-
-    def owns_gpus(self, world_size: int) -> bool:
-        """Whether every rank has a GPU of its own."""
-        return self.device_type == "cuda" and self.num_gpus >= world_size
-
-    def device(self, rank: int) -> torch.device:
-        """Where ``rank`` computes. Ranks share GPUs if there are fewer of them."""
-        if self.device_type != "cuda":
-            return torch.device(self.device_type)
-        return torch.device("cuda", rank % max(self.num_gpus, 1))
-
-    def backend(self, world_size: int) -> str:
-        """The process group for set-up and baselines: NCCL refuses two ranks on one GPU."""
-        return "cpu:gloo,cuda:nccl" if self.owns_gpus(world_size) else "gloo"
 
     @property
     def group_limit_s(self) -> float:
         """How long the ranks of one process group may take."""
         return 90.0 if self.quick else 240.0
 
-    def be_prepared(self) -> None:
-        if self.prepare:
-            resolve(self.prepare)()
+
+def run_ranks(
+    setting: Setting,
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    limit_s: float | None = None,
+    expendable: Collection[int] = (),
+) -> list[Any]:
+    """What ``body(rank, *arguments)`` returned on every rank; None for the ``expendable`` ones, which may die.
+
+    Raises:
+        NotRunError: a rank raised it.
+        CheckFailedError: a rank failed, died, or had not ended after ``limit_s`` (default: the setting's).
+    """
+    try:
+        return ranks.run_ranks(
+            world_size,
+            body,
+            *arguments,
+            place=setting,
+            limit_s=limit_s or setting.group_limit_s,
+            expendable=expendable,
+            preload=(),  # of the checks, each of which has a fork server for its ranks, few train
+        )
+    except RankFailedError as failure:
+        raise CheckFailedError(str(failure)) from None
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,3 @@ class Report:
 
 Body = Callable[[Setting], Report]
 """A check. Passes by returning; a module-level function, since it runs in a process of its own."""
-
-
-def resolve(location: str) -> Callable[..., Any]:
-    """The function at ``"module:name"``."""
-    module, _, name = location.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function

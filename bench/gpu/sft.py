@@ -15,8 +15,8 @@ from torch import nn
 
 import odc
 from odc.bench.gpu.models import FSDPS, PRECISIONS, VOCABULARY, language_model, logits_of, shard
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import Report, Setting, require
+from odc.bench.gpu.setting import Report, Setting, require, run_ranks
+from odc.bench.harness.ranks import Rank
 
 STEPS, QUICK_STEPS = 8, 3
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
@@ -97,7 +97,7 @@ def _train(rank: Rank, fsdp: str, precision: str, steps: int) -> list[float]:
     """The loss of every step over all ranks."""
     model = shard(language_model(), fsdp, precision, rank.device, rank.world_size)
     optimizer, losses = _optimizer(model), []
-    with odc.patch_fsdp(model, transport=rank.setting.transport, timeout_s=_TIMEOUT_S):
+    with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=_TIMEOUT_S):
         for step in range(steps):
             total, num_tokens = torch.zeros((), dtype=torch.float64), _num_tokens(step, rank.world_size)
             own: list[torch.Tensor] = []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -64,9 +62,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
 
 
-def write_json(path: Path, outcomes: Sequence[Outcome], environment: dict[str, Any], settings: dict[str, Any]) -> None:
-    """All outcomes with what they ran on."""
-    checks = [
+def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """All outcomes, for JSON."""
+    return [
         {
             "name": outcome.name,
             "status": outcome.status,
@@ -76,8 +74,3 @@ def write_json(path: Path, outcomes: Sequence[Outcome], environment: dict[str, A
         }
         for outcome in outcomes
     ]
-    document = {"environment": environment, "settings": settings, "summary": summary(outcomes), "checks": checks}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n")
-    unfinished.replace(path)  # whoever is killed meanwhile leaves the file as it was

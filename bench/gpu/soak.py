@@ -14,9 +14,9 @@ import torch
 
 from odc import ParamSlice, UnitSpec
 from odc.bench.gpu.minibatches import create_runtime
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
 from odc.bench.gpu.streams import engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 
 NUMEL = 65_537
 MOST_PUSHES = 4

@@ -75,11 +75,3 @@ def _by_clock(operations: Mapping[str, Operation], repetition: int) -> dict[str,
         operation(repetition)
         seconds[name] = time.perf_counter() - started
     return seconds
-
-
-def size_text(num_bytes: int) -> str:
-    """
-    >>> size_text(1 << 20), size_text(1 << 16)
-    ('1 MB', '64 KB')
-    """
-    return f"{num_bytes >> 20} MB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KB"

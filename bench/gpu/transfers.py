@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from odc.bench.gpu.ranks import Rank
+from odc.bench.communication.primitives import size_text
 from odc.bench.gpu.setting import TableData
-from odc.bench.gpu.timing import size_text
+from odc.bench.harness.ranks import Rank
 from odc.engines.base import COPY_ENGINE, KERNEL, Engine, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -38,7 +38,7 @@ def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dic
     topology = Topology.discover(exchange)
     if topology.num_hosts > 1:
         return {}
-    transport = registry.choose(rank.setting.transport, topology, rank.device, exchange)(exchange, topology, _TIMEOUT_S)
+    transport = registry.choose(rank.place.transport, topology, rank.device, exchange)(exchange, topology, _TIMEOUT_S)
     try:
         transport.open(num_signals=1, num_locks=0, num_bytes=2 * max(sizes))
         buffer = transport.allocate(max(sizes) // rank.world_size, "transfers")

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import Report, Setting, require
+from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import streams_of
+from odc.bench.harness.ranks import Rank
 from odc.engines.base import Addition
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -58,7 +58,7 @@ def _transport(rank: Rank) -> Any:
     """An open, sealed transport. Collective."""
     exchange = ProcessGroupExchange()
     topology = Topology.discover(exchange)
-    chosen = registry.choose(rank.setting.transport, topology, rank.device, exchange)
+    chosen = registry.choose(rank.place.transport, topology, rank.device, exchange)
     transport = chosen(exchange, topology, _TIMEOUT_S)
     try:
         num_bytes = _RESERVED_BYTES if rank.device.type == "cuda" else 1 << 20
@@ -212,7 +212,7 @@ def _kept_bytes(rank: Rank) -> int | None:
     Raises:
         CheckFailedError: more than :data:`LEAK_TOLERANCE_BYTES`, or file descriptors.
     """
-    if rank.setting.transport in _KEEPS_ITS_MEMORY:
+    if rank.place.transport in _KEEPS_ITS_MEMORY:
         return None
     for _ in range(_WARM_UP_CYCLES):  # contexts and modules are loaded, the driver has its pools
         _open_and_close(rank)
@@ -223,7 +223,7 @@ def _kept_bytes(rank: Rank) -> int | None:
     more = _num_descriptors() - descriptors
     require(more <= 0, f"{more} file descriptors stay open after {_CYCLES} times open and close")
     if kept is not None:
-        sharing = -(-rank.world_size // max(rank.setting.num_gpus, 1))  # free memory is that of the GPU
+        sharing = -(-rank.world_size // max(rank.place.num_gpus, 1))  # free memory is that of the GPU
         allocated = _CYCLES * _BUFFER_BYTES * sharing
         require(
             kept < LEAK_TOLERANCE_BYTES * sharing,

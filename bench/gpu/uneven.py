@@ -17,9 +17,9 @@ import torch
 
 from odc import ParamSlice, Runtime, UnitSpec
 from odc.bench.gpu.minibatches import create_runtime
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
 from odc.bench.gpu.streams import Streams, engine_of, streams_of
+from odc.bench.harness.ranks import Rank
 
 MODES = ("direct", "daemon")
 """All that "auto" can choose."""
@@ -59,7 +59,9 @@ def plans(world_size: int) -> tuple[Plan, ...]:
 
 def check(setting: Setting) -> Report:
     world_size = max(setting.worlds)
-    rows = [measure(setting, plan, mode, 3 if setting.quick else 7) for plan in plans(world_size) for mode in MODES]
+    rows = [
+        measure_plan(setting, plan, mode, 3 if setting.quick else 7) for plan in plans(world_size) for mode in MODES
+    ]
     for row in rows:
         if row["of_own"] > MOST_OF_OWN or row["of_longest"] > MOST_OF_LONGEST:
             raise CheckFailedError(
@@ -97,7 +99,7 @@ def _text(summary: dict[str, float]) -> str:
     return f"{summary['median']:.3f} ({summary['p20']:.3f}-{summary['p80']:.3f})"
 
 
-def measure(setting: Setting, plan: Plan, mode: str, repetitions: int) -> dict[str, Any]:
+def measure_plan(setting: Setting, plan: Plan, mode: str, repetitions: int) -> dict[str, Any]:
     """One plan with one way to accumulate."""
     results = run_ranks(setting, len(plan.microbatches), run, plan, mode, repetitions)
     alone, own, total = ([[one[kind] for one in rank] for rank in results] for kind in range(3))

@@ -31,13 +31,13 @@ launch() { # torchrun's own arguments and the script: a rank per GPU, on all hos
         --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:$port" "$@"
 }
 
-check_hosts() { # everything that one host can show; ranks 2 4 8 have a GPU each
+check_hosts() { # everything that one host can show; ranks 2 4 8 have a GPU each; further arguments: of odc bench gpu
     on_every_host bash -c \
-        'python -m odc.bench.gpu_check --ranks 2 4 8 --json "$0/gpu_check-$(hostname).json"' "$out"
+        'odc bench gpu --ranks 2,4,8 --json "$0/gpu_check-$(hostname).json" "${@:1}"' "$out" "$@"
 }
 
-bandwidth() { # the primitives with NCCL beside them; further arguments as in odc.bench.gpu.bandwidth
-    launch -m odc.bench.gpu.bandwidth --json "$out/bandwidth.json" "$@"
+bandwidth() { # the primitives with NCCL beside them; further arguments as in odc bench primitives
+    launch -m odc bench primitives --json "$out/bandwidth.json" "$@"
 }
 
 train() { # the same fine-tuning over NCCL and under ODC; compare the losses and samples/s in the two files

@@ -7,7 +7,7 @@ between streams, of one rank or of several, is kept by :meth:`odc.transports.bas
 Copy engines or a kernel: which moves a gather of a given size faster on a GPU says a measured :class:`TransferTable`.
 Copy engines occupy no multiprocessor, so compute that overlaps is not slowed down; but each owner's shard is a copy of
 its own, and a copy costs microseconds to start. One kernel reads all owners at once. Where the lines cross depends on
-the machine: ``python -m odc.bench.gpu_check`` measures them and prints the table.
+the machine: ``odc bench gpu`` measures them and prints the table.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TransferTable:
 
     @classmethod
     def load(cls, path: Path) -> TransferTable:
-        """From a JSON file that :meth:`save` or ``gpu_check`` wrote.
+        """From a JSON file that :meth:`save` or ``odc bench gpu`` wrote.
 
         Raises:
             ConfigError: the file cannot be read, or holds no such table.

@@ -13,8 +13,8 @@ from odc.balance import sample_lengths
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota, plan_last
 from odc.balance.grouping.rounds import QuotaRounds
-from odc.bench.paper_costs import paper_cost
-from odc.bench.streamed import stream_epoch
+from odc.bench.batching.streamed import stream_epoch
+from odc.bench.planning.paper_costs import paper_cost
 
 COSTS = st.lists(st.floats(0.01, 10.0), max_size=9)
 

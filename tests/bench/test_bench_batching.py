@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from odc.bench import batching
-from odc.bench.batching import (
+from odc.bench.batching import batching
+from odc.bench.batching.batching import (
     BOUNDS,
     ROWS,
     SURPLUS,
@@ -24,6 +23,7 @@ from odc.bench.batching import (
     simulate_streams,
     standard_padding,
 )
+from odc.bench.harness.benchmark import Run
 
 
 def test_an_epoch_by_hand() -> None:
@@ -91,18 +91,17 @@ def test_rows_come_out_as_published(row: batching.Row) -> None:
     assert abs(result.error) < (1.0 if row.method == "standard" else 0.02)
 
 
-def test_a_row_that_is_too_far_off_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_row_that_is_too_far_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulated(row: batching.Row, seed: int) -> Result:
         return Result(row, row.paper + (1.1 if row.method == "standard" else 0.0), row.padding_percent)
 
     monkeypatch.setattr(batching, "simulate", simulated)
     monkeypatch.setattr(batching, "WAITING", ())
     monkeypatch.setattr(batching, "dropped_percent", lambda bound, seed: None)
-    path = tmp_path / "new" / "batching.json"
-    done = CliRunner().invoke(batching.app, ["--json", str(path)])
-    assert done.exit_code == 1
-    assert done.output.count("standard: further off than 1") == 2
-    rows = json.loads(path.read_text())["rows"]
+    run = Run()
+    rows = batching.measure(run)["rows"]
+    assert len(run.missed) == 2
+    assert all("standard: further off than 1" in text for text in run.missed)
     assert [row["row"]["dataset"] for row in rows] == [row.dataset for row in ROWS]
     assert not replace(simulated(ROWS[0], 0), simulated=ROWS[0].paper * 1.1).is_good
 

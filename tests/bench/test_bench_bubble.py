@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from odc.bench.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
-from odc.bench.demo_runs import Run
-from odc.bench.demo_summary import quietest, summarize, table
+from odc.bench.harness.results import shown
+from odc.bench.training.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
+from odc.bench.training.runs import Run
+from odc.bench.training.summary import quietest, runs_table, summarize
 from odc.timeline import KINDS, Span, Timeline
 
 
@@ -146,9 +147,8 @@ def test_summary_compares_each_repetition_with_the_baseline_of_the_same_one() ->
         "collective-lb-micro": [make_run(1, [4.0, 2.0]), make_run(10, [4.0, 2.0]), make_run(4, [4.0, 2.0])],
         "odc-lb-mini": [make_run(2, [4.0, 2.0]), make_run(15, [4.0, 2.5]), make_run(5, [4.2, 2.0])],
     }
-    summary = summarize(runs)
-    odc = summary["odc-lb-mini"]
-    assert (summary["collective-lb-micro"]["samples_per_s"], odc["samples_per_s"]) == (4, 5)
+    base, odc = summarize(runs)
+    assert (base["samples_per_s"], odc["samples_per_s"]) == (4, 5)
     assert odc["speedup"] == 1.5  # of 2, 1.5, 1.25
     assert odc["max_loss_difference"] == pytest.approx(0.25)
     assert odc["bubble_rate"] == 0.25
@@ -162,11 +162,12 @@ def test_the_drawn_runs_are_of_one_repetition() -> None:
     assert {name: run.samples_per_s for name, run in quietest(runs).items()} == {"a": 2, "b": 4}
 
 
-def test_table_fits_100_columns_untruncated() -> None:
+def test_table_fits_untruncated() -> None:
     runs = {name: [make_run(123.45, [9.0, 8.7654])] * 3 for name in ("collective-lb-micro", "odc-lb-mini")}
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(table(summarize(runs)))
+    console = Console(width=130, record=True, file=io.StringIO())
+    result = {"runs": summarize(runs), "settings": {"ranks": 2, "repetitions": 3}}
+    console.print(shown(runs_table(), result["runs"], result))
     text = console.export_text()
-    for word in ("collective-lb-micro", "123-123", "1.00-1.00", "1234567", "25.0%", "16.0%", "8.7654"):
+    for word in ("collective-lb-micro", "123.5", "1.00 (1.00-1.00)", "1234567", "25.0%", "16.0%", "8.7654"):
         assert word in text
     assert "…" not in text

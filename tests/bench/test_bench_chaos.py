@@ -1,6 +1,6 @@
 """Layer 3: ranks as processes. What becomes of a job when something happens to one of its ranks: a few seeded trials.
 
-`python -m odc.bench.chaos` runs hundreds. The judgement of a trial is tested without ranks.
+`python -m odc.bench.proof.chaos` runs hundreds. The judgement of a trial is tested without ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from odc.bench.chaos import launch
-from odc.bench.chaos.launch import Outcome, _Seen, blamed_rank, judge, last_error, run_trials
-from odc.bench.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, Trial, generate
+from odc.bench.proof.chaos import launch
+from odc.bench.proof.chaos.launch import Outcome, _Seen, blamed_rank, judge, last_error, run_trials
+from odc.bench.proof.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, Trial, generate
 from odc.liveness.faults import ACTIONS as FAULT_ACTIONS
 from odc.liveness.faults import POINTS as FAULT_POINTS
 
@@ -28,7 +28,7 @@ def trials_of(*changes: dict[str, Any]) -> list[Trial]:
 
 
 def test_ranks_that_come_to_grief_are_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.bench.chaos.trials.NOTICE_S", 60.0)  # how soon is what the benchmark is for
+    monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)  # how soon is what the benchmark is for
     trials = trials_of(
         {"action": "kill", "phase": "push", "point": "scatter.after_chunk", "at": 9},
         {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5},

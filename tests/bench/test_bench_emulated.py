@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.emulated import NUM_UNTIMED, Clock, RankRun, Settings, run, shares, table, work_of
+from odc.bench.harness.benchmark import Run
+from odc.bench.harness.results import tables_of
+from odc.bench.training.emulated import BENCHMARK, NUM_UNTIMED, Clock, RankRun, Settings, run_policy, shares, work_of
 from odc.timeline import Span, Timeline
 
 TINY = Settings(ranks=2, layers=2, minibatches=3, minibatch_size=2, scale=0.05, optimizer_s=0.002)
@@ -18,10 +20,7 @@ TINY = Settings(ranks=2, layers=2, minibatches=3, minibatch_size=2, scale=0.05, 
 
 @pytest.fixture(scope="module", params=["lb-mini", "lb-micro"])
 def entry(request: pytest.FixtureRequest) -> dict[str, Any]:
-    progress: list[float] = []
-    entry = run(request.param, TINY, progress.append)
-    assert sum(progress) == TINY.minibatches + NUM_UNTIMED
-    return entry
+    return run_policy(Run(), request.param, TINY)
 
 
 def test_the_planned_rate_is_that_of_the_plans(entry: dict[str, Any]) -> None:
@@ -52,8 +51,9 @@ def test_parts_add_up_and_ranks_sleep_as_planned(entry: dict[str, Any]) -> None:
 
 
 def test_table_shows_both_rates(entry: dict[str, Any]) -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(table([entry]))
+    console = Console(width=150, record=True, file=io.StringIO())
+    for table in tables_of(BENCHMARK, {"runs": [entry]}):
+        console.print(table)
     text = console.export_text()
     for number in (f"{100 * entry['planned_bubble']:.2f}", f"{100 * entry['bubble']:.2f}"):
         assert number in text
@@ -78,7 +78,7 @@ def test_a_sleep_that_is_too_long_is_taken_off_the_next(monkeypatch: pytest.Monk
         now_ns[0] += round(seconds * 1e9) + 3_000_000
 
     fake = SimpleNamespace(sleep=sleep, monotonic_ns=lambda: now_ns[0])
-    monkeypatch.setattr("odc.bench.emulated.time", fake)
+    monkeypatch.setattr("odc.bench.training.emulated.time", fake)
     clock = Clock()
     for milliseconds in (10, 10, 2, 2, 10):
         clock.compute(milliseconds / 1e3)

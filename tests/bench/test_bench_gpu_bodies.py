@@ -1,4 +1,4 @@
-"""Layers 1 to 3. The bodies of ``python -m odc.bench.gpu_check``, without a GPU.
+"""Layers 1 to 3. The bodies of ``odc bench gpu``, without a GPU.
 
 They run on CPU ranks over the transports of ``bench/fake``: that shows that they do what they say and can fail, not
 that a device does. What is CUDA's alone (the kernels' compiled form, events, sync debugging) stays unrun.
@@ -36,10 +36,10 @@ from odc.bench.gpu import (
     uneven,
 )
 from odc.bench.gpu.minibatches import Case, RandomRun
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, Setting
+from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
 from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
+from odc.bench.harness.ranks import Rank
 from odc.engines.base import TransferTable
 
 
@@ -124,7 +124,7 @@ def test_transport_sees_a_lost_order() -> None:
 def test_uneven_minibatches_are_measured_beside_their_computation() -> None:
     plan = uneven.Plan("tiny", (1, 3), (0.004, 0.001))
     for mode in uneven.MODES:
-        row = uneven.measure(STREAMS, plan, mode, 2)
+        row = uneven.measure_plan(STREAMS, plan, mode, 2)
         assert row["fast_s"]["median"] >= row["fast_alone_s"]["median"] > 3 * uneven.NUM_UNITS * 0.001
         assert row["total_s"]["median"] >= row["longest_s"] == pytest.approx(uneven.NUM_UNITS * 0.004)
         assert row["lockstep_s"] == pytest.approx(uneven.NUM_UNITS * (0.004 + 2 * 0.001))
@@ -141,7 +141,7 @@ def test_a_device_that_waits_for_a_slow_one_is_seen(
         found = {"plan": plan.name, "accumulate": mode, "fast_s": summary, "total_s": summary, "lockstep_s": 1.0}
         return {**found, "of_own": ratios[0], "of_longest": ratios[1]}
 
-    monkeypatch.setattr(uneven, "measure", measured)
+    monkeypatch.setattr(uneven, "measure_plan", measured)
     with pytest.raises(CheckFailedError, match="one rank 10x slower, daemon: ranks took"):
         uneven.check(STREAMS)
     of_own = of_longest = 1.0
@@ -205,7 +205,9 @@ def test_sft_has_ranks_without_a_microbatch() -> None:
 
 def test_bandwidth() -> None:
     report = bandwidth.check_shared(WITHIN)
-    assert {row["operation"] for row in report.data["rows"]} == {"gather", "push, direct", "push, daemon", "copy"}
+    operations = {"gather", "push, direct", "push, daemon", "copy", "add", "all_gather", "reduce_scatter"}
+    assert {row["operation"] for row in report.data["rows"]} == operations
+    assert {row["wrong"] for row in report.data["rows"] if row["by"] != "torch"} == {0}
     assert report.tables[0].title == "2 ranks"
     assert "transfers not compared" in report.figures
 

@@ -1,4 +1,4 @@
-"""Layers 1 to 3. ``python -m odc.bench.gpu_check`` without a GPU: how it runs checks, and the checks' bodies.
+"""Layers 1 to 3. ``odc bench gpu`` without a GPU: how it runs checks, and the checks' bodies.
 
 The bodies run on CPU ranks over the transports of ``bench/fake``: that shows that they do what they say and can
 fail, not that a device does. What is CUDA's alone (the kernels' compiled form, events, sync debugging) stays unrun.
@@ -23,18 +23,20 @@ import pytest
 import torch
 from gpu_settings import HAS_GPU, ROOT, STREAMS, WITHIN
 from process_ranks import _start_server
+from typer.testing import CliRunner
 
 from odc.bench.gpu import (
-    command,
+    gpu,
     isolation,
     nvshmem,
 )
 from odc.bench.gpu.catalogue import CHECKS, Check, select
-from odc.bench.gpu.command import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, main, run_checks
+from odc.bench.gpu.gpu import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, run_checks
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
-from odc.bench.gpu.ranks import Rank, run_ranks
-from odc.bench.gpu.setting import CheckFailedError, NotRunError, Report, Setting, TableData, resolve
-from odc.bench.ranks import process_of_fork_server
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
+from odc.bench.harness.benchmark import Run
+from odc.bench.harness.ranks import NotRunError, Rank, process_of_fork_server, resolve
+from odc.cli.app import app
 
 HERE = __name__
 
@@ -57,26 +59,23 @@ def ranks_find_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU here")
 def test_without_a_gpu_it_says_what_is_needed_and_does_not_pass() -> None:
-    done = subprocess.run([sys.executable, "-m", "odc.bench.gpu_check"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "odc", "bench", "gpu"], capture_output=True, text=True, timeout=120)
     assert done.returncode == UNUSABLE
     assert "needs at least one NVIDIA GPU" in done.stderr
     assert "passed" not in done.stdout
 
 
-def test_help_names_every_check_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert [check.name for check in CHECKS if f"  {check.name} " not in text] == []
-    assert "exit code: 0 if all checks passed" in text
+def test_help_names_every_check_and_the_exit_codes() -> None:
+    text = " ".join(CliRunner().invoke(app, ["bench", "gpu", "--help"], env={"COLUMNS": "200"}).output.split())
+    assert [check.name for check in CHECKS if check.name not in text] == []
+    assert "Exit code: 0 if all checks passed" in text
 
 
 @pytest.mark.parametrize("words", [["--only", "kernals"], ["--ranks", "1"], ["--minibatches", "0"]])
-def test_a_wrong_command_line_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(words)
-    assert error.value.code == UNUSABLE
-    assert words[-1] in capsys.readouterr().err or words[0] != "--only"
+def test_a_wrong_command_line_is_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["bench", "gpu", *words])
+    assert done.exit_code == UNUSABLE
+    assert words[0] in done.output
 
 
 def test_every_check_exists_and_has_its_own_name() -> None:
@@ -150,8 +149,9 @@ def test_one_check_stops_no_other(
     monkeypatch.setattr(isolation, "wait", wait_for_ranks_first)
     checks = [check_of(name) for name in ("failing", "erring", "not_here", "crashing")]
     checks += [check_of("hanging", 5.0), check_of("passing"), check_of("passing", why_not=lambda s: "one GPU only")]
-    code = run_checks(checks, STREAMS, tmp_path / "deep" / "results.json")
-    assert code == SOME_FAILED
+    run = Run(is_quiet=False, json=tmp_path / "deep" / "results.json")
+    run_checks(run, checks, STREAMS)
+    assert run.status == SOME_FAILED
     document = json.loads((tmp_path / "deep" / "results.json").read_text())
     results = [(row["status"], row["figures"]) for row in document["checks"]]
     assert results == [
@@ -177,7 +177,7 @@ def test_one_check_stops_no_other(
 
 def check_twice(results: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    run_checks([check_of("passing"), check_of("hanging", 900.0)], STREAMS, results)
+    run_checks(Run(json=results), [check_of("passing"), check_of("hanging", 900.0)], STREAMS)
 
 
 def test_a_command_that_is_killed_leaves_its_results_and_no_rank(
@@ -318,28 +318,30 @@ def test_slurm_jobs_launch_every_part_on_all_hosts(job: str, tmp_path: Path) -> 
     assert done.returncode == 3, done.stderr
     calls = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
     assert len(calls) == 4
-    assert "-m odc.bench.gpu_check" in calls[0]
+    assert "odc bench gpu --ranks 2,4,8 --json" in calls[0]
+    assert ("--transfer-table runs/slurm-4242/transfers.json" in calls[0]) == (JOBS[job] == 1)
     launches = [f"torchrun --nnodes {JOBS[job]} --nproc-per-node 8", "--rdzv-endpoint n1:24242"]
     assert all(words in call for call in calls[1:] for words in launches)
-    assert "-m odc.bench.gpu.bandwidth --json runs/slurm-4242/bandwidth.json" in calls[1]
+    assert "-m odc bench primitives --json runs/slurm-4242/bandwidth.json" in calls[1]
     assert ("--transport nvshmem" in calls[1]) == (JOBS[job] == 2)
     assert ["-m odc.run" in call for call in calls[2:]] == [False, True]
 
 
-def test_the_command_line_becomes_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: list[tuple[list[str], Setting, Path | None]] = []
+def test_the_command_line_becomes_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], Setting]] = []
 
-    def note(checks: list[Check], setting: Setting, json_file: Path | None) -> int:
-        seen.append(([check.name for check in checks], setting, json_file))
-        return SOME_NOT_RUN
+    def note(run: Run, checks: list[Check], setting: Setting) -> dict[str, Any]:
+        seen.append(([check.name for check in checks], setting))
+        run.status = SOME_NOT_RUN
+        return {}
 
-    monkeypatch.setattr(command, "run_checks", note)
-    monkeypatch.setattr(command.machine, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "run_checks", note)
+    monkeypatch.setattr(gpu.machine, "why_no_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    words = ["--ranks", "4", "2", "--only", "soak", "sft", "--minibatches", "300", "--json", str(tmp_path / "x")]
-    assert main(words) == SOME_NOT_RUN
-    assert main(["--quick"]) == SOME_NOT_RUN
-    assert seen[0] == (["soak", "sft"], Setting(num_gpus=2, worlds=(2, 4), minibatches=300), tmp_path / "x")
+    words = ["--ranks", "4,2", "--only", "soak", "--only", "sft", "--minibatches", "300"]
+    assert CliRunner().invoke(app, ["bench", "gpu", *words]).exit_code == SOME_NOT_RUN
+    assert CliRunner().invoke(app, ["bench", "gpu", "--quick"]).exit_code == SOME_NOT_RUN
+    assert seen[0] == (["soak", "sft"], Setting(num_gpus=2, worlds=(2, 4), minibatches=300))
     assert seen[1][0] == [check.name for check in CHECKS]
     assert seen[1][1].quick
     assert seen[1][1].minibatches < 100

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.host_time import (
+from odc.bench.communication.host_time import (
+    BENCHMARK,
     IDLE,
     OPERATIONS,
     RankResult,
@@ -17,10 +18,11 @@ from odc.bench.host_time import (
     Settings,
     SetUp,
     _cell,
+    cells_of,
     measure,
-    operations_table,
-    setup_table,
 )
+from odc.bench.harness.benchmark import Numbers, Run
+from odc.bench.harness.results import tables_of
 
 TINY = Settings(num_units=3, numel=4, repetitions=2, setups=2)
 
@@ -45,8 +47,7 @@ def check_cell(cell: dict[str, Any], settings: Settings) -> None:
 
 
 def test_both_ways_to_accumulate_on_one_host() -> None:
-    progress: list[float] = []
-    direct, daemon = measure(2, TINY, ["direct", "daemon"], progress.append)
+    direct, daemon = cells_of(Run(), 2, TINY, ["direct", "daemon"])
     assert [(cell["accumulate"], cell["transport"]) for cell in (direct, daemon)] == [
         ("direct", "shm"),
         ("daemon", "shm"),
@@ -56,13 +57,12 @@ def test_both_ways_to_accumulate_on_one_host() -> None:
         assert (cell["ranks"], cell["hosts"]) == (2, 1)
     assert direct["operations"]["push"]["waits_per_call"] == 0  # nobody else has the lock
     assert sum(daemon["python_threads"].values()) > sum(direct["python_threads"].values())
-    assert sum(progress) == 2 * (TINY.repetitions + 1)
     assert json.loads(json.dumps([direct, daemon])) == [direct, daemon]
 
 
 def test_ranks_that_pose_as_hosts() -> None:
     settings = Settings(num_units=3, numel=4, repetitions=2, setups=1, hosts=2)
-    (cell,) = measure(2, settings, ["daemon"])
+    (cell,) = cells_of(Run(), 2, settings, ["daemon"])
     check_cell(cell, settings)
     assert (cell["transport"], cell["hosts"]) == ("tcp", 2)
     assert cell["threads_per_rank"] > 0
@@ -98,9 +98,22 @@ def test_figures_are_those_of_one_call() -> None:
 
 def test_tables_show_them() -> None:
     console = Console(width=125, record=True, file=io.StringIO())
-    console.print(operations_table([made_cell()]))
-    console.print(setup_table([made_cell()]))
+    for table in tables_of(BENCHMARK, {"cells": [made_cell()], "settings": {"units": 3, "numel": 64}}):
+        console.print(table)
     text = console.export_text()
-    for words in ("2.0 (1.4-2.6)", "2 daemon", "somebody was later", "2000 (2000-2000)", "1 odc-x", "38"):
+    for words in ("2.0 (1.4-2.6)", "daemon", "2000.0 (2000.0-2000.0)", "38"):
         assert words in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": Numbers(1)}, "--ranks 1: expected at least 2"),
+        ({"accumulate": ["both"]}, "expected direct or daemon"),
+        ({"hosts": 2, "accumulate": ["direct"]}, "share no memory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        measure(Run(), **options)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc.bench.multimodal import CONFIGURATIONS, gradient_difference
+from odc.bench.training.multimodal import CONFIGURATIONS, gradient_difference
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_four_ways_train_to_the_same_losses_and_gradients(tmp_path: Path) -> None:
     sizes = ["--minibatches", "5", "--minibatch-size", "3", "--hidden-size", "32", "--repetitions", "1"]
-    command = [sys.executable, "-m", "odc.bench.multimodal", "--out", str(tmp_path), *sizes]
+    command = [sys.executable, "-m", "odc", "bench", "multimodal", "--out", str(tmp_path), *sizes]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    runs = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())["runs"]}
     assert list(runs) == [configuration.name for configuration in CONFIGURATIONS]
     for name, run in runs.items():
         assert run["losses"] == pytest.approx(runs["none"]["losses"], rel=1e-6)

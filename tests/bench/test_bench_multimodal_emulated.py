@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from odc.bench.multimodal_emulated import NUM_UNTIMED, WAYS, Settings, add_ratios, run, shares, table
-from odc.bench.multimodal_model import RankRun, segments
+from odc.bench.harness.benchmark import Run
+from odc.bench.harness.results import tables_of
+from odc.bench.training.multimodal_emulated import BENCHMARK, NUM_UNTIMED, WAYS, Settings, add_ratios, run_way, shares
+from odc.bench.training.multimodal_model import RankRun, segments
 from odc.timeline import Span
 
 TINY = Settings(ranks=2, minibatches=2, minibatch_size=8, scale=0.1)
@@ -21,9 +23,7 @@ CHOSEN = ("none", "all", "all, ODC")
 def results() -> dict[str, tuple[dict[str, Any], list[RankRun]]]:
     found = {}
     for way in CHOSEN:
-        progress: list[float] = []
-        found[way] = run("MLLM-84B", way, TINY, progress.append)
-        assert sum(progress) == TINY.minibatches + NUM_UNTIMED
+        found[way] = run_way(Run(), "MLLM-84B", way, TINY)
     add_ratios([entry for entry, _ in found.values()])
     return found
 
@@ -68,8 +68,9 @@ def test_ratios_and_table(results: Any) -> None:
     assert entries[0]["ratio"] == entries[0]["planned_ratio"] == 1
     for entry in entries:
         assert entry["ratio"] == pytest.approx(entries[0]["minibatch_s"] / entry["minibatch_s"])
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(table("MLLM-84B", entries))
+    console = Console(width=220, record=True, file=io.StringIO())
+    for table in tables_of(BENCHMARK, {"runs": entries, "settings": {"ranks": 2, "shrink": 64}}):
+        console.print(table)
     text = console.export_text()
     assert f"{1e3 * entries[2]['minibatch_s']:.0f}" in text
     assert "…" not in text

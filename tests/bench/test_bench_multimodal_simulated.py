@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from odc.balance import karmarkar_karp
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench import multimodal_simulated as bench
-from odc.bench.multimodal_sizes import MEL_BANDS, PATCH, SIZES, audio, vision
+from odc.bench.harness.results import tables_of
+from odc.bench.planning import multimodal_simulated as bench
+from odc.bench.planning.multimodal_sizes import MEL_BANDS, PATCH, SIZES, audio, vision
 
 PARAMETERS = {"MLLM-10B": (1.81, 0.63), "MLLM-18B": (2.76, 0.63), "MLLM-84B": (5.53, 5.44)}
 """Billions, of the layers of vision and audio: the paper rounds to 2, 3, 6 and 0.6, 0.6, 6."""
@@ -131,7 +132,7 @@ def test_figures_of_the_ablations() -> None:
     # Algorithm 3 has one aim, the most that a rank sends; of samples without anything else, it is never missed.
     assert moving["text"]["placed_over_unplaced_most"] <= 1
     planning = bench.planning(16, 4, 2)
-    assert 0 < planning["min_s"] <= planning["median_s"] <= planning["max_s"]
+    assert 0 < planning["time_s"]["min"] <= planning["time_s"]["median"] <= planning["time_s"]["max"]
 
 
 def test_bytes_between_nodes_are_those_of_the_items() -> None:
@@ -160,19 +161,15 @@ def test_bytes_between_nodes_are_those_of_the_items() -> None:
 
 def test_tables_show_the_figures(entry: Any) -> None:
     size = SIZES["MLLM-84B"]
-    rigid, moving = bench.rigid(size, 8, 1), {size.name: bench.moving(size, 16, 1)}
-    tables = [
-        bench.comparison_table([entry]),
-        bench.rigid_table({size.name: rigid}),
-        bench.moving_table(moving),
-        bench.planning_table([bench.planning(16, 4, 1)]),
-    ]
-    console = Console(width=130, record=True, file=io.StringIO())
-    for table in tables:
+    rigid = bench.rigid(size, 8, 1)
+    moving = [{"model": size.name, "what": what, **row} for what, row in bench.moving(size, 16, 1).items()]
+    found = {"comparisons": [entry], "rigid": [{"model": size.name, **rigid}], "moving": moving}
+    console = Console(width=150, record=True, file=io.StringIO())
+    for table in tables_of(bench.BENCHMARK, {**found, "planning": [bench.planning(16, 4, 1)], "paper_ratio": [1.5, 2]}):
         console.print(table)
     text = console.export_text()
-    assert f"{entry['ways']['all']['ratio']:.3f}x" in text
-    assert f"{100 * rigid['all pad']:.1f}" in text
+    assert f"{entry['ways']['all']['ratio']:.3f}" in text
+    assert f"{100 * rigid['all pad']:.1f}%" in text
     assert "…" not in text
 
 

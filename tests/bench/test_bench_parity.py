@@ -1,6 +1,6 @@
 """Layer 3: ranks as processes. A seeded choice of generated scripts, under ODC and under plain FSDP.
 
-`python -m odc.bench.parity` runs hundreds. The choice and the comparison are tested without ranks.
+`python -m odc.bench.proof.parity` runs hundreds. The choice and the comparison are tested without ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from odc.bench.parity.cases import FACTORS, Case, all_pairs, generate, impossible, pairs
-from odc.bench.parity.comparison import compare
-from odc.bench.parity.launch import _judge, kind_of, run_cases
-from odc.bench.parity.training import Run, largest_terms
+from odc.bench.proof.parity.cases import FACTORS, Case, all_pairs, generate, impossible, pairs
+from odc.bench.proof.parity.comparison import compare
+from odc.bench.proof.parity.launch import _judge, kind_of, run_cases
+from odc.bench.proof.parity.training import Run, largest_terms
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime

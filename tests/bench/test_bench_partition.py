@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
-from odc.bench.partition_quality import measure_law, measure_random
-from odc.bench.partition_speed import measure, peak_memory_bytes
-from odc.bench.progress import progress_bar
+from odc.bench.harness.benchmark import Run
+from odc.bench.planning.partition_quality import measure_law, measure_random
+from odc.bench.planning.partition_speed import compare, peak_memory_bytes
 
 
 def test_speed_compares_both_forms_on_the_same_costs() -> None:
-    result = measure(64, 8, repetitions=3)
+    result = compare(64, 8, repetitions=3)
     for name in ("odc", "textbook"):
-        times = result[name]
-        assert 0 < times["min_s"] <= times["median_s"] <= times["max_s"]
-    assert result["speedup"] == result["textbook"]["median_s"] / result["odc"]["median_s"]
+        times = result[name]["time_s"]
+        assert 0 < times["min"] <= times["median"] <= times["max"]
+    assert result["speedup"] == result["textbook"]["time_s"]["median"] / result["odc"]["time_s"]["median"]
     assert result["never_a_larger_makespan"]
     assert 0 <= result["odc"]["largest_excess"] <= result["textbook"]["largest_excess"]
 
@@ -25,9 +23,8 @@ def test_memory_is_that_of_the_partition() -> None:
 
 
 def test_quality_is_measured_against_something_better() -> None:
-    with progress_bar(Console(quiet=True)) as progress:
-        law = measure_law("aime", 2, num_minibatches=4, time_limit_s=5.0, progress=progress)
-        random = [measure_random(10, equal_size, progress) for equal_size in (False, True)]
+    law = measure_law(Run(), "aime", 2, num_minibatches=4, time_limit_s=5.0)
+    random = [measure_random(Run(), 10, equal_size) for equal_size in (False, True)]
     assert 0 <= law["points_above"] == law["bubble_percent"] - law["least_bubble_percent"] < 1
     assert law["num_near_bound"] + law["num_solved"] <= 4
     for found in random:

@@ -9,14 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 from watching import until
 
 from odc.balance import LinearCost
-from odc.bench import batching, peers
-from odc.bench.paper_costs import paper_cost
-from odc.bench.peer_programs import PROGRAMS, Batches
-from odc.bench.peers import PEERS, Peer, PeerError, check_packages, count_samples, epoch_of, rows_of, run_program
+from odc.bench.batching import batching, peers
+from odc.bench.batching.peer_programs import PROGRAMS, Batches
+from odc.bench.batching.peers import (
+    PEERS,
+    Peer,
+    PeerError,
+    check_packages,
+    count_samples,
+    epoch_of,
+    rows_of,
+    run_program,
+)
+from odc.bench.harness.benchmark import Run
+from odc.bench.planning.paper_costs import paper_cost
 
 LENGTHS = np.array([100, 200, 300, 400, 50])
 # Rank 0 has two microbatches in its first step, rank 1 a second step.
@@ -85,10 +94,9 @@ def test_a_second_row_only_where_steps_have_several_microbatches() -> None:
 
 def test_missing_packages_are_named_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "simulate_streams", None)
-    done = CliRunner().invoke(batching.app, ["--peers", "--peers-folder", str(tmp_path)])
-    assert done.exit_code == 1
     wanted = " ".join(dict.fromkeys(peer.package for peer in PEERS))
-    assert f"python -m pip install --no-deps --upgrade --target {tmp_path} {wanted}" in done.output
+    with pytest.raises(PeerError, match=f"python -m pip install --no-deps --upgrade --target {tmp_path} {wanted}"):
+        peers.measure(Run(), tmp_path)
 
 
 def test_another_version_counts_as_missing_and_what_the_environment_has_does_not(tmp_path: Path) -> None:
@@ -135,14 +143,10 @@ def test_rows_stand_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = lay(tmp_path, "for i in range(self.rank, len(self.samples), self.world_size): yield [[self.samples[i]]]")
     monkeypatch.setattr(peers, "WAITING", (("longalign", 64, 65536),))
     monkeypatch.setattr(peers, "PEERS", (FAKE,))
-    path = tmp_path / "new" / "peers.json"
-    done = CliRunner().invoke(batching.app, ["--peers", "--peers-folder", str(folder), "--json", str(path)])
-    assert done.exit_code == 0, done.output
-    document = json.loads(path.read_text())
+    document = peers.measure(Run(), folder)
     assert [row["kind"] for row in document["streams"]] == [*batching.STREAMS, "LB-Mini (known)"]
     (row,) = document["peers"]
     assert (row["kind"], row["lost"], row["twice"], row["samples_per_step"]) == ("fake", 0, 0, 1.0)
-    assert "fake: pool_size=2" in done.output
 
 
 def test_the_committed_result_is_of_all_peers() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from odc.bench import ranks
-from odc.bench.ranks import RankFailedError, run_ranks
+from odc.bench.harness import ranks
+from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
 
 
-def fail(report: Callable[[float], object], rank: int, world_size: int, how: str) -> int:
-    report(rank + 0.5)
+def fail(me: Rank, how: str) -> int:
+    rank, world_size = me.rank, me.world_size
+    me.report(rank + 0.5)
     if rank == world_size - 1 and how == "raise":
         raise ValueError("on purpose")
     if rank == world_size - 1 and how == "exit":
@@ -35,15 +35,18 @@ def test_what_ranks_return_and_report() -> None:
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_one_that_fails_ends_all(how: str) -> None:
     """The other may be the first to say so: its connection ends."""
-    with pytest.raises(RankFailedError, match="rank 1: ValueError: on purpose|rank 1 ended without|rank 0: "):
+    with pytest.raises(
+        RankFailedError,
+        match="rank 1 of 2: ValueError: on purpose|rank 1 of 2: its process ended without|rank 0 of 2: ",
+    ):
         run_ranks(2, fail, how)
 
 
-def stay(report: Callable[[float], object], rank: int, world_size: int) -> int:
+def stay(me: Rank) -> int:
     """Give a result; rank 1's process does not end behind it."""
-    if rank == 1:
+    if me.rank == 1:
         threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
-    return rank
+    return me.rank
 
 
 def test_a_rank_that_hangs_behind_its_result_is_named(

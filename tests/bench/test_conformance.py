@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from typer import Typer
 from typer.testing import CliRunner
 
 import odc
-from odc.bench.conformance import comparison, launch, training
-from odc.bench.conformance.__main__ import main
-from odc.bench.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
-from odc.bench.conformance.comparison import Outcome
-from odc.bench.conformance.launch import run_cells
-from odc.bench.conformance.report import read_statuses, write_markdown
+from odc.bench.proof.conformance import comparison, launch, training
+from odc.bench.proof.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
+from odc.bench.proof.conformance.comparison import Outcome
+from odc.bench.proof.conformance.launch import run_cells
+from odc.bench.proof.conformance.report import read_statuses, write_markdown
+from odc.cli.app import app
 from odc.fsdp_patch.session import Session
 from odc.fsdp_patch.unit import FinalSum, Unit
 from odc.minibatch.runtime import Runtime
@@ -230,8 +229,6 @@ def test_every_value_has_a_meaning() -> None:
     ],
 )
 def test_bad_options_are_explained(arguments: list[str], message: str) -> None:
-    app = Typer()
-    app.command()(main)
-    result = CliRunner().invoke(app, arguments, terminal_width=200)
+    result = CliRunner().invoke(app, ["bench", "conformance", *arguments], terminal_width=200)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())

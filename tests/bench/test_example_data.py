@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from odc.balance import count_loss_tokens, pack_collate
-from odc.bench.demo_runs import ChildError, run_child
+from odc.bench.training.runs import ChildError, run_child
 
 pytest.importorskip("transformers", reason="the examples need transformers and tokenizers (extra: examples)")
 pytest.importorskip("tokenizers", reason="the examples need transformers and tokenizers (extra: examples)")

@@ -2,7 +2,7 @@
 
 The model computes on the CPU, so the streams do their work within the call (what lags is tested in
 ``test_stream_order.py``). What runs for real: the transport's memory by handles between processes, the daemon and the
-atomics, the session, FSDP1 and FSDP2. What does not: a device. ``python -m odc.bench.gpu_check`` trains on one.
+atomics, the session, FSDP1 and FSDP2. What does not: a device. ``odc bench gpu`` trains on one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from process_ranks import across, run_ranks, start_ranks, wait_until
 from training import build, loss_of, shard, tokens, train, wrap
 
 import odc
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness.warm_launch import WarmLauncher
 from odc.limits import STAY_S
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence

@@ -53,7 +53,7 @@ from watching import scheduler_state, until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness.warm_launch import WarmLauncher
 from odc.setup.agreement import ProcessGroupExchange
 
 # Deaths: fault tests 1, 2, 8

@@ -26,7 +26,7 @@ from training import (
 )
 
 import odc
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness.warm_launch import WarmLauncher
 
 # Fault test 16: other modules per rank and microbatch
 

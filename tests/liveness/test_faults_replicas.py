@@ -22,7 +22,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from training import build, loss_of, optimizer_of, tokens, wrap
 
 import odc
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness.warm_launch import WarmLauncher
 
 SILENCE_S = 5.0
 POINTS = {"gather": "gather.before", "push": "scatter.before", "replicas": "replicas.before"}

@@ -6,16 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
-from odc.bench import multimodal_sizes
-from odc.bench.readme import DOCUMENTS as WITH_FIGURES
-from odc.bench.readme import README, RELIABILITY, Figure, figures, update
+from odc.bench.harness.figures import Figure, figures, update
+from odc.bench.planning import multimodal_sizes
 from odc.cli.app import app
 
 ROOT = Path(__file__).parents[2]
+README, RELIABILITY = Path("README.md"), Path("docs/reliability.md")
 DOCUMENTS = [
     path.relative_to(ROOT)
     for pattern in ("*.md", "docs/*.md", "odc/*/*.md", "bench/results/*.md")
@@ -79,10 +78,12 @@ def test_every_hint_to_install_names_this_project() -> None:
 
 
 def test_every_figure_of_a_document_is_its_files() -> None:
-    texts = {document: (ROOT / document).read_text() for document in WITH_FIGURES}
-    changed, lost = update(texts, figures(ROOT / "bench" / "results"))
+    wanted = list(figures(ROOT / "bench" / "results"))
+    texts = {document: (ROOT / document).read_text() for document in {figure.document for figure in wanted}}
+    assert README in texts
+    changed, lost = update(texts, wanted)
     assert [figure.words for figure in lost] == []
-    assert [figure.words for figure in changed] == []  # python -m odc.bench.readme writes them
+    assert [figure.words for figure in changed] == []  # odc bench figures writes them
 
 
 def test_figures_measured_anew_find_their_places() -> None:
@@ -93,7 +94,7 @@ def test_figures_measured_anew_find_their_places() -> None:
     assert texts == {README: f"{new.words}\n{other}", RELIABILITY: old.words}
     assert update({README: other}, [new]) == ([], [new])
     assert update({README: f"{old.words}{old.words}"}, [new]) == ([], [new])  # which of them?
-    assert sum(1 for _ in figures(ROOT / "bench" / "results")) >= 20
+    assert sum(1 for _ in figures(ROOT / "bench" / "results")) >= 90
 
 
 def _lines(text: str) -> list[str]:
@@ -110,14 +111,12 @@ def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
 
 def test_the_plan_of_modalities_is_what_the_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, planned, shown = re.findall(
-        r"```sh\npython -m odc\.bench\.multimodal_sizes (.+?)\nodc (plan .+?)```\n\n```text\n(.+?)```",
+        r"```sh\nodc (bench multimodal-lengths .+?)\nodc (plan .+?)```\n\n```text\n(.+?)```",
         (ROOT / "docs" / "multimodal.md").read_text(),
         re.S,
     )[0]
     monkeypatch.chdir(tmp_path)
-    sizes = typer.Typer()
-    sizes.command()(multimodal_sizes.main)
-    written = CliRunner().invoke(sizes, made.split())
+    written = CliRunner().invoke(app, made.split())
     assert written.exit_code == 0, written.output
     planned = planned.replace("\\\n", " ")
     # Its encoders and language model are those that are planned.
@@ -127,5 +126,5 @@ def test_the_plan_of_modalities_is_what_the_commands_print(tmp_path: Path, monke
 
 
 def test_lengths_of_made_up_samples_of_an_unknown_model(tmp_path: Path) -> None:
-    with pytest.raises(typer.BadParameter, match="'MLLM-1B' is not known: expected of MLLM-10B, MLLM-18B, MLLM-84B"):
-        multimodal_sizes.main("MLLM-1B", tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="'MLLM-1B' is not known: expected of MLLM-10B, MLLM-18B, MLLM-84B"):
+        multimodal_sizes.write_lengths("MLLM-1B", tmp_path / "a.jsonl", 10, 0)

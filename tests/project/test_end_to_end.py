@@ -31,24 +31,35 @@ def test_the_command_line_explains_itself(tmp_path: Path) -> None:
     assert run([sys.executable, "-m", "odc", "--version"], tmp_path).strip() == f"odc {facts['odc']}"
 
 
+PRIMITIVES = ["bench", "primitives", "--json", "out.json", "-b", "64K", "-e", "1M", "-f", "16", "--repetitions", "2"]
+
+
 @pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), pytest.param("2", "tcp", marks=pytest.mark.extended)])
-def test_the_primitive_benchmark_writes_its_rows(hosts: str, transport: str, tmp_path: Path) -> None:
-    options = ["-m", "odc.bench.primitives", "--json", "out.json", "--sizes", "65536", "1048576", "--repetitions", "2"]
-    text = run([*TORCHRUN, *RENDEZVOUS, *options, "--hosts", hosts], tmp_path)
-    assert f"scatter_accumulate ({transport})" in text
+def test_the_primitive_benchmark_on_ranks_of_torchrun(hosts: str, transport: str, tmp_path: Path) -> None:
+    options = [*PRIMITIVES, "--hosts", hosts, "--late", "0", "--plot", "out.png"]
+    text = run([*TORCHRUN, *RENDEZVOUS, "-m", "odc", *options], tmp_path)
+    assert text.count("one-sided primitives on 2 ranks (cpu)") == 1
     document = json.loads((tmp_path / "out.json").read_text())
     primitives = {"gather", "scatter_accumulate", "all_gather", "reduce_scatter", "copy", "add"}
-    assert {(r["primitive"], r["num_bytes"]) for r in document["rows"]} == {
+    assert {(r["operation"], r["num_bytes"]) for r in document["rows"]} == {
         (name, size) for name in primitives for size in (65536, 1048576)
     }
-    assert all(0 < r["p20_s"] <= r["median_s"] <= r["p80_s"] and r["world_size"] == 2 for r in document["rows"])
+    for row in document["rows"]:
+        assert 0 < row["time_s"]["p20"] <= row["time_s"]["median"] <= row["time_s"]["p80"]
+        assert row["algbw"] == pytest.approx(row["num_bytes"] / row["time_s"]["median"] / 1e9)
+        assert row["busbw"] == row["algbw"] / (1 if row["operation"] in ("copy", "add") else 2)
+        assert row.get("wrong", 0) == 0
+        assert ("wrong" in row) == (row["by"] != "torch")
+    assert {row["by"] for row in document["rows"]} == {transport, "gloo", "torch"}
+    assert (document["benchmark"], document["ranks"], document["device"]) == ("primitives", 2, "cpu")
     assert document["environment"]["torch"]
+    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> None:
     sizes = ["--repetitions", "1", "--minibatches", "5", "--hidden-size", "64", "--num-layers", "1"]
-    run([sys.executable, "-m", "odc.bench.demo", "--out", str(tmp_path), *sizes], ROOT)
-    runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
+    run([sys.executable, "-m", "odc", "bench", "demo", "--out", str(tmp_path), *sizes], ROOT)
+    runs = {row["name"]: row for row in json.loads((tmp_path / "summary.json").read_text())["runs"]}
     assert set(runs) == {"collective-lb-micro", "odc-lb-micro", "odc-lb-mini"}
     for result in runs.values():
         assert result["losses"] == pytest.approx(runs["collective-lb-micro"]["losses"], rel=1e-4)

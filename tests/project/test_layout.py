@@ -132,7 +132,7 @@ def test_wheel_and_sdist_hold_each_module_once(tmp_path: Path) -> None:
         "odc/py.typed",
         "odc/minibatch/PROTOCOL.md",
         "odc/items/PROTOCOL.md",
-        "odc/bench/paper/bubble_rates.csv",
+        "odc/bench/planning/bubble_rates.csv",
     }
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as file:

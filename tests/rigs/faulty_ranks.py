@@ -14,8 +14,8 @@ from process_ranks import RankResult
 from training import build, loss_of, optimizer_of, shard, tokens, train
 
 import odc
-from odc.bench import warm_launch
-from odc.bench.warm_launch import WarmLauncher
+from odc.bench.harness import warm_launch
+from odc.bench.harness.warm_launch import WarmLauncher
 
 TIMEOUT = {"ODC_TIMEOUT": "60"}
 # A death or a failure is known everywhere within this time: at once, on a machine that may be busy, and long before any

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tiny_trainers import losses_of, samples
 
-from odc.bench.warm_launch import WarmLauncher, output_of
+from odc.bench.harness.warm_launch import WarmLauncher, output_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

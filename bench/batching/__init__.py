@@ -1,0 +1,1 @@
+"""Batches of streams: simulated, beside other packages, and what loading costs."""

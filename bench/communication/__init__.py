@@ -1,0 +1,1 @@
+"""What the primitives and their host work cost."""

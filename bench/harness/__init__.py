@@ -1,0 +1,1 @@
+"""What all benchmarks share: options, ranks, progress, tables, JSON, pictures, committed figures."""

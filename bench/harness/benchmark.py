@@ -1,0 +1,263 @@
+"""What a benchmark declares, and what it is given while it measures.
+
+A benchmark is one module: options and measuring are a function, which returns the entries of the result; lists of rows
+among them are shown as the tables that the module declares. :data:`BENCHMARK` holds these together::
+
+    def measure(run: Run, repetitions: Annotated[int, typer.Option(min=1, help="Draws of costs.")] = 7) -> Entries:
+        run.begin(repetitions)
+        ...
+        return {"results": rows}
+
+    BENCHMARK = Benchmark(measure, "20 s, quick 3 s", tables=(...), quick={"repetitions": 2})
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from odc.bench.harness.environment import commit, describe_environment, write
+from odc.bench.harness.ranks import CPU, Place, Rank, join, run_ranks
+from odc.config import LaunchEnvironment
+
+Row = Mapping[str, Any]
+Entries = dict[str, Any]
+"""Of a result: lists of rows (numbers, texts, summaries, all of which JSON can hold), and single values."""
+
+Figures = Iterator[tuple[str, str]]
+"""Of a document: what is fixed before a figure, and the text with its numbers."""
+
+
+class Numbers(tuple[int, ...]):
+    """An option that takes several numbers: ``--ranks 2,4,8``."""
+
+    def __new__(cls, *numbers: int) -> Numbers:
+        return super().__new__(cls, numbers)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def numbers(text: str | Numbers) -> Numbers:
+    """Parse :class:`Numbers`; all are at least 1."""
+    found = Numbers(*(int(word) for word in str(text).replace(",", " ").split()))
+    if not found or min(found) < 1:
+        raise ValueError(f"{text!r}: expected numbers of at least 1, with commas between them")
+    return found
+
+
+def summary(values: npt.ArrayLike) -> dict[str, float]:
+    """Median, 20th and 80th percentile.
+
+    >>> summary([3.0, 1.0, 2.0])
+    {'median': 2.0, 'p20': 1.4, 'p80': 2.6}
+    """
+    p20, median, p80 = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.2, 0.5, 0.8)))
+    return {"median": median, "p20": p20, "p80": p80}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes, for few repetitions."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    heading: str
+    key: str | Callable[[Row], str]
+    """The value of a row, with dots into what is nested ("time_s", "operations.push.cpu_us"), or a text made of it."""
+    form: str = ""
+    """How a number is written, as in ``format``."""
+    scale: float = 1.0
+
+    def value(self, row: Row) -> Any:
+        """None if the row has none."""
+        if callable(self.key):
+            return self.key(row)
+        found: Any = row
+        for name in self.key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    def text(self, row: Row) -> str:
+        """Of a summary: the median, and its spread in parentheses."""
+        return self.written(self.value(row))
+
+    def written(self, value: Any) -> str:
+        if isinstance(value, Mapping):
+            middle, low, high = (self.written(part) for part in (value["median"], *bounds(value)))
+            return f"{middle} ({low}-{high})"
+        if value is None or isinstance(value, str | bool):
+            return "" if value is None else str(value)
+        return format(value * self.scale if self.scale != 1.0 else value, self.form)
+
+
+def bounds(value: Mapping[str, float]) -> tuple[float, float]:
+    """The spread of a summary."""
+    return (value["p20"], value["p80"]) if "p20" in value else (value["min"], value["max"])
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a result for people. ``odc bench compare`` shows what stands under ``columns``, matched by ``keys``."""
+
+    rows: str
+    """The entry of the result."""
+    title: str
+    """Fields in braces are of the whole result: ``"{settings[ranks]} ranks"``."""
+    keys: Sequence[Column]
+    columns: Sequence[Column]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What ``--plot`` draws: a value of one table's rows, as lines over a number, or as bars."""
+
+    rows: str
+    value: Column
+    series: Sequence[str]
+    """Keys whose values name a line, or a group of bars."""
+    x: Column | None = None
+    """Of lines; its axis is logarithmic. None: bars."""
+    is_limit: Callable[[Row], bool] = lambda row: False
+    """Lines of what cannot be beaten."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What ``odc bench`` needs to know of a module."""
+
+    measure: Callable[..., Entries]
+    takes: str
+    """Time with the defaults, and with ``--quick``, on two cores."""
+    tables: Sequence[Table] = ()
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    """Values of options that ``--quick`` sets, unless they are given."""
+    needs: str = ""
+    """Besides two cores, for ``odc bench list``."""
+    picture: Picture | None = None
+    figures: Sequence[tuple[str, Callable[..., Figures], Sequence[str]]] = ()
+    """(document, what it has to say, of which committed results)."""
+
+    @property
+    def says(self) -> str:
+        """The module's documentation."""
+        return inspect.getdoc(inspect.getmodule(self.measure)) or ""
+
+    @property
+    def title(self) -> str:
+        """Its first words."""
+        return re.split(r"[:.]( |$)", self.says.split("\n\n")[0].replace("\n", " ").replace("``", ""))[0]
+
+
+class Run:
+    """Given to a benchmark while it measures: progress, ranks, and what was missed. Quiet unless told otherwise."""
+
+    def __init__(
+        self,
+        *,
+        quick: bool = False,
+        is_quiet: bool = True,
+        json: Path | None = None,
+        about: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.quick, self.json, self.about = quick, json, about
+        self.status = 0
+        """Of the command, if nothing was missed."""
+        self.missed: list[str] = []
+        self.environment: dict[str, object] = {}
+        """What is to stand in the result's environment besides the machine."""
+        launched = LaunchEnvironment.from_environment()
+        self.launched = launched if launched.master_addr else None
+        """By torchrun: this process is one of the ranks."""
+        is_quiet = is_quiet or not self.is_first
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True, quiet=is_quiet, width=None if sys.stderr.isatty() else 140)
+        self.progress = Progress(*columns, console=console, transient=True, disable=is_quiet)
+        self._bar = self.progress.add_task("", total=None)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process shows and writes the result."""
+        return self.launched is None or self.launched.rank == 0
+
+    def begin(self, total: float, description: str = "") -> None:
+        """Tell how many steps there are."""
+        self.progress.reset(self._bar, total=total, description=description)
+
+    def advance(self, amount: float = 1.0) -> None:
+        """So many steps are done."""
+        self.progress.advance(self._bar, amount)
+
+    def describe(self, description: str) -> None:
+        """What is being done now."""
+        self.progress.update(self._bar, description=description)
+
+    def miss(self, text: str) -> None:
+        """An aim was not reached: the command ends with status 1. With ``--quick`` too little is measured to say so."""
+        if not self.quick:
+            self.missed.append(text)
+
+    def document(self, found: Entries) -> Entries:
+        """The result: what was found, on what, by which command."""
+        environment = {**describe_environment(), **self.environment}
+        return {**self.about, "commit": commit(), "environment": environment, **found}
+
+    def keep(self, found: Entries, path: Path | None = None) -> Entries:
+        """Write what is known so far to the file of ``--json`` (or to ``path``): whoever ends the command early keeps
+        it."""
+        path = path or self.json
+        if path is not None and self.is_first:
+            write(path, self.document(found))
+        return found
+
+    def note(self, text: str) -> None:
+        """A line that stays, on standard error."""
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def ranks(
+        self,
+        world_size: int,
+        body: Callable[..., Any],
+        *arguments: Any,
+        place: Place = CPU,
+        have_children: bool = False,
+    ) -> list[Any]:
+        """What ``body(rank, *arguments)`` returned on all ranks: new processes of this machine, or torchrun's own.
+
+        Raises:
+            RankFailedError: see :func:`odc.bench.harness.ranks.run_ranks`.
+            ValueError: torchrun has started another number of ranks.
+        """
+        self.environment["threads_per_rank"] = 1
+        if self.launched is None:
+            options: dict[str, Any] = {"on_progress": self.advance, "have_children": have_children}
+            return run_ranks(world_size, body, *arguments, place=place, **options)
+        if self.launched.world_size != world_size:
+            raise ValueError(f"torchrun has started {self.launched.world_size} ranks, and {world_size} are asked for")
+        me = join(self.launched.rank, world_size, place, "", self.advance)
+        return _gathered(me, body(me, *arguments))
+
+
+def _gathered(me: Rank, value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * me.world_size
+    group = None if me.device.type == "cpu" else dist.new_group(backend="gloo")
+    dist.all_gather_object(values, value, group=group)
+    return values

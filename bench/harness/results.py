@@ -1,0 +1,112 @@
+"""Results as tables, and two of them side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from odc.bench.harness import catalogue
+from odc.bench.harness.benchmark import Benchmark, Entries, Row, Table, bounds
+
+
+def read(path: Path) -> Entries:
+    """A result.
+
+    Raises:
+        ValueError: it is none, or of no benchmark that there is.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(document, dict) or "benchmark" not in document:
+        raise ValueError(f"{path} is no result of odc bench: it has no entry 'benchmark'")
+    return document
+
+
+def tables_of(benchmark: Benchmark, document: Entries) -> Iterator[RichTable]:
+    """Those of its tables for which there are rows."""
+    for table in benchmark.tables:
+        rows = document.get(table.rows)
+        if rows:
+            yield shown(table, rows, document)
+
+
+def shown(table: Table, rows: Sequence[Row], document: Entries) -> RichTable:
+    """One table; columns without any value are left out."""
+    made = RichTable(title=escape(table.title.format_map(document)), caption=table.caption, caption_justify="left")
+    made.box = box.SIMPLE_HEAD
+    texts = [(column, [column.text(row) for row in rows]) for column in (*table.keys, *table.columns)]
+    texts = [(column, cells) for column, cells in texts if any(cells)]
+    for column, cells in texts:
+        is_name = column in table.keys and not all(cell.isdigit() for cell in cells)
+        made.add_column(column.heading, justify="left" if is_name else "right")
+    for line in zip(*(cells for _, cells in texts), strict=True):
+        made.add_row(*map(escape, line))
+    return made
+
+
+def compare(before: Entries, after: Entries) -> Iterator[RichTable]:
+    """Each value of two results of one benchmark, and by how much it has changed.
+
+    A change in bold is beyond the spread of both: their 20th to 80th percentiles, or extremes, do not meet.
+
+    Raises:
+        ValueError: they are of different benchmarks, or have no row in common.
+    """
+    name = after["benchmark"]
+    if before["benchmark"] != name:
+        raise ValueError(f"results of {before['benchmark']} and of {name}: expected two of one benchmark")
+    found = 0
+    for table in catalogue.find(name).tables:
+        rows, old = after.get(table.rows) or [], {_key(table, row): row for row in before.get(table.rows) or []}
+        made = RichTable(title=escape(table.title.format_map(after)), box=box.SIMPLE_HEAD)
+        for heading in (*(column.heading for column in table.keys), "value"):
+            made.add_column(heading)
+        for heading in ("before", "after", "after/before"):
+            made.add_column(heading, justify="right")
+        for row in rows:
+            key = _key(table, row)
+            for number, column in enumerate(table.columns if key in old else ()):
+                values = column.value(old[key]), column.value(row)
+                if callable(column.key) or not all(isinstance(v, Mapping | int | float) for v in values):
+                    continue
+                names = key if number == 0 else [""] * len(key)
+                made.add_row(*names, column.heading, *(column.written(v) for v in values), _change(*values))
+        if made.row_count:
+            found += made.row_count
+            yield made
+    if not found:
+        raise ValueError(f"these results of {name} have no row in common")
+
+
+def differences(before: Entries, after: Entries) -> Iterator[str]:
+    """In what, but for what was measured, two results differ."""
+    for entry in ("environment", "settings"):
+        old, new = before.get(entry) or {}, after.get(entry) or {}
+        for name in dict.fromkeys([*old, *new]):
+            if old.get(name) != new.get(name):
+                yield f"{name}: {old.get(name)} -> {new.get(name)}"
+
+
+def _key(table: Table, row: Row) -> tuple[str, ...]:
+    return tuple(column.text(row) for column in table.keys)
+
+
+def _change(before: Any, after: Any) -> str:
+    """After over before; in bold beyond the spread of both."""
+    (old, least, most), (new, low, high) = (_parts(value) for value in (before, after))
+    if old == new:
+        return "="
+    ratio = f"{new / old:.2f}" if old else "-"
+    return f"[bold]{ratio}[/bold]" if low > most or high < least else f"~{ratio}"
+
+
+def _parts(value: Any) -> tuple[float, float, float]:
+    return (value["median"], *bounds(value)) if isinstance(value, Mapping) else (value, value, value)

@@ -1,0 +1,191 @@
+"""Launches of training scripts without the seconds of importing: ranks are forks of a process that has the libraries.
+
+What ``torchrun`` and ``odc run`` do with their options is not part of it: each rank does what ``torchrun script.py`` or
+``torchrun -m odc.run script.py`` has it do, in a process of its own that ends like any other interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from odc.bench.harness.ranks import die_with_parent
+
+LIMIT_S = 300.0
+_OTHERS_LIMIT_S = 30.0
+"""How long ranks may go on when one has failed: as long as torchrun gives them."""
+_POLL_S = 0.2
+
+
+class WarmLauncher:
+    """The process that has the libraries. No rank outlives it; :meth:`close` ends it.
+
+    Args:
+        libraries: modules to import: packages of training libraries import little by themselves.
+        environment: of that process, and so of all ranks.
+    """
+
+    def __init__(self, libraries: Sequence[str], environment: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "odc.bench.harness.warm_launch", *libraries]
+        # `python -m` has the current folder on the path: in the repository's, rooms would have a second name.
+        self._process = subprocess.Popen(
+            command, cwd="/", env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        with_odc: bool = False,
+        world_size: int = 2,
+        cwd: Path | None = None,
+        limit_s: float = LIMIT_S,
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Run a script on every rank of this machine; the exit codes of the ranks, -9 if one had to be killed.
+
+        Args:
+            arguments: the script's path and its arguments; ``with_odc``, those of ``odc.run``.
+            folder: each rank's output goes to :func:`output_of` it there.
+            cwd: where the script runs; by default in ``folder``.
+            limit_s: how long the ranks may take together.
+            on_wait: called a few times per second until they have ended.
+
+        Raises:
+            RuntimeError: the process that has the libraries has ended; what it said is on standard error.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # bound in C++, not in __all__
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        job = {
+            "arguments": [*arguments],
+            "folder": str(folder.resolve()),
+            "cwd": str((cwd or folder).resolve()),
+            "odc": with_odc,
+            "ranks": world_size,
+            "port": store.port,
+            "limit_s": limit_s,
+        }
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+        while not select.select([self._process.stdout], [], [], _POLL_S)[0]:
+            on_wait()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that forks the ranks has ended with {self._process.wait()}")
+        codes: list[int] = json.loads(answer)
+        return codes
+
+    def close(self) -> None:
+        """End the process; also in the middle of a run, whose ranks it takes along."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):  # a job that it has not taken
+            self._process.communicate()
+
+
+def output_of(folder: Path, rank: int) -> Path:
+    """What a rank of a run in ``folder`` printed."""
+    return folder / f"rank{rank}.log"
+
+
+def _serve() -> dict[str, Any] | None:
+    """Start the ranks of each job that is asked for. Returns in each rank, with the job, and in the end with None."""
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        children = []
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if not pid:
+                return {**job, "rank": rank}
+            children.append(pid)
+        os.write(1, json.dumps(_exit_codes(children, job["limit_s"])).encode() + b"\n")
+    return None
+
+
+def _exit_codes(children: Sequence[int], limit_s: float) -> list[int]:
+    """Of all children, in their order. When one has failed, or all are late, the others are killed."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + limit_s
+    while len(codes) < len(children):
+        for child in children:
+            if child in codes:
+                continue
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT_S)
+        time.sleep(0.02)
+    return [codes[child] for child in children]
+
+
+def _enter(job: Mapping[str, Any]) -> None:
+    """What torchrun gives a rank."""
+    rank, size = str(job["rank"]), str(job["ranks"])
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        GROUP_RANK="0",
+        ROLE_RANK=rank,
+        ROLE_WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job["port"]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID="warm",
+    )
+    os.chdir(job["cwd"])
+    descriptor = os.open(output_of(Path(job["folder"]), job["rank"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _main() -> None:
+    die_with_parent()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in each rank looks at, and so copies, all that has been imported
+    job = _serve()
+    if job is None:
+        return
+    die_with_parent()  # a fork is not told by what its parent has asked for
+    _enter(job)
+    from odc.launch.main import main
+    from odc.launch.script import run_script
+
+    if job["odc"]:
+        main(job["arguments"])
+    else:
+        run_script(job["arguments"][0], job["arguments"][1:])
+
+
+if __name__ == "__main__":
+    _main()

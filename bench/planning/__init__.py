@@ -1,0 +1,1 @@
+"""Plans: how good, how fast, and beside the papers' figures."""

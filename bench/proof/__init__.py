@@ -1,0 +1,1 @@
+"""Seeded programs that look for what nobody has thought of, and the conformance table."""

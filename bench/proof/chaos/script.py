@@ -1,0 +1,212 @@
+"""What every rank of a trial runs: a training script, one rank of which comes to grief in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+
+import odc
+from odc.bench.harness.ranks import meet
+from odc.bench.proof.chaos.trials import COLLECTIVE_LIMIT_S, EXIT_CODE, INJECTED, RAISED, SILENCE_LIMIT_S, STEPS, Trial
+from odc.config import FAULT, HOST_ID, TIMEOUT
+
+WIDTH = 9
+VOCABULARY = 11
+TOLERANCE = 1e-5  # of the largest value of each parameter, against one process in float64
+WRONG_NUMBERS = "wrong numbers"
+_BETWEEN_SAVES = 3
+_BETWEEN_COLLECTIVES = 4
+
+
+class Fault:
+    """What happens to this rank, if it is the one, when it comes to the place."""
+
+    def __init__(self, trial: Trial, rank: int, folder: Path) -> None:
+        self._phase = trial.phase if rank == trial.victim and not trial.point else None
+        self._action = trial.action
+        self._at = trial.at
+        self._fired = folder / "fired"
+        self.step = 0
+
+    def at(self, phase: str) -> None:
+        """Called at every place in the script."""
+        if phase != self._phase or (phase != "set-up" and self.step < self._at):
+            return
+        self._phase = None
+        self._fired.write_text(str(time.monotonic()))
+        self._act()
+
+    def _act(self) -> None:
+        signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+        if self._action == "raise":
+            raise ValueError(RAISED)
+        if self._action == "exit":
+            sys.exit(EXIT_CODE)
+        if self._action == "_exit":
+            os._exit(0)
+        if self._action == "segfault":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signals.get(self._action, signal.SIGSTOP))
+
+
+class Block(nn.Module):
+    def __init__(self, at_middle: Callable[[], None]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self._at_middle = at_middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._at_middle()
+        hidden = torch.tanh(self.up(x))
+        if hidden.requires_grad:
+            hidden.register_hook(_in_backward(self._at_middle))  # type: ignore[no-untyped-call]
+        out: torch.Tensor = x + self.down(hidden)
+        return out
+
+
+def _in_backward(at_middle: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    return lambda gradient: at_middle()
+
+
+class Net(nn.Module):
+    def __init__(self, at_middle: Callable[[], None]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(at_middle) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def train(trial: Trial, rank: int, folder: Path) -> None:
+    """Train until the end, or until something happens. Returns only if the numbers are right."""
+    fault = Fault(trial, rank, folder)
+    torch.set_num_threads(1)
+    os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
+    os.environ[HOST_ID] = trial.host_of(rank)
+    if trial.point and rank == trial.victim:
+        os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"
+    meet(rank, trial.world_size, str(folder / "store"), "gloo", COLLECTIVE_LIMIT_S)
+    where = ["gather"]
+    model = _shard(trial, _build(lambda: fault.at(where[0])))
+    fault.at("set-up")
+    session = odc.patch_fsdp(model)
+    optimizer = _optimizer(model)
+    (folder / f"training{rank}").touch()
+    for step in range(STEPS):
+        fault.step = step
+        total = torch.zeros(1)
+        for microbatch in range(trial.num_microbatches(step, rank)):
+            where[0] = "gather"
+            loss = _loss(model, step, rank, microbatch)
+            where[0] = "push"
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if trial.phase == "collective" or step % _BETWEEN_COLLECTIVES == 0:  # elsewhere ODC is who waits
+            fault.at("collective")
+            dist.all_reduce(total)
+        fault.at("finish")
+        if trial.phase == "clip":
+            session.finish()
+            fault.at("clip")
+        _clip(model)
+        fault.at("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        where[0] = "evaluation"
+        with torch.no_grad():
+            _loss(model, 99, 0, 0)
+        if step % _BETWEEN_SAVES == 0:
+            fault.at("save")
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    session.close()  # others may still be evaluating
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if found and trial.action == "pause":
+        _check(found, _reference(trial))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _build(at_middle: Callable[[], None]) -> Net:
+    torch.manual_seed(0)
+    return Net(at_middle)
+
+
+def _shard(trial: Trial, model: Net) -> nn.Module:
+    is_hybrid = trial.transport == "replicas"
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if is_hybrid
+        else init_device_mesh("cpu", (trial.world_size,))
+    )
+    if trial.fsdp == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": trial.fsdp == "fsdp1-orig"}
+    if is_hybrid:
+        options.update(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def _loss(model: nn.Module, step: int, rank: int, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _clip(model: nn.Module) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(0.1)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # About the size of the gradients: with torch's 1e-8 Adam makes a whole step of mere rounding.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+
+
+def _reference(trial: Trial) -> dict[str, torch.Tensor]:
+    """The same training in one process in float64, without FSDP and without ODC."""
+    model = _build(lambda: None).double()
+    optimizer = _optimizer(model)
+    for step in range(STEPS):
+        for rank in range(trial.world_size):
+            for microbatch in range(trial.num_microbatches(step, rank)):
+                (_loss(model, step, rank, microbatch) / trial.world_size).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def _check(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    if set(found) != set(expected):
+        raise AssertionError(f"{WRONG_NUMBERS}: parameters {sorted(found)}, expected {sorted(expected)}")
+    for name, value in expected.items():
+        error = float((found[name].double() - value).abs().max() / value.abs().max())
+        if not error <= TOLERANCE:
+            raise AssertionError(f"{WRONG_NUMBERS}: parameter {name} is off by {error:.1e}")

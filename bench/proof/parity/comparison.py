@@ -1,0 +1,120 @@
+"""What a case must show: the numbers of plain FSDP, to the rounding of a sum in another order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from odc.bench.proof.parity.cases import Case
+from odc.bench.proof.parity.training import STEPS, Run, largest_terms, train
+
+TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
+"""Of the largest term of each sum, times the number of steps so far: a difference of rounding in the parameters is one
+in all that follows. In bf16 the first step's gradients must agree as in fp32; later, a difference of rounding in a
+parameter may be one of its last bit in bfloat16."""
+OUTCOMES = ("equal", "refused", "different", "hang", "crash", "not plain")
+
+
+@dataclass
+class Outcome:
+    """How a case ended."""
+
+    number: int
+    case: Case
+    status: str
+    """One of ``OUTCOMES``. "refused": by an error of ODC that says what cannot be done; "not plain": plain FSDP itself
+    cannot run this script."""
+    reason: str = ""
+    errors: dict[str, float] | None = None
+    """The largest error of losses, gradients, what the script has seen of gradients, and parameters."""
+    seconds: float = 0.0
+
+    def as_row(self) -> dict[str, object]:
+        return {**asdict(self), "case": asdict(self.case)}
+
+
+class PlainFails(Exception):
+    """Plain FSDP cannot run the script."""
+
+
+def measure(case: Case, mesh: DeviceMesh) -> tuple[dict[str, float], list[str]]:
+    """Train twice; the largest errors on this rank, and what is wrong in words. Collective.
+
+    Raises:
+        PlainFails: the run without ODC has raised.
+    """
+    try:
+        expected = train(case, mesh, patch=False)
+    except Exception as error:
+        raise PlainFails(f"{type(error).__name__}: {error}") from error
+    return compare(case, expected, train(case, mesh, patch=True), largest_terms(case))
+
+
+def compare(case: Case, expected: Run, found: Run, terms: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """The largest error of each quantity on this rank, and every one beyond the tolerance in words.
+
+    Errors of gradients are relative to the larger of the largest term of any such sum (``terms``, by parameter), made
+    smaller where the script does, and the largest element of what plain FSDP has. All others to the latter alone.
+
+    Where plain FSDP has no gradient a script may see zeros, if that is the first that it uses in a minibatch: until one
+    is used no rank can know whether another one brings it. Behind the step there must be none.
+    """
+    exact = TOLERANCES["fp32"]
+    tables: dict[str, tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]] = {
+        "gradients": (expected.gradients, found.gradients),  # first: what is wrong there is wrong in all that follows
+        "losses": (expected.losses, found.losses),
+        "seen": (expected.seen, found.seen),
+        "parameters": (expected.parameters, found.parameters),
+    }
+    errors, wrong = {}, []
+    for quantity, (theirs, ours) in tables.items():
+        errors[quantity] = 0.0
+        for key in [*theirs, *(key for key in ours if key not in theirs)]:
+            if quantity == "seen" and case.gradients == "logged" and key not in theirs and not ours[key].any():
+                continue  # see :func:`compare`
+            size, rounding = 0.0, exact * STEPS
+            if isinstance(key, tuple):
+                step, name = key
+                size = _largest_of(name.removeprefix("kept "), terms) * expected.clipped_to[step]
+                rounding = exact * (1 + step)
+            error = _error(theirs.get(key), ours.get(key), size)
+            errors[quantity] = max(errors[quantity], error)
+            is_first = quantity == "gradients" and isinstance(key, tuple) and key[0] == 0
+            if not error <= (rounding if is_first or case.precision == "fp32" else TOLERANCES[case.precision]):
+                wrong.append(f"{quantity} {key}: {_in_words(error, theirs.get(key), ours.get(key))}")
+    wanted = "tcp" if case.transport == "tcp" else "shm"
+    if wanted not in found.transport:
+        wrong.append(f"transport {found.transport!r} in place of {wanted!r}")
+    return errors, wrong
+
+
+def _in_words(error: float, theirs: torch.Tensor | None, ours: torch.Tensor | None) -> str:
+    if theirs is None or ours is None:
+        return f"there is one {'with ODC' if theirs is None else 'under plain FSDP'} only"
+    return f"off by {error:.1e} (largest {_largest(theirs):.2e}, with ODC {_largest(ours):.2e})"
+
+
+def _largest_of(name: str, terms: Mapping[str, float]) -> float:
+    """The largest term of a parameter, or of all those in a flat one."""
+    name = name.replace("_fsdp_wrapped_module.", "")
+    if not name.endswith("_flat_param"):
+        return terms[name]
+    unit = name.removesuffix("_flat_param")
+    return max(v for n, v in terms.items() if n.startswith(unit) and (unit or not n.startswith("blocks.")))
+
+
+def _error(theirs: torch.Tensor | None, ours: torch.Tensor | None, size: float) -> float:
+    if theirs is None or ours is None or theirs.shape != ours.shape:
+        return math.inf
+    difference = (ours.double() - theirs.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    largest = _largest(difference)
+    return largest / max(size, _largest(theirs)) if largest else 0.0
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,1 @@
+"""Training: real models on CPU ranks, and emulated compute."""

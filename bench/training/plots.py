@@ -1,0 +1,129 @@
+"""Pictures of a demo: loss curves, and who did what when. Needs matplotlib, which nothing else here does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from odc.bench.training.bubble import Segment
+from odc.bench.training.runs import PhaseSegment
+
+_COLOURS = {
+    "compute": "#7a9cc6",
+    "gather": "#5aa469",
+    "scatter": "#c9a227",
+    "other": "#9a9a9a",
+    "wait": "#d1495b",
+    # Of several modalities.
+    "vision": "#c9a227",
+    "audio": "#a56cc1",
+    "language": "#7a9cc6",
+    "move": "#5aa469",
+}
+_NAMES = {"other": "publish and finish"}
+# Curves that lie on each other: each one thinner than the one before, so that all can be seen.
+_STYLES = (("#7a9cc6", 6.0, "-"), ("#1f3b5c", 2.5, "-"), ("#f2a65a", 1.5, "--"))
+
+
+def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
+    """Loss per minibatch of each configuration."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, losses) in enumerate(curves.items()):
+        colour, width, style = _STYLES[number % len(_STYLES)]
+        axes.plot(range(1, len(losses) + 1), losses, style, color=colour, linewidth=width, label=name)
+    axes.set_xlabel("minibatch")
+    axes.set_ylabel("loss per token")
+    axes.set_title("Training loss: same weights, same minibatches")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_losses_by_tokens(path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Loss per token against the tokens seen so far, of each way to train: (tokens, losses)."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (tokens, losses) in curves.items():
+        axes.plot(tokens, losses, marker="o", markersize=3, label=name)
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("loss per token")
+    axes.set_title("Training loss: same weights, same samples in an epoch, another order")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], minibatch: int) -> None:
+    """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
+    figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")
+    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    longest_s = 0.0
+    for axes, (name, ranks) in zip(rows, runs.items(), strict=True):
+        start_ns = min(rank[0].start_ns for rank in ranks)
+        duration_s = (max(rank[-1].end_ns for rank in ranks) - start_ns) * 1e-9
+        longest_s = max(longest_s, duration_s)
+        for number, rank in enumerate(ranks):
+            axes.broken_barh(
+                [((s.start_ns - start_ns) * 1e-9, s.seconds) for s in rank],
+                (number - 0.4, 0.8),
+                facecolors=[_COLOURS[s.activity] for s in rank],
+            )
+        axes.axvline(duration_s, color="black", linewidth=1)
+        axes.set_title(f"{name}: {duration_s:.2f} s", loc="left", fontsize=10)
+        axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in range(len(ranks))])
+        axes.invert_yaxis()
+    rows[-1].set_xlim(0, 1.02 * longest_s)
+    rows[-1].set_xlabel("seconds")
+    there = {segment.activity for ranks in runs.values() for rank in ranks for segment in rank}
+    names = {} if "move" in there else _NAMES
+    handles = [Patch(color=colour, label=names.get(a, a)) for a, colour in _COLOURS.items() if a in there]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+_PHASE_COLOURS = {
+    "encode image": "#e07a5f",
+    "backward image": "#b5533c",
+    "encode audio": "#81b29a",
+    "backward audio": "#4f7f67",
+    "language": "#7a9cc6",
+    "move": "#f2cc8f",
+    "wait": "#d1495b",
+    "": "#c9c9c9",
+}
+_PHASE_NAMES = {"": "loss, clip, step", "move": "moving items", "language": "language model", "wait": "waiting"}
+
+
+def plot_phases(path: Path, runs: Mapping[str, Sequence[Sequence[PhaseSegment]]], minibatch: int) -> None:
+    """One bar per rank and configuration: the phases of a model of several modalities, on one time scale."""
+    num_ranks = max(len(ranks) for ranks in runs.values())
+    figure = Figure(figsize=(11, 1.2 + (0.8 + 0.3 * num_ranks) * len(runs)), layout="constrained")
+    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    longest_s = 0.0
+    for axes, (name, ranks) in zip(rows, runs.items(), strict=True):
+        start_ns = min(segment.start_ns for rank in ranks for segment in rank)
+        duration_s = (max(segment.end_ns for rank in ranks for segment in rank) - start_ns) * 1e-9
+        longest_s = max(longest_s, duration_s)
+        for number, rank in enumerate(ranks):
+            bars = [((s.start_ns - start_ns) * 1e-9, (s.end_ns - s.start_ns) * 1e-9) for s in rank]
+            axes.broken_barh(bars, (number - 0.4, 0.8), facecolors=[_PHASE_COLOURS[_kind(s.name)] for s in rank])
+        axes.axvline(duration_s, color="black", linewidth=1)
+        axes.set_title(f"{name}: {duration_s:.2f} s", loc="left", fontsize=10)
+        axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in range(len(ranks))])
+        axes.invert_yaxis()
+    rows[-1].set_xlim(0, 1.02 * longest_s)
+    rows[-1].set_xlabel("seconds")
+    handles = [Patch(color=colour, label=_PHASE_NAMES.get(name, name)) for name, colour in _PHASE_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _kind(name: str) -> str:
+    """What a phase's span is drawn as."""
+    return name if name in _PHASE_COLOURS else name.split(" ")[0]

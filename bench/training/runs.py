@@ -1,0 +1,306 @@
+"""Launch the training script on all ranks, watch it, and read what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.harness.ranks import BenchError, NotRunError
+from odc.bench.harness.warm_launch import WarmLauncher, output_of
+from odc.bench.training.bubble import Segment, segments, shares
+from odc.timeline import Timeline
+
+RUN_LIMIT_S = 900.0  # for one training run; a run of the demo takes less than half a minute
+_POLL_S = 0.2
+_GRACE_S = 40.0  # torchrun gives its ranks 30 seconds to end before it kills them
+_SHOWN_LINES = 60
+
+CHILD_ENVIRONMENT = {
+    # One thread per rank: two ranks on two cores would otherwise fight over them.
+    "OMP_NUM_THREADS": "1",
+    # glibc keeps memory once it has it: giving it back and touching it anew would be timed as compute.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
+}
+
+
+class ChildError(BenchError):
+    """A child process failed; the message ends with the last lines of its stderr."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train."""
+
+    comm: str
+    policy: str
+    stream: str | None = None
+    """In place of the policy, for samples whose lengths are not known."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.comm}-{self.stream or self.policy}"
+
+    @property
+    def options(self) -> list[str]:
+        """What the script is told."""
+        stream = [] if self.stream is None else ["--stream", self.stream]
+        return ["--comm", self.comm, "--policy", self.policy, *stream]
+
+
+class Way(Protocol):
+    """A configuration of any script."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def comm(self) -> str: ...
+
+    @property
+    def options(self) -> list[str]: ...
+
+
+CONFIGURATIONS = (
+    Configuration("collective", "lb-micro"),
+    Configuration("odc", "lb-micro"),
+    Configuration("odc", "lb-mini"),
+)
+
+
+@dataclass(frozen=True)
+class PhaseSegment:
+    """A stretch of one rank's time in one phase of the model, "" in none, "wait" where it waits for another rank."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training run measured. Rates are of the timed minibatches and of all ranks together."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    seconds: float
+    minibatch_seconds: list[float]
+    losses: list[float]
+    shares: dict[str, float]
+    """Part of the ranks' time in each of :data:`.bubble.ACTIVITIES`."""
+    folder: Path
+    num_untimed: int
+    collectives: bool
+    minibatch_samples: tuple[int, ...] = ()
+    """Of all ranks, untimed ones included; also the tokens."""
+    minibatch_tokens: tuple[int, ...] = ()
+
+    def segments(self, minibatches: Sequence[int] | None = None) -> list[list[Segment]]:
+        """Each rank's time cut into activities; by default of all timed minibatches."""
+        chosen = range(self.num_untimed, len(self.losses)) if minibatches is None else minibatches
+        return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
+
+    def phases(self, minibatch: int) -> list[list[PhaseSegment]]:
+        """Each rank's time in one minibatch: its "phase" spans by label, with its waits drawn over them."""
+        found = []
+        for timeline, cut in zip(read_timelines(self.folder), self.segments([minibatch]), strict=True):
+            spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
+            # What encloses is drawn first.
+            spans.sort(key=lambda span: (span.kind != "minibatch", span.start_ns - span.end_ns))
+            mine = [PhaseSegment("" if s.kind == "minibatch" else s.label, s.start_ns, s.end_ns) for s in spans]
+            waits = [PhaseSegment("wait", s.start_ns, s.end_ns) for s in cut if s.activity == "wait"]
+            found.append(mine + waits)
+        return found
+
+
+LIBRARIES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"),
+    *("odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
+)
+"""What the ranks would import, each of them in each run."""
+
+
+def start_launcher(libraries: Sequence[str] = LIBRARIES) -> WarmLauncher:
+    """What :func:`train` starts its ranks with."""
+    return WarmLauncher(libraries, {**os.environ, **CHILD_ENVIRONMENT})
+
+
+def train(
+    launcher: WarmLauncher,
+    script: Path,
+    configuration: Way,
+    folder: Path,
+    *,
+    num_ranks: int,
+    options: Sequence[str],
+    on_progress: Callable[[int], None],
+) -> Run:
+    """Train once; ``on_progress`` gets the number of minibatches done so far.
+
+    Raises:
+        ChildError: the run failed, or did not end in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [str(script), *configuration.options, "--timeline", "--out", str(folder), *options]
+    first = output_of(folder, 0)
+    first.write_bytes(b"")  # that of an earlier run there
+    try:
+        codes = launcher.run(
+            arguments,
+            folder,
+            world_size=num_ranks,
+            cwd=Path(),
+            limit_s=RUN_LIMIT_S,
+            on_wait=lambda: on_progress(_minibatches_done(first)),
+        )
+    except RuntimeError as error:
+        raise ChildError(f"{error}: what it said is above") from None
+    # Of ranks that fail, the one that was not killed for it says why.
+    for rank in sorted(range(num_ranks), key=lambda rank: codes[rank] < 0):
+        if codes[rank]:
+            path = output_of(folder, rank)
+            why = f"rank {rank} of {num_ranks} ended with {codes[rank]}"
+            raise ChildError(f"{' '.join(arguments)}\n{why}. The end of its output ({path}):\n{_last_lines(path)}")
+    on_progress(_minibatches_done(first))
+    return read_run(folder, collectives=configuration.comm == "collective")
+
+
+def check_examples(script: Path, *packages: str) -> None:
+    """Refuse to start what cannot run here.
+
+    Raises:
+        NotRunError: this is not the root of the repository, or packages are missing.
+    """
+    if not script.exists():
+        raise NotRunError(f"{script} is not here: run this from the root of the repository")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotRunError(f"this needs {', '.join(missing)}: pip install '.[examples]'")
+
+
+def train_in_turns(
+    run: Bench,
+    script: Path,
+    ways: Sequence[Way],
+    out: Path,
+    *,
+    repetitions: int,
+    num_ranks: int,
+    options: Mapping[str, object],
+    minibatches: int = 1,
+    libraries: Sequence[str] = LIBRARIES,
+) -> dict[str, list[Run]]:
+    """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
+
+    Args:
+        options: of the script.
+        minibatches: of a run, if that is known.
+
+    Raises:
+        ChildError: a run failed.
+    """
+    runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    run.begin(len(ways) * repetitions * minibatches, "starting")
+    run.environment["threads_per_rank"] = 1
+    with closing(start_launcher(libraries)) as launcher:
+        for repetition in range(1, repetitions + 1):
+            for way in ways:
+                run.describe(f"{way.name} {repetition}/{repetitions}")
+                done = 0
+
+                def show(now: int) -> None:
+                    nonlocal done
+                    run.advance(min(now, minibatches) - done)
+                    done = min(now, minibatches)
+
+                folder = out / way.name / f"repetition-{repetition}"
+                trained = train(launcher, script, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
+                show(minibatches)
+                runs[way.name].append(trained)
+                run.note(
+                    f"{way.name} {repetition}/{repetitions}: {trained.samples_per_s:.2f} samples/s, "
+                    f"{trained.seconds:.1f} s"
+                )
+    return runs
+
+
+def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int], None]) -> None:
+    """Run a command with its output in ``folder``, until it ends. It never outlives this call.
+
+    Raises:
+        ChildError: it failed, or did not end within ``RUN_LIMIT_S``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out_path, err_path = folder / "stdout.log", folder / "stderr.log"
+    environment = {**os.environ, **CHILD_ENVIRONMENT}
+    with out_path.open("wb") as out, err_path.open("wb") as err:
+        child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            deadline = time.monotonic() + RUN_LIMIT_S
+            while child.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                on_progress(_minibatches_done(out_path))
+            timed_out = child.poll() is None
+        finally:
+            _end(child)
+    if timed_out or child.returncode != 0:
+        why = f"did not end within {RUN_LIMIT_S:g} s" if timed_out else f"ended with {child.returncode}"
+        raise ChildError(f"{' '.join(command)}\n{why}. The end of its stderr ({err_path}):\n{_last_lines(err_path)}")
+    on_progress(_minibatches_done(out_path))
+
+
+def read_run(folder: Path, *, collectives: bool) -> Run:
+    """What a run wrote into its folder."""
+    result = json.loads((folder / "result.json").read_text())
+    timed = range(result["untimed"], len(result["losses"]))
+    spent = shares(segments(read_timelines(folder), timed, collectives=collectives))
+    return Run(
+        samples_per_s=result["samples"] / result["seconds"],
+        tokens_per_s=result["tokens"] / result["seconds"],
+        seconds=result["seconds"],
+        minibatch_seconds=result["minibatch_seconds"],
+        losses=result["losses"],
+        shares=spent,
+        folder=folder,
+        num_untimed=result["untimed"],
+        collectives=collectives,
+        minibatch_samples=tuple(result["minibatch_samples"]),
+        minibatch_tokens=tuple(result["minibatch_tokens"]),
+    )
+
+
+def read_timelines(folder: Path) -> list[Timeline]:
+    """The timelines of all ranks of a run, in the order of their ranks."""
+    timelines = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
+    return sorted(timelines, key=lambda timeline: timeline.rank)
+
+
+def _last_lines(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+
+
+def _minibatches_done(out_path: Path) -> int:
+    lines = re.findall(rb"^minibatch (\d+)/", out_path.read_bytes(), flags=re.MULTILINE)
+    return int(lines[-1]) if lines else 0
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is not None:
+        return
+    child.terminate()  # torchrun passes it on to the ranks
+    try:
+        child.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
