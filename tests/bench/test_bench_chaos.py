@@ -1,6 +1,6 @@
 """Layer 3: ranks as processes. What becomes of a job when something happens to one of its ranks: a few seeded trials.
 
-`python -m odc.bench.proof.chaos` runs hundreds. The judgement of a trial is tested without ranks.
+`odc bench chaos` runs hundreds. The judgement of a trial is tested without ranks.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_changes_beyond_the_spread_are_told_from_others(tmp_path: Path) -> None:
 
 def test_only_results_of_one_benchmark_are_compared(tmp_path: Path) -> None:
     bench("made-up", "--json", str(tmp_path / "a.json"))
-    done = bench("compare", str(tmp_path / "a.json"), str(RESULTS / "guard.json"))
+    done = bench("compare", str(tmp_path / "a.json"), str(RESULTS / "planning.json"))
     assert (done.exit_code, "expected two of one benchmark" in done.output) == (2, True)
     (tmp_path / "b.json").write_text("{}")
     assert bench("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")).exit_code == 2

@@ -1,6 +1,6 @@
 """Layer 3: ranks as processes. A seeded choice of generated scripts, under ODC and under plain FSDP.
 
-`python -m odc.bench.proof.parity` runs hundreds. The choice and the comparison are tested without ranks.
+`odc bench parity` runs hundreds. The choice and the comparison are tested without ranks.
 """
 
 from __future__ import annotations
