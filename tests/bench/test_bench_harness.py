@@ -129,7 +129,7 @@ def test_every_benchmark_is_in_its_room_and_shows_its_committed_results() -> Non
     assert [name for name in names if catalogue.written(name) not in listed] == []
     of_benchmarks = [path for path in RESULTS.glob("*.json") if path.name != "kernels_aot.json"]
     shown = {path.name: bench("compare", str(path), str(path)) for path in of_benchmarks}
-    assert len(shown) >= 30
+    assert len(shown) > 25
     assert {name for name, done in shown.items() if done.exit_code} == set()
     documents = [json.loads(path.read_text()) for path in of_benchmarks]
     assert {document["benchmark"] for document in documents} <= {catalogue.written(name) for name in names}
