@@ -16,6 +16,7 @@ from odc.bench.training.multimodal import CONFIGURATIONS, gradient_difference
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.extended  # half a minute; the parts of it are tests/multimodal's
 def test_four_ways_train_to_the_same_losses_and_gradients(tmp_path: Path) -> None:
     sizes = ["--minibatches", "5", "--minibatch-size", "3", "--hidden-size", "32", "--repetitions", "1"]
     command = [sys.executable, "-m", "odc", "bench", "multimodal", "--out", str(tmp_path), *sizes]

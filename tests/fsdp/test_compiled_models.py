@@ -155,7 +155,8 @@ def with_idle_ranks(rank: int, world_size: int, kind: str) -> dict[str, float]:
     return {mode: largest(train(rank, around_fsdp, kind, mode, idle=True), theirs) for mode in MODES}
 
 
-@pytest.mark.parametrize("kind", [extended("fsdp2"), "fsdp1-orig"])
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1-orig"])
 def test_a_compiled_model_of_which_a_rank_has_no_microbatch(kind: str) -> None:
     for of_rank in run_ranks(2, with_idle_ranks, kind, timeout_s=300):
         assert max(of_rank.values()) < 1e-6, of_rank

@@ -133,9 +133,8 @@ def test_scripts_keep_their_numbers(name: str) -> None:
     check("two", name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended) if name in OTHERS else name for name in PAIRS]
-)
+@pytest.mark.extended  # every run has pairs in generated scripts, of both FSDPs: test_bench_parity.py
+@pytest.mark.parametrize("name", PAIRS)
 def test_pairs_of_what_a_loop_may_do_keep_their_numbers(name: str) -> None:
     check("other pairs" if name in OTHERS else "pairs", name)
 

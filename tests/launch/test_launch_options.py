@@ -365,7 +365,14 @@ def test_variables_of_torchrun() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "5"}
     restart = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
     assert LaunchEnvironment.from_environment({**variables, "LOCAL_RANK": "1", **restart}) == LaunchEnvironment(
-        rank=1, local_rank=1, world_size=2, master_addr="host", master_port=5, agent_store=True, attempt="3"
+        rank=1,
+        local_rank=1,
+        world_size=2,
+        local_world_size=2,
+        master_addr="host",
+        master_port=5,
+        agent_store=True,
+        attempt="3",
     )
     assert not LaunchEnvironment.from_environment({"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 

@@ -133,21 +133,23 @@ def await_end_of_threads(left: int) -> None:
         time.sleep(1e-3)
 
 
-def assert_constant(growths: list[tuple[int, int, int, int]], allowed_bytes: int = 512 << 10) -> None:
+def assert_constant(
+    growths: list[tuple[int, int, int, int]], allowed_bytes: int = 512 << 10, allowed_mappings: int = 4
+) -> None:
     for descriptors, threads, mappings, resident_bytes in growths:
         assert descriptors <= 0
         assert threads <= 0
-        assert mappings <= 4  # the heap's own come and go
+        assert mappings <= allowed_mappings  # the heap's own come and go
         assert resident_bytes < allowed_bytes
 
 
 def test_a_few_runtimes_leave_nothing() -> None:
-    """A leaked buffer of each would be 10 MiB."""
-    assert_constant(run_ranks(2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES)
+    """A leaked buffer of each would be 10 MiB, and 10 mappings. So few leave the heap unsettled."""
+    assert_constant(run_ranks(2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES, 9)
 
 
 def test_a_few_runtimes_across_hosts_leave_nothing() -> None:
-    assert_constant(run_ranks(2, across, 2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES)
+    assert_constant(run_ranks(2, across, 2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES, 9)
 
 
 @pytest.mark.extended
