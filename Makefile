@@ -23,14 +23,13 @@ demo-multimodal: $(STAMP)  ## train a tiny Qwen2.5-Omni four ways on 2 CPU ranks
 	$(VENV)/bin/odc bench multimodal --out runs/multimodal
 
 # Hundreds of interpreters are started: each would compile all of odc, should the environment forbid to keep that.
-PYTEST = env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/supervising.py -m pytest
-SHARED = -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+SHARED_TESTS = env --default-signal=INT PYTHONDONTWRITEBYTECODE= $(PY) tests/supervising.py tests/sharing.py
 
 test: $(STAMP)  ## the tests, in three processes
-	$(PYTEST) $(SHARED)
+	$(SHARED_TESTS)
 
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
-	$(PYTEST) $(SHARED) -m "extended or not extended"
+	$(SHARED_TESTS) -m "extended or not extended"
 
 TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
 

@@ -20,6 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from odc.bench.harness.warm_launch import WarmLauncher
 
+import sharing  # noqa: F401  its tests find it, though this folder is on no path below
+
 # `python -m pytest` puts the repository's root here, and pytest this file's folder. Both have folders named like the
 # rooms, which would be found by a second name: `kernels` is what transformers calls a distribution that it looks for.
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -40,26 +42,6 @@ outside: int | None = None
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_private:
         leave_dev_shm()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which workers of pytest-xdist take files: those of whole commands and of ranks as processes, which
-    need both cores for long, one by one among the others, and short ones last."""
-    if not hasattr(config, "workerinput"):
-        return
-    files = {item.path: _layer(item) for item in items}
-    long = sorted((path for path in files if files[path] > 2), key=lambda path: -files[path])
-    short = [path for path in files if files[path] <= 2]
-    places = {path: 0.85 * i / len(long) for i, path in enumerate(long)}
-    places |= {path: i / len(short) for i, path in enumerate(short)}
-    items.sort(key=lambda item: places[item.path])
-
-
-def _layer(item: pytest.Item) -> int:
-    """The highest that the header of its file names."""
-    header = str(item.getparent(pytest.Module).obj.__doc__).partition(".")[0].partition(":")[0]
-    return max(map(int, re.findall(r"\d", header)), default=1)
 
 
 def leave_dev_shm() -> None:

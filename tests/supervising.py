@@ -1,4 +1,4 @@
-"""All tests, or any command of Python, and an end to whatever it has started: ``supervising.py -m pytest -n 3``.
+"""All tests, or any command of Python, and an end to whatever it has started: ``supervising.py sharing.py``.
 
 Ctrl-C reaches the foreground group of processes of a terminal. Tests start ranks that ignore it, that wait in C code,
 or that are in sessions of their own; and who interrupts tests, or kills them, wants all of that to be gone.

@@ -19,7 +19,8 @@ RUN = """
 import sys
 import supervising
 supervising._GRACE_S = float(sys.argv[1])
-sys.exit(supervising.main(["-m", "pytest", *sys.argv[2:]]))
+share = "import sharing, sys; sharing.FOLDER = sharing.Path(sys.argv[1]); sys.exit(sharing.main(sys.argv[2:]))"
+sys.exit(supervising.main(["-c", share, *sys.argv[2:]]))
 """
 
 COMMON = """
@@ -42,7 +43,7 @@ def start(name, code, **options):
 """
 
 TESTS = {
-    # One file per worker: each of them goes to another one, since none of them ends.
+    # One file per process that runs tests: each of them is claimed by another one, since none of them ends.
     "test_torn_down.py": """
 @pytest.fixture
 def helper():
@@ -93,7 +94,7 @@ class Runner:
         self.temporary.mkdir()
         for name, body in TESTS.items():
             (self.folder / name).write_text(COMMON + body)
-        options = ["-q", *("-n", "3", "--dist", "loadfile"), f"--rootdir={self.folder}", f"--confcutdir={self.folder}"]
+        options = ["-q", f"--rootdir={self.folder}", f"--confcutdir={self.folder}"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, str(grace_s), str(self.folder), *options],
             cwd=FOLDER,
