@@ -105,6 +105,7 @@ class Share:
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if not self._is_ours(item.path.name):
             return True  # another process runs it
+        item.session._setupstate.teardown_exact(item)  # of the folder before, if what came in between was not run here
         self.ran.append(item.nodeid)
         return None
 

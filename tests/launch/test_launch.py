@@ -102,6 +102,7 @@ def test_an_unmodified_script_prints_the_same_losses(mode: str) -> None:
     assert "odc: patched" not in odc[1].err
 
 
+@pytest.mark.extended
 def test_a_compiled_update_and_a_module_that_is_never_called_itself() -> None:
     modes = ("compiled", "parts")
     ended = launch(*[(with_odc, [TRAIN, "2", mode]) for mode in modes for with_odc in (False, True)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from sharing import FOLDER, PROCESSES, SECONDS, Share, missing_or_twice, position
@@ -17,7 +18,7 @@ class File:
     """As much of a collected test as is looked at: one per file."""
 
     def __init__(self, name: str) -> None:
-        self.path, self.nodeid = Path(name), f"tests/{name}::test"
+        self.path, self.nodeid, self.session = Path(name), f"tests/{name}::test", Mock()
 
 
 NAMES = [path.name for path in sorted(FOLDER.rglob("test_*.py"))]
