@@ -10,6 +10,7 @@ from odc.bench.harness.catalogue import ROOMS, written
 OTHERS = {
     "readme": "odc bench figures",
     "gpu_check": "odc bench gpu",
+    "guard": "odc bench fsdp-host-time",
     "gpu.bandwidth": "odc bench primitives",
     "multimodal_sizes": "odc bench multimodal-lengths",
 }
