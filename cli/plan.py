@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -27,7 +27,7 @@ from odc.cli.records import TokenCounter
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
 _TEXT_ONLY = (
     *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
-    "samples",
+    *("samples", "panel"),
 )
 """Options that plans of several modalities do not look at."""
 
@@ -68,6 +68,10 @@ def plan(
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
     plot: options.Plot = None,
+    panel: Annotated[
+        Literal["all", "minibatch"],
+        typer.Option("--panel", help="All pictures, or only what ranks do in one minibatch."),
+    ] = "all",
     modality: options.Modalities = None,
     ranks_per_node: options.RanksPerNode = None,
 ) -> None:
@@ -90,6 +94,8 @@ def plan(
     """
     with errors_in_one_line():
         check_plot(plot)
+        if panel != "all" and plot is None:
+            raise ValueError(f"--panel {panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token)
         check_options(context, with_modalities=bool(modality))
@@ -136,7 +142,7 @@ def plan(
         comparison = _compare_all(scenario, tokens, policies, training, machines)
         recommendation = recommend(comparison)
         if plot is not None:
-            _draw(plot, comparison)
+            _draw(plot, comparison, minibatch_only=panel == "minibatch")
     if as_json:
         typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation)}))
         return
@@ -208,12 +214,12 @@ def _compare_all(
         return compare(scenario, tokens, policies, training, machines, lambda: progress.advance(bar))
 
 
-def _draw(path: Path, comparison: Comparison) -> None:
+def _draw(path: Path, comparison: Comparison, *, minibatch_only: bool) -> None:
     from odc.cli.plots import plot_plan  # matplotlib takes a while to import
 
     with progress_bar() as progress:
         progress.add_task("drawing", total=None)
-        plot_plan(path, comparison)
+        plot_plan(path, comparison, minibatch_only=minibatch_only)
 
 
 def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from odc.balance import Plan
@@ -33,8 +34,13 @@ _LABELS = {
 }
 
 
-def plot_plan(path: Path, comparison: Comparison) -> None:
-    """Four panels: lengths, one minibatch under FSDP and under ODC, and curves over minibatch sizes."""
+def plot_plan(path: Path, comparison: Comparison, *, minibatch_only: bool = False) -> None:
+    """Four panels: lengths, one minibatch under FSDP and under ODC, and curves over minibatch sizes; or the second."""
+    if minibatch_only:
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        _plot_minibatch(figure.subplots(), comparison)
+        figure.savefig(path, dpi=130)
+        return
     figure = Figure(figsize=(12, 8), layout="constrained")
     top_left, top_right, low_left, low_right = figure.subplots(2, 2).flat
     _plot_lengths(top_left, np.asarray(comparison.scenario.lengths), comparison.lengths.size)
@@ -86,7 +92,7 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
             _plot_rank(axes, plan, rank, comm, height)
             ticks.append((height, f"{rank}"))
             height -= 1
-        axes.text(0, height + len(ranks) + 0.6, f"{plan.policy}, {'FSDP' if comm == 'collective' else 'ODC'}")
+        axes.text(0, height + len(ranks) + 0.6, f" {COMM_NAMES[comm]} with {plan.policy}")
         height -= 1.4
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.set_xlim(0, longest * 1.01)
@@ -94,8 +100,14 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     axes.set_title(_timeline_title(comparison, number), loc="left")
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
-    handles = [Patch(color=_COMPUTE[0], label="microbatch"), Patch(color=_WAIT, label="waiting")]
-    axes.legend(handles=handles, frameon=False, loc="lower right")
+    shades = tuple(Patch(color=colour) for colour in _COMPUTE)
+    axes.legend(
+        [shades, Patch(color=_WAIT)],
+        ["microbatches", "waiting"],
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        frameon=False,
+        loc="lower right",
+    )
 
 
 def _ranks_to_show(plan: Plan) -> list[int]:

@@ -62,7 +62,7 @@ def test_pictures_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "a.png"))
 
     monkeypatch.setattr("odc.cli.plots.plot_plan", full)
@@ -83,6 +83,7 @@ def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.Mon
         (["aime", "--gather-ms", "inf"], "--gather-ms inf: expected a finite number"),
         (["aime", "--samples", "1000000000000000"], "not enough memory"),
         (["aime", "--world-size", "1" + "0" * 30], "lower --minibatch-size or --world-size"),
+        (["aime", "--panel", "minibatch"], "expected --plot too"),
         (["aime", "--truncate"], "--truncate needs --max-tokens"),
         (["aime", "--speeds", "1,1,1,1,1,1,1,0"], "greater than 0"),
         (["aime", "--speeds", "1,1,1,1,1,1,1,-2"], "greater than 0"),

@@ -31,13 +31,17 @@ def compared(machine: Machine | None = None, world_size: int = 4, odc_slower: fl
 
 
 def panels(
-    comparison: Comparison, path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (2,)
+    comparison: Comparison,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, ...] = (2,),
+    minibatch_only: bool = False,
 ) -> Figure:
     """With curves over few ``sizes``: planning takes most of the time, and most tests look at other panels."""
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     monkeypatch.setattr(plots, "_SIZES", sizes)
-    plots.plot_plan(path / "a.png", comparison)
+    plots.plot_plan(path / "a.png", comparison, minibatch_only=minibatch_only)
     return saved[0]
 
 
@@ -48,6 +52,15 @@ def test_curves_are_of_the_same_machines_as_the_table() -> None:
         row = comparison.simulations[key]
         np.testing.assert_array_equal(curve.makespans, row.makespans)
         assert curve.bubble_rate == row.bubble_rate
+
+
+def test_the_minibatch_by_itself_is_that_of_all_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = compared()
+    both = panels(comparison, tmp_path, monkeypatch).axes
+    (alone,) = panels(comparison, tmp_path, monkeypatch, minibatch_only=True).axes
+    assert alone.get_title(loc="left") == both[1].get_title(loc="left")
+    bars = [[(bar.get_x(), bar.get_width()) for bar in axes.patches] for axes in (alone, both[1])]
+    assert bars[0] == bars[1] != []
 
 
 def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
