@@ -232,13 +232,6 @@ def _bubbles(result: Entries, kind: str) -> list[float]:
 
 
 def figures(result: Entries) -> Figures:
-    ours, dgap, steps = (_bubbles(result, kind) for kind in ("minibatch", "dgap", "steps"))
-    yield "", f"bubbles are {ours[0]:.1f} % (LongAlign) and {ours[1]:.1f} % (ShareGPT4o), with no length known"
-    yield "", f"online dynamic batching leaves {dgap[0]:.1f} % and {dgap[1]:.1f} %, and its contract"
-    yield "", f'(`align="steps"`, padded) {steps[0]:.1f} % and {steps[1]:.1f} %'
-
-
-def figures_table(result: Entries) -> Figures:
     cells = {kind: " % / ".join(f"{rate:.1f}" for rate in _bubbles(result, kind)) for kind in ("dgap", "steps")}
     yield "(online dynamic batching) | collectives |", f" {cells['dgap']} % |"
     yield "the microbatches of a step **cost** the same | collectives, a cost model |", f" {cells['steps']} % |"
@@ -286,5 +279,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"only": "sharegpt4o"},
-    figures=(("README.md", figures, ["batching"]), ("docs/streams.md", figures_table, ["batching"])),
+    figures=(("docs/streams.md", figures, ["batching"]),),
 )

@@ -268,5 +268,8 @@ BENCHMARK = Benchmark(
         Table("kinds", "kinds of microbatch", (Column("kind", "kind"),), (Column("us", "us", ".1f"),)),
     ),
     quick={"units": 8, "rounds": 3, "repetitions": 4},
-    figures=(("README.md", figures, ["fsdp_host_time"]), ("README.md", figures_before, ["fsdp_host_time_before"])),
+    figures=(
+        ("docs/performance.md", figures, ["fsdp_host_time"]),
+        ("docs/performance.md", figures_before, ["fsdp_host_time_before"]),
+    ),
 )

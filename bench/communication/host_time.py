@@ -412,5 +412,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"ranks": Numbers(2, 4), "repetitions": 3, "setups": 2},
-    figures=(("README.md", figures, ["host_time"]), ("docs/gpu.md", figures_streams, ["host_time_streams"])),
+    figures=(("docs/performance.md", figures, ["host_time"]), ("docs/gpu.md", figures_streams, ["host_time_streams"])),
 )

@@ -381,7 +381,7 @@ BENCHMARK = Benchmark(
         lambda row: row["operation"] in ("copy", "add"),
     ),
     figures=(
-        ("README.md", figures, ["primitives_cpu_2ranks"]),
-        ("README.md", figures_tcp, ["primitives_tcp_cpu_2ranks"]),
+        ("docs/performance.md", figures, ["primitives_cpu_2ranks"]),
+        ("docs/performance.md", figures_tcp, ["primitives_tcp_cpu_2ranks"]),
     ),
 )

@@ -182,7 +182,7 @@ def figures(result: Entries) -> Figures:
         f"{fitted['LongAlign']:.2f} points for LongAlign, {fitted['SWE-Smith']:.2f} for SWE-Smith, "
         f"{fitted['AIME']:.2f} for AIME; the other sizes, unfitted, {min(others):.1f} to {max(others):.1f}",
     )
-    yield "", f"[all {len(result['cells'])} cells](bench/results/tables.json)"
+    yield "", f"[all {len(result['cells'])} cells](../bench/results/tables.json)"
 
 
 BENCHMARK = Benchmark(
@@ -209,5 +209,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"model": ["1.5B"], "samples": 1024},
-    figures=(("README.md", figures, ["tables"]),),
+    figures=(("docs/performance.md", figures, ["tables"]),),
 )

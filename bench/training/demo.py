@@ -94,5 +94,5 @@ BENCHMARK = Benchmark(
     (runs_table(),),
     quick={"repetitions": 1, "minibatches": 8},
     needs="the extra examples, the repository",
-    figures=(("README.md", figures, ["demo_cpu_2ranks"]),),
+    figures=(("docs/performance.md", figures, ["demo_cpu_2ranks"]),),
 )

@@ -383,5 +383,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"minibatches": 6, "scale": 0.5},
-    figures=(("README.md", figures, ["emulated"]),),
+    figures=(("docs/performance.md", figures, ["emulated"]),),
 )

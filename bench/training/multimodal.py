@@ -161,17 +161,12 @@ def _speedups(result: Entries) -> list[float]:
     return [row["speedup"] for row in result["runs"][1:]]
 
 
-def figures(result: Entries) -> Figures:
-    language, everything, odc = _speedups(result)
-    yield "", f"under ODC: {language:.2f}x, {everything:.2f}x and {odc:.2f}x the samples/s of none"
-
-
 def figures_4ranks(result: Entries) -> Figures:
     language, everything, odc = _speedups(result)
     yield "", f"Four ranks on its two cores: {language:.2f}x, {everything:.2f}x and {odc:.2f}x"
 
 
-def figures_table(result: Entries) -> Figures:
+def figures(result: Entries) -> Figures:
     settings = result["settings"]
     times = f"{settings['minibatches']} steps, medians of {WORDS[settings['repetitions']]} interleaved repetitions"
     yield "Two CPU ranks,", f" {times} on a {result['environment']['num_cpus']}-core machine"
@@ -202,8 +197,7 @@ BENCHMARK = Benchmark(
     quick={"repetitions": 1, "minibatches": 6, "minibatch_size": 3, "hidden_size": 32},
     needs="the extra examples, the repository",
     figures=(
-        ("README.md", figures, ["multimodal_cpu_2ranks"]),
-        ("docs/multimodal.md", figures_table, ["multimodal_cpu_2ranks"]),
+        ("docs/multimodal.md", figures, ["multimodal_cpu_2ranks"]),
         ("docs/multimodal.md", figures_4ranks, ["multimodal_cpu_4ranks"]),
     ),
 )
