@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint bench bench-balance clean
+.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch 'setuptools>=77'
 	$(PY) -m pip uninstall --quiet --disable-pip-version-check --yes odc  # this one's former name
-	$(PY) -m pip install --quiet --no-compile --no-build-isolation --disable-pip-version-check -c constraints.txt -e '.[dev,plot,examples]'
+	$(PY) -m pip install --quiet --no-compile --no-build-isolation --disable-pip-version-check -c constraints.txt -e '.[dev,docs,plot,examples]'
 	touch $@
 
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
@@ -40,6 +40,9 @@ lint: $(STAMP)  ## ruff, then mypy --strict on the package
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy -p odc
+
+docs: $(STAMP)  ## the documents as a site, with the reference (build/docs/index.html); a warning is an error
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 
 bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (runs/primitives.json)
 	mkdir -p runs

@@ -7,9 +7,9 @@ imported when first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from odc._lazy import lazy
 from odc.balance.costs import (
     ActivationMemory,
     CostFit,
@@ -124,8 +124,4 @@ _NEED_TORCH = {
     "pack_collate": "odc.balance.data.collate",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+__getattr__, __dir__ = lazy(__name__, _NEED_TORCH, __all__)

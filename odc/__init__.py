@@ -7,9 +7,9 @@ a GPU nor Triton nor NVSHMEM.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from odc._lazy import lazy
 from odc._version import __version__
 
 if TYPE_CHECKING:
@@ -85,8 +85,4 @@ _HOMES = {
     "session_of": "odc.fsdp_patch",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'odc' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__ = lazy(__name__, _HOMES, __all__)

@@ -6,9 +6,9 @@ Plan with :class:`Orchestrator` (numpy only); feed it with :class:`MultimodalLoa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from odc._lazy import lazy
 from odc.balance.multimodal.lengths import ItemLengths, Items, MinibatchLengths, Phase, RankLengths, SampleLengths
 from odc.balance.multimodal.orchestrator import Orchestrator
 from odc.balance.multimodal.schedule import MinibatchSchedule
@@ -42,18 +42,14 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "Encoder": "run",
-    "InStep": "carriers",
-    "MultimodalLoader": "loader",
-    "MultimodalMinibatch": "run",
-    "OnDemand": "carriers",
-    "SampleParts": "payload",
-    "channels_of": "carriers",
-    "run_minibatch": "run",
+    "Encoder": "odc.balance.multimodal.run",
+    "InStep": "odc.balance.multimodal.carriers",
+    "MultimodalLoader": "odc.balance.multimodal.loader",
+    "MultimodalMinibatch": "odc.balance.multimodal.run",
+    "OnDemand": "odc.balance.multimodal.carriers",
+    "SampleParts": "odc.balance.multimodal.payload",
+    "channels_of": "odc.balance.multimodal.carriers",
+    "run_minibatch": "odc.balance.multimodal.run",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+__getattr__, __dir__ = lazy(__name__, _NEED_TORCH, __all__)

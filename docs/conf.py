@@ -1,0 +1,107 @@
+"""How the documents of this folder become a site: ``make docs`` writes it to build/docs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from odc import __version__
+
+_DOCS = Path(__file__).parent
+_ROOT = _DOCS.parent
+
+project = "ODC"
+author = "the ODC authors"
+release = version = __version__
+html_title = f"ODC {version}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown"}
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3  # as GitHub makes them
+
+# The reference: signatures as they are written, one argument a line, members in the order of the source.
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+napoleon_use_rtype = False
+napoleon_preprocess_types = False
+
+# What is named but has no entry: other packages' types (no inventories: the build needs no network), and odc's own
+# rooms, to which docstrings point for readers of the source. What is public must resolve.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!odc\.).*|odc\.(balance|trainers)"),
+    (r"py:.*", r"odc\.(trainers\.|balance\.)?[a-z_]+\..*"),
+]
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_show_copyright = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#7db5f0", "color-brand-content": "#7db5f0"},
+}
+pygments_style = "friendly"
+
+# Files outside this folder that have a page here, which includes them.
+_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "odc/minibatch/PROTOCOL.md": "protocol.md",
+    "odc/items/PROTOCOL.md": "items_protocol.md",
+    "bench/results/UNPROVEN.md": "unproven.md",
+}
+_INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def _read(app: Sphinx, name: str, source: list[str]) -> None:
+    """A page that includes a file has the file's text; links that are right beside it on GitHub are right here too."""
+    folder = (_DOCS / name).parent
+
+    def include(match: re.Match[str]) -> str:
+        path = (folder / match[1]).resolve()
+        app.env.note_dependency(str(path))
+        return _with_links(path.read_text(), path.parent, folder)
+
+    source[0] = _INCLUDE.sub(include, _with_links(source[0], folder, folder))
+
+
+def _with_links(text: str, written_in: Path, folder: Path) -> str:
+    """``text`` of a file in ``written_in``, for a page in ``folder``: its links to files, outside of code."""
+    parts, end = [], 0
+    for fence in _FENCE.finditer(text):
+        parts += [_LINK.sub(lambda match: _link(match, written_in, folder), text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(lambda match: _link(match, written_in, folder), text[end:])])
+
+
+def _link(match: re.Match[str], written_in: Path, folder: Path) -> str:
+    label, path, anchor = match[1], match[2], match[3] or ""
+    target = (written_in / path).resolve()
+    page = _PAGES.get(os.path.relpath(target, _ROOT))
+    if page is not None:
+        target = _DOCS / page
+    elif target.is_dir():  # a folder of the source has no page
+        return label
+    return f"[{label}]({os.path.relpath(target, folder)}{anchor})"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _read)
