@@ -21,6 +21,7 @@ html_title = f"ODC {version}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
+smartquotes = False  # "--option" stays what it is
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # as GitHub makes them

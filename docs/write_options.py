@@ -1,0 +1,163 @@
+"""Writes docs/options.md: every environment variable, and every option of the ``odc`` command, from the code.
+
+``.venv/bin/python docs/write_options.py``; a test fails where the page is not what this writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from odc import config
+from odc.cli.app import app
+from odc.cli.bench import command_of
+from odc.launch.main import odc_options
+
+PAGE = Path(__file__).with_name("options.md")
+
+VARIABLES = {
+    config.TRANSPORT: ('"auto"', "Name of a transport; overrides `transport=` and `--transport`."),
+    config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
+    config.TIMEOUT: (
+        "600",
+        "Seconds without progress of the awaited rank after which a wait fails; overrides `timeout_s=` and `--timeout`.",
+    ),
+    config.ADDRESS: (
+        "found out",
+        "This host's IP address in the network that all hosts share, where it has several. Differs between hosts.",
+    ),
+    config.TRANSFERS: ("none", "A file of `odc bench gpu`: when a kernel is faster than copy engines on this machine."),
+    config.HOST_ID: ("detected", "Pretend to be another host: ranks of one machine pose as several. For trials."),
+    config.FAULT: (
+        "none",
+        "A fault to inject, e.g. `rank=1,point=scatter.after_chunk,at=3,do=kill`. For trials "
+        "([reliability](reliability.md)).",
+    ),
+}
+OTHERS_VARIABLES = {
+    "MASTER_ADDR": "torchrun's first host. On the way to it, a host's own address is found.",
+    "NVSHMEM_LIB_DIR": "Where NVSHMEM's libraries are, if not in the Python package.",
+    config.NVSHMEM_HEAP: "Size of NVSHMEM's heap. ODC sets it to what the model needs, unless you have.",
+    config.NVSHMEM_IBGDA: "Refused where it is on: gradients would be lost without an error.",
+}
+
+_HEAD = """\
+# Options and environment variables
+
+A variable wins over an argument or an option, and those over the default: who runs a job can change a limit without
+an edit of the script. Set variables alike on all ranks, but where a row says otherwise.
+"""
+
+
+def page() -> str:
+    """The text of docs/options.md."""
+    return "\n".join([_HEAD, *_variables(), *_run(), *_commands(), *_bench()])
+
+
+def _variables() -> Iterator[str]:
+    yield "## Variables of ODC\n"
+    yield from _table(
+        ("variable", "default", ""),
+        ((f"`{name}`", default, text) for name, (default, text) in VARIABLES.items()),
+    )
+    yield "## Variables of others that ODC reads\n"
+    yield from _table(("variable", ""), ((f"`{name}`", text) for name, text in OTHERS_VARIABLES.items()))
+    yield (
+        "`RANK`, `WORLD_SIZE`, `LOCAL_RANK` and the others that torchrun sets tell `odc run` who it is. `odc doctor` "
+        "also explains those that it finds of: "
+        + ", ".join(f"`{name}`" for name in config.FOREIGN if name not in OTHERS_VARIABLES)
+        + ".\n"
+    )
+
+
+def _run() -> Iterator[str]:
+    yield "## `odc run`\n"
+    yield (
+        "`odc run [options] [-m] script.py [arguments of the script]`. All other options are torchrun's "
+        "(`odc run -h` lists them); `torchrun ... -m odc.run [options] script.py` takes the same.\n"
+    )
+    actions = (action for action in odc_options()._actions if action.help != "==SUPPRESS==")
+    yield from _table(
+        ("option", "default", ""),
+        (
+            (
+                _code(action.option_strings, action.metavar),
+                _default(action.default),
+                _sentence((action.help or "") + (f": {', '.join(action.choices)}" if action.choices else "")),
+            )
+            for action in actions
+        ),
+    )
+
+
+def _commands() -> Iterator[str]:
+    group: Any = typer.main.get_command(app)
+    for name in ("plan", "simulate", "doctor"):
+        command = group.commands[name]
+        arguments = [param for param in command.params if param.param_type_name == "argument"]
+        yield f"## `odc {name}`\n"
+        words = " ".join(["odc", name, *(param.name.upper() for param in arguments), "[options]"])
+        yield f"`{words}`\n"
+        for param in arguments:
+            default = f" Default: {_default(param.default)}." if param.default is not None else ""
+            yield f"`{param.name.upper()}`: {_sentence(param.help)}{default}\n"
+        yield from _options(command)
+
+
+def _bench() -> Iterator[str]:
+    yield "## `odc bench`\n"
+    yield (
+        "`odc bench list` names the benchmarks, what each measures, how long it takes and what it needs. "
+        "`odc bench NAME -h` lists the options of one; these are of all, `--plot` where there is a picture:\n"
+    )
+    shared = ("quick", "json", "plot")
+    parameters = inspect.signature(command_of("primitives")).parameters
+    told = ((name, typing.get_args(parameters[name].annotation)[1]) for name in shared)
+    yield from _table(
+        ("option", ""),
+        ((_code([f"--{name}"], "" if name == "quick" else "FILE"), _sentence(info.help or "")) for name, info in told),
+    )
+    yield (
+        "`odc bench compare BEFORE.json AFTER.json` shows two results side by side; `odc bench figures [--check]` writes "
+        "the committed ones into the documents.\n"
+    )
+
+
+def _options(command: Any) -> Iterator[str]:
+    rows = (
+        (_code([*param.opts, *param.secondary_opts], param.metavar), _default(param.default), _sentence(param.help))
+        for param in command.params
+        if param.param_type_name == "option" and not param.hidden
+    )
+    yield from _table(("option", "default", ""), rows)
+
+
+def _code(names: Iterable[str], metavar: object) -> str:
+    words = ", ".join(f"`{name}`" for name in names)
+    return f"{words} `{metavar}`" if metavar else words
+
+
+def _default(value: object) -> str:
+    if value is None or value is False:
+        return ""
+    return "on" if value is True else f"`{value}`"
+
+
+def _sentence(text: str) -> str:
+    """For a cell: begun large, ended by a point."""
+    words = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", ")")) else ".")
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    lines = [heads, ("---",) * len(heads), *rows]
+    yield "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
