@@ -30,7 +30,11 @@ def odc_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--dry-run", action="store_true", help="say what would be patched, and stop after the first optimizer step"
     )
-    group.add_argument("--transport", default="auto", help="name of a transport (default: the first that works)")
+    group.add_argument(
+        "--transport",
+        default="auto",
+        help="name of a transport, or package.module:Class (default: the first that works)",
+    )
     group.add_argument("--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="who adds gradients")
     group.add_argument(
         "--deterministic", action="store_true", help="bit-equal gradients whatever the timing, for more memory"

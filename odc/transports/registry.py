@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import torch
 
@@ -19,35 +20,46 @@ _LOCATIONS = {
     "cuda_ipc": "odc.transports.cuda_ipc:CudaIpcTransport",
     "nvshmem": "odc.transports.nvshmem:NvshmemTransport",
 }
+_PLACE = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 def names() -> list[str]:
-    """The registered transports."""
+    """The transports of this package."""
     return list(_LOCATIONS)
 
 
-def register(name: str, location: str) -> None:
-    """Add a transport, as ``"module:Class"``. It is tried after the ones already there."""
-    _LOCATIONS[name] = location
-
-
 def load(name: str) -> type[Transport]:
-    """The class of a registered transport."""
-    module, _, attribute = _LOCATIONS[name].partition(":")
-    cls = getattr(importlib.import_module(module), attribute)
+    """The class of a transport: one of this package by its name, any other as ``"package.module:Class"``.
+
+    Raises:
+        ConfigError: there is no such module or class, or it is not a `Transport`.
+    """
+    check_name(name)
+    location = _LOCATIONS.get(name, name)
+    module, _, attribute = location.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"transport={name!r} cannot be loaded: {error}. Expected a class as package.module:Class, in a module that "
+            f"every rank can import"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, Transport)):
-        raise ConfigError(f"transport {name!r}: {_LOCATIONS[name]} is not a Transport")
+        raise ConfigError(f"transport={name!r}: expected a subclass of odc.transports.base.Transport, got {cls!r}")
     return cls
 
 
 def check_name(name: str) -> None:
-    """Whether a transport has this name, or it is "auto".
+    """Whether a transport may have this name: "auto", one of this package, or a place as ``"package.module:Class"``.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it may not.
     """
-    if name != "auto" and name not in _LOCATIONS:
-        raise ConfigError(f"transport={name!r} is unknown: expected auto or one of {', '.join(_LOCATIONS)}")
+    if name != "auto" and name not in _LOCATIONS and not _PLACE.fullmatch(name):
+        raise ConfigError(
+            f"transport={name!r} is unknown: expected auto, one of {', '.join(_LOCATIONS)}, or a class of yours as "
+            f"package.module:Class"
+        )
 
 
 def choose(name: str, topology: Topology, device: torch.device, exchange: Exchange | None = None) -> type[Transport]:
@@ -58,13 +70,18 @@ def choose(name: str, topology: Topology, device: torch.device, exchange: Exchan
 
     Raises:
         ConfigError: no transport has this name.
-        SetupError: the named transport (or, for "auto", every transport) cannot serve this group; with reasons.
+        SetupError: the named transport (or, for "auto", every transport) cannot be loaded or cannot serve this group;
+            with reasons.
     """
     check_name(name)
     refused = []
     for candidate in _LOCATIONS if name == "auto" else [name]:
-        cls = load(candidate)
-        reason = _first_reason(cls.unavailable(topology, device), exchange)
+        try:
+            cls = load(candidate)
+            reason = cls.unavailable(topology, device)
+        except ConfigError as error:  # the others are told, as they ask this rank
+            reason = str(error)
+        reason = _first_reason(reason, exchange)
         if reason is None:
             return cls
         refused.append(f"{candidate}: {reason}")

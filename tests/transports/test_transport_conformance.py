@@ -21,12 +21,13 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
-from odc.errors import ConfigError
+from odc.errors import ConfigError, SetupError
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports._peers import IN_COLLECTIVE, PeerState
 from odc.transports.base import Transport
+from odc.transports.shm import ShmTransport
 
 HAS_GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU; its host logic runs as fake_cuda")
@@ -558,5 +559,44 @@ def test_a_forked_child_neither_keeps_nor_unmaps_nor_closes(near: str) -> None:
 
 def test_an_unknown_transport_is_named_with_the_known_ones() -> None:
     topology = Topology(0, ("h",), ("h",), (1,))
-    with pytest.raises(ConfigError, match="transport='pigeon' is unknown: expected auto or one of shm"):
+    with pytest.raises(ConfigError, match="transport='pigeon' is unknown: expected auto, one of shm"):
         registry.choose("pigeon", topology, torch.device("cpu"))
+
+
+class ForeignTransport(ShmTransport):
+    """Of another package, as its users name it."""
+
+
+FOREIGN = f"{__name__}:ForeignTransport"
+
+
+def test_a_transport_of_another_package_is_named_by_its_place() -> None:
+    def chosen(exchange: ThreadExchange) -> type[Transport]:
+        return registry.choose(FOREIGN, Topology.discover(exchange), torch.device("cpu"), exchange)
+
+    assert values(run_threads(2, chosen)) == [ForeignTransport] * 2
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (
+            "nowhere.at_all:Pigeon",
+            "cannot be loaded: No module named 'nowhere'. Expected a class",
+        ),
+        (f"{__name__}:Pigeon", "cannot be loaded: module .* has no attribute 'Pigeon'"),
+        (
+            "odc.units:UnitSpec",
+            "expected a subclass of odc.*Transport, got <class 'odc.units.UnitSpec'>",
+        ),
+    ],
+)
+def test_where_one_rank_cannot_load_a_transport_all_ranks_hear_why(place: str, reason: str) -> None:
+    """The other rank asks for one that it has: without an answer it would wait."""
+
+    def chosen(exchange: ThreadExchange) -> None:
+        name = place if exchange.rank == 1 else FOREIGN
+        with pytest.raises(SetupError, match=f"on rank 1: transport='{place}'.*{reason}"):
+            registry.choose(name, Topology.discover(exchange), torch.device("cpu"), exchange)
+
+    values(run_threads(2, chosen))
