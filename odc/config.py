@@ -49,7 +49,7 @@ class RuntimeConfig:
     """Options of one runtime. The same on every rank; set-up compares them."""
 
     transport: str = "auto"
-    """Name of a transport, or a class of yours as "package.module:Class"; "auto": the first that works for all ranks."""
+    """A transport's name, or a class of yours as "package.module:Class"; "auto": the first that works for all ranks."""
 
     accumulate: str = "auto"
     """"direct": clients add into the owners' accumulators; "daemon": a thread of each owner adds what clients leave in
