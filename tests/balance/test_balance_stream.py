@@ -1,4 +1,4 @@
-"""Layer 3: ranks as threads. What a stream gives: every sample once, the same whatever the timing, the right loss."""
+"""Layer 2: ranks as threads. What a stream gives: every sample once, the same whatever the timing, the right loss."""
 
 from __future__ import annotations
 

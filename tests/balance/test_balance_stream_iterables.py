@@ -1,4 +1,4 @@
-"""Layer 3: ranks as threads. An iterable dataset with a state of its own is resumed by that, as far as it leads."""
+"""Layer 2: ranks as threads. An iterable dataset with a state of its own is resumed by that, as far as it leads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer 3: ranks as threads. Stopped after any minibatch, a stream goes on in new loaders as if it had not."""
+"""Layer 2: ranks as threads. Stopped after any minibatch, a stream goes on in new loaders as if it had not."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Device kernels compiled ahead of time, by the command that users run: one of each kind for all architectures, and
-those that are linked with NVSHMEM for sm_90; with `-m extended`, all for all.
+"""Layer 1: no processes. Device kernels compiled ahead of time, by the command that users run: one of each kind for all
+architectures, and those that are linked with NVSHMEM for sm_90; with `-m extended`, all for all.
 
-Layer: one command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that
-every kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to
-use, with which widths and lanes. It cannot show that a GPU computes what it should: the same kernels do in the
-interpreter (test_kernels_interpreted.py).
+One command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that every
+kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to use,
+with which widths and lanes. It cannot show that a GPU computes what it should: the same kernels do in the interpreter
+(test_kernels_interpreted.py).
 
 The NVSHMEM kernels need a device library that Triton can read (the release in constraints.txt). ``NVSHMEM_LIB`` names
 the folder of another one.

@@ -1,7 +1,8 @@
-"""Device kernels from the host's side: refused arguments, what exactly is launched, and what a launch needs beforehand.
+"""Layer 1: no processes. Device kernels from the host's side: refused arguments, what exactly is launched, and what a
+launch needs beforehand.
 
-Layer: no processes, no GPU; kernels are replaced by recorders, so this shows what would be launched and never launches.
-It cannot show that NVSHMEM accepts a module: that needs a GPU.
+No GPU; kernels are replaced by recorders, so this shows what would be launched and never launches. It cannot show that
+NVSHMEM accepts a module: that needs a GPU.
 """
 
 from __future__ import annotations

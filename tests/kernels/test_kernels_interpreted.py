@@ -1,9 +1,9 @@
-"""Device kernels in Triton's interpreter, on the CPU: each against its plain-torch twin and against float64.
+"""Layer 1: no processes. Device kernels in Triton's interpreter, on the CPU: each against its plain-torch twin and
+against float64.
 
-Layer: no processes, no GPU. This shows which elements a kernel
-touches, in which order and with which arithmetic. It cannot show what needs a GPU: that the compiled code does the same
-(test_kernels_aot.py shows that it exists), that peers' memory is visible when it should be, that programs which really
-run side by side do not disturb each other, nor any speed.
+No GPU. This shows which elements a kernel touches, in which order and with which arithmetic. It cannot show what needs
+a GPU: that the compiled code does the same (test_kernels_aot.py shows that it exists), that peers' memory is visible
+when it should be, that programs which really run side by side do not disturb each other, nor any speed.
 """
 
 from __future__ import annotations

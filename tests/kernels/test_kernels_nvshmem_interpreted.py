@@ -1,8 +1,7 @@
-"""The NVSHMEM kernels in Triton's interpreter, on the CPU, between fake PEs in one process.
+"""Layer 1: no processes. The NVSHMEM kernels in Triton's interpreter, on the CPU, between fake PEs in one process.
 
-Layer: no processes, no GPU. This shows which transfers a kernel asks for, how many are under way at a time, and that
-the signal comes after all of them. It cannot show that NVSHMEM carries them out, nor that what one thread has
-completed others may rely on.
+No GPU. This shows which transfers a kernel asks for, how many are under way at a time, and that the signal comes after
+all of them. It cannot show that NVSHMEM carries them out, nor that what one thread has completed others may rely on.
 """
 
 from __future__ import annotations

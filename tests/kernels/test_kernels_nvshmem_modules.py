@@ -1,6 +1,7 @@
-"""What NVSHMEM kernels need before a launch: the device library, and a loaded module that NVSHMEM has set up.
+"""Layer 1: no processes. What NVSHMEM kernels need before a launch: the device library, and a loaded module that
+NVSHMEM has set up.
 
-Layer: no processes, no GPU; Triton's loading is played back. It cannot show that NVSHMEM accepts a module.
+No GPU; Triton's loading is played back. It cannot show that NVSHMEM accepts a module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Kernels that reach all owners, or add all slots, in one launch: in Triton's interpreter, against their twins.
+"""Layer 1: no processes. Kernels that reach all owners, or add all slots, in one launch: in Triton's interpreter,
+against their twins.
 
-Layer: no processes, no GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
+No GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is compiled before the first step is all that steps launch.
+"""Layer 1: no processes. What is compiled before the first step is all that steps launch.
 
-Layer: no processes, no GPU. Launches go Triton's own way up to a driver that has no GPU: with what they compile and
-load counted. It cannot show how long a driver takes to load a kernel.
+No GPU. Launches go Triton's own way up to a driver that has no GPU: with what they compile and load counted. It cannot
+show how long a driver takes to load a kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Kernels in Triton's interpreter that read and write the memory of other processes.
+"""Layer 3: ranks as processes. Kernels in Triton's interpreter that read and write the memory of other processes.
 
-Layer: three processes, no GPU. Each has a memfd of its own and maps those of all, at addresses of its own, as ranks of
-a host map one another's GPU memory. It shows that kernels follow the addresses of their own process and touch what
-they should in the others'. Interpreted atomics hold a lock of their own process only, so processes add one after the
-other; and nothing is shown of the order in which GPUs see one another's writes.
+Three of them, no GPU. Each has a memfd of its own and maps those of all, at addresses of its own, as ranks of a host
+map one another's GPU memory. It shows that kernels follow the addresses of their own process and touch what they should
+in the others'. Interpreted atomics hold a lock of their own process only, so processes add one after the other; and
+nothing is shown of the order in which GPUs see one another's writes.
 """
 
 from __future__ import annotations

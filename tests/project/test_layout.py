@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,12 @@ def test_wheel_and_sdist_hold_each_module_once(tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as file:
             names = [name for name in file.namelist() if ".dist-info/" not in name]
         assert sorted(names) == sorted(expected)
+
+
+def test_each_file_of_tests_says_its_layer_and_has_a_name_of_its_own() -> None:
+    files = sorted((ROOT / "tests").glob("*/test_*.py"))
+    assert len(files) > 100
+    header = re.compile(r'"""Layers? [1-4]\b')
+    assert [path.name for path in files if not header.match(path.read_text())] == []
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

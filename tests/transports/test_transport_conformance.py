@@ -1,4 +1,4 @@
-"""Layer 2: ranks as threads. What every transport must do; a new transport adds its name to ``TRANSPORTS``.
+"""Layer 2: ranks as threads. What every transport must do; a new transport adds its name to ``NEAR`` or ``FAR``.
 
 ``shm`` and ``tcp`` run everywhere (the latter between ranks that pose as hosts), ``cuda_ipc`` where there is a GPU,
 which all ranks share. Without one its host logic runs against the fake CUDA runtime of ``bench/fake``, whose streams
