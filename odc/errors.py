@@ -53,6 +53,9 @@ class FaultInjected(OdcError):
     """Raised by the fault hook ``do=raise``; never seen unless ``ODC_FAULT`` is set."""
 
 
+OUR_FAULT = "This is a fault of ODC itself: please report it with the whole message"
+"""Ends the message of a check that no script can make fail."""
+
 _LONGEST = 200
 
 

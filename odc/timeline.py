@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from odc.errors import OUR_FAULT
+
 
 @dataclass
 class Stats:
@@ -79,7 +81,7 @@ class Timeline:
     def record(self, kind: str, label: str, start_ns: int, end_ns: int | None = None) -> None:
         """Add a span that started at ``start_ns`` and ends now (or at ``end_ns``)."""
         if kind not in KINDS:
-            raise ValueError(f"unknown span kind {kind!r}: expected one of {', '.join(KINDS)}")
+            raise ValueError(f"unknown span kind {kind!r}: expected one of {', '.join(KINDS)}. {OUR_FAULT}")
         end = time.monotonic_ns() if end_ns is None else end_ns
         self.spans.append(Span(kind, label, start_ns, end, self.minibatch))
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from odc.errors import OUR_FAULT
+
 
 @dataclass(frozen=True)
 class ParamSlice:
@@ -35,10 +37,10 @@ class UnitSpec:
 
     def __post_init__(self) -> None:
         if self.shard_numel <= 0:
-            raise ValueError(f"unit {self.name!r}: shard_numel={self.shard_numel}, expected at least 1")
+            raise ValueError(f"unit {self.name!r}: shard_numel={self.shard_numel}, expected at least 1. {OUR_FAULT}")
         for param in self.params:
             if param.numel <= 0:
-                raise ValueError(f"unit {self.name!r}: parameter {param.name!r} has numel={param.numel}")
+                raise ValueError(f"unit {self.name!r}: parameter {param.name!r} has numel={param.numel}. {OUR_FAULT}")
 
     @property
     def shard_bytes(self) -> int:
@@ -73,7 +75,9 @@ def segments(unit: UnitSpec, present: Sequence[bool]) -> list[Segment]:
     [(0, 2, 0), (2, 3, None), (5, 1, 2)]
     """
     if len(present) != len(unit.params):
-        raise ValueError(f"unit {unit.name!r} has {len(unit.params)} trainable parameters, got {len(present)} flags")
+        raise ValueError(
+            f"unit {unit.name!r} has {len(unit.params)} trainable parameters, got {len(present)} flags. {OUR_FAULT}"
+        )
     rows: list[Segment] = []
     offset = source = 0
     for param, here in zip(unit.params, present, strict=True):

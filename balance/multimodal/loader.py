@@ -29,7 +29,7 @@ from odc.balance.multimodal.orchestrator import Orchestrator
 from odc.balance.multimodal.payload import SampleParts, check_parts, count_bytes, named
 from odc.balance.multimodal.run import MultimodalMinibatch
 from odc.balance.multimodal.schedule import MinibatchSchedule
-from odc.errors import shown
+from odc.errors import OUR_FAULT, shown
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_END_S = 2.0
@@ -349,7 +349,7 @@ def _take(ready: Queue[_Ready], done: threading.Event) -> _Ready:
             return ready.get(timeout=_LOOK_EVERY_S)
         except Empty:
             if done.is_set() and ready.empty():
-                raise RuntimeError("the thread that prepares minibatches has ended without a word") from None
+                raise RuntimeError(f"the thread that prepares minibatches has ended. {OUR_FAULT}") from None
 
 
 def _put(ready: Queue[_Ready], what: _Ready, stop: threading.Event) -> None:

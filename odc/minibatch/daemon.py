@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from odc import limits
-from odc.errors import ProtocolError
+from odc.errors import OUR_FAULT, ProtocolError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore, Arrived
@@ -341,15 +341,17 @@ class AccumulationDaemon:
         if number != expected_number:
             raise ProtocolError(
                 f"rank {who} announced its push {number} where {expected_number} comes next: twice the same, or out "
-                "of order"
+                f"of order. {OUR_FAULT}"
             )
         if not 0 <= unit_index < len(units):
-            raise ProtocolError(f"rank {who} pushed to unit {unit_index}: there are {len(units)}")
+            raise ProtocolError(f"rank {who} pushed to unit {unit_index}: there are {len(units)}. {OUR_FAULT}")
         unit = units[unit_index]
         present = None if whole else [bool(flag) for flag in header[_HEADER.size : _HEADER.size + len(unit.params)]]
         expected = sum(p.numel for i, p in enumerate(unit.params) if present is None or present[i])
         if numel != expected:
-            raise ProtocolError(f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}")
+            raise ProtocolError(
+                f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}. {OUR_FAULT}"
+            )
         slot = client * NUM_SLOTS + number % NUM_SLOTS
         return Arrived(client, slot, unit_index, present, minibatch)
 

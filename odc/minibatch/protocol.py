@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from odc import limits
-from odc.errors import MisuseError, PeerClosedError, PeerDiedError, ProtocolError
+from odc.errors import OUR_FAULT, MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore
 from odc.minibatch.daemon import AccumulationDaemon
@@ -157,7 +157,7 @@ class MinibatchProtocol:
             MisuseError: not after finish.
         """
         if self.state.phase is not Phase.FINISHED:
-            raise MisuseError(f"open_sums() before minibatch {self.state.minibatch} was finished")
+            raise MisuseError(f"open_sums() before minibatch {self.state.minibatch} was finished. {OUR_FAULT}")
         for unit in range(len(self._units)):
             self._open_sum(unit)
 
@@ -410,7 +410,7 @@ class MinibatchProtocol:
             at = self._end_at(rank)
             if words[at] != self.state.minibatch:
                 raise ProtocolError(
-                    f"rank {rank} is done with minibatch {self.state.minibatch} and speaks of {words[at]}"
+                    f"rank {rank} is done with minibatch {self.state.minibatch} and speaks of {words[at]}. {OUR_FAULT}"
                 )
             kinds.add(words[at + 1])
         if len(kinds) > 1:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
-from odc.errors import MisuseError, OdcError
+from odc.errors import OUR_FAULT, MisuseError, OdcError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
 from odc.liveness.waiting import Endpoint
@@ -243,12 +243,12 @@ class Runtime(RankContext):
         """
         spec = self.units[unit]
         if present is not None and len(present) != len(spec.params):
-            raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters")
+            raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters. {OUR_FAULT}")
         if present is not None and all(present):
             present = None
         numel = spec.grad_numel if present is None else sum(p.numel for i, p in enumerate(spec.params) if present[i])
         if not numel:
-            raise ValueError(f"push of {spec.name!r} without any gradient: leave it out")
+            raise ValueError(f"push of {spec.name!r} without any gradient: leave it out. {OUR_FAULT}")
         _check_flat(grads, numel * self._world_size, spec.grad_dtype, "push of {!r}, grads", spec)
         self._require_open()
         try:
@@ -405,5 +405,5 @@ def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, what: str,
     if tensor.dtype != dtype or tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
         raise ValueError(
             f"{what.format(spec.name)}: expected a contiguous 1-D tensor of {numel} x {dtype}, got shape "
-            f"{tuple(tensor.shape)} of {tensor.dtype}"
+            f"{tuple(tensor.shape)} of {tensor.dtype}. {OUR_FAULT}"
         )

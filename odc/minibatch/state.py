@@ -119,7 +119,8 @@ class MinibatchState:
 
     def check_finish(self) -> None:
         if self.phase is not Phase.OPEN:
-            raise self._refusal("finish() without an open minibatch", "")
+            hint = ": call it once, after the last backward of a minibatch"
+            raise self._refusal("finish() without an open minibatch", hint)
 
     def fence(self) -> None:
         """An empty minibatch, with which this rank is done."""

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from odc import limits
 from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, OdcError, SetupError
+from odc.errors import OUR_FAULT, ConfigError, OdcError, SetupError
 from odc.liveness.gloo import num_connections
 from odc.liveness.process import WatchedProcess
 from odc.liveness.threads import HelperThread, Reminder, look_until
@@ -116,7 +116,7 @@ class ProcessGroupExchange:
 
     def all_gather(self, payload: bytes, check: Callable[[], None] = no_op) -> list[bytes]:
         if len(payload) > MAX_PAYLOAD_BYTES:
-            raise SetupError(f"set-up message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
+            raise SetupError(f"set-up message of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}. {OUR_FAULT}")
         store = self._store = self._store or self._enter(check)
         self._round += 1
         number = self._round

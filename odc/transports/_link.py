@@ -35,7 +35,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 
 from odc import limits
 from odc.engines.base import AfterChunk, no_op
-from odc.errors import OdcError, PeerClosedError, PeerDiedError, PeerSilentError
+from odc.errors import OUR_FAULT, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.leaving import run_all
 from odc.liveness.threads import Reminder
 from odc.transports._control import Closing, Heartbeats
@@ -275,7 +275,7 @@ class Link(Peer):
                 self._has_said_all = True
                 self._peers.lost()
             else:
-                raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here")
+                raise ValueError(f"it sent a frame of kind {frame.kind.name}, which does not belong here. {OUR_FAULT}")
             yield
 
     def _range(self, frame: Frame) -> memoryview:
@@ -283,7 +283,8 @@ class Link(Peer):
         memory = buffers[frame.number] if frame.number < len(buffers) else None
         if memory is None or frame.a + frame.b > len(memory):
             size = "nothing" if memory is None else f"{len(memory)} bytes"
-            raise ValueError(f"it asked for bytes {frame.a} to {frame.a + frame.b} of buffer {frame.number}: {size}")
+            end = frame.a + frame.b
+            raise ValueError(f"it asked for bytes {frame.a} to {end} of buffer {frame.number}: {size}. {OUR_FAULT}")
         return memory[frame.a : frame.a + frame.b]
 
     def _answer(self, frame: Frame) -> None:
@@ -296,7 +297,7 @@ class Link(Peer):
     def _take_in_answer(self, frame: Frame) -> Iterator[None]:
         reading = self._readings.get(frame.c)
         if reading is None or frame.b > reading.left or frame.a + frame.b > len(reading.target):
-            raise ValueError(f"it sent {frame.b} bytes that nobody had asked for")
+            raise ValueError(f"it sent {frame.b} bytes that nobody had asked for. {OUR_FAULT}")
         yield from fill(reading.target[frame.a : frame.a + frame.b], partial(reading.receive, self.data))
         if reading.left <= 0:
             reading.done.set()
@@ -397,7 +398,9 @@ class Link(Peer):
             yield from fill(memoryview(header), self.control.recv_into)
             frame = Frame.unpack(header)
             if frame.b > _LARGEST.get(frame.kind, -1):
-                raise ValueError(f"it sent a control frame of kind {frame.kind.name} with {frame.b}, which cannot be")
+                raise ValueError(
+                    f"it sent a control frame of kind {frame.kind.name} with {frame.b}, which cannot be. {OUR_FAULT}"
+                )
             text = bytearray(frame.b if frame.kind in (Kind.ABORT, Kind.REFUSAL) else 0)
             yield from fill(memoryview(text), self.control.recv_into)
             self._take_control(frame, bytes(text))

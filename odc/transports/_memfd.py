@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from odc.errors import SetupError
+from odc.errors import OUR_FAULT, SetupError
 
 # From linux/fcntl.h; the names exist in the fcntl module only since Python 3.11 or on some builds.
 _F_ADD_SEALS = 1033
@@ -124,7 +124,9 @@ def check(fd: int, num_bytes: int) -> None:
     """Refuse a received descriptor that could shrink under us or has the wrong size."""
     size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, _F_GET_SEALS)
     if size != num_bytes or seals & _SEALS != _SEALS:
-        raise SetupError(f"received a buffer of {size} bytes with seals {seals:#x}: expected {num_bytes}, sealed")
+        raise SetupError(
+            f"received a buffer of {size} bytes with seals {seals:#x}: expected {num_bytes}, sealed. {OUR_FAULT}"
+        )
 
 
 def map_bytes(fd: int, num_bytes: int) -> torch.Tensor:

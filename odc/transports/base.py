@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from odc.engines.base import AfterChunk, Engine, no_op
-from odc.errors import SetupError
+from odc.errors import OUR_FAULT, SetupError
 from odc.liveness.leaving import Closable, release_when, run_all
 from odc.liveness.process import WatchedProcess
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
@@ -67,7 +67,9 @@ class SymmetricBuffer:
         """
         view = self._views[rank] if self._views else None
         if view is None:
-            raise ValueError(f"buffer {self.label!r} of rank {rank} is not addressable from rank {self._rank}")
+            raise ValueError(
+                f"buffer {self.label!r} of rank {rank} is not addressable from rank {self._rank}. {OUR_FAULT}"
+            )
         return view
 
     def reaches(self, rank: int) -> bool:
@@ -320,7 +322,8 @@ class Transport(ABC):
         for rank, size in enumerate(gather_together(self.exchange, own_size)):
             if size != num_bytes:
                 raise SetupError(
-                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
+                    f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}. "
+                    f"{OUR_FAULT}"
                 )
 
     def _together(self, action: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ import torch
 
 from odc import limits
 from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, unavailable
-from odc.errors import OdcError, SetupError
+from odc.errors import OUR_FAULT, OdcError, SetupError
 from odc.setup.agreement import Exchange, gather_together
 from odc.setup.topology import Topology
 from odc.transports._control import Closing, order_memory
@@ -155,11 +155,14 @@ class CudaIpcTransport(Transport):
 
     def _view(self, rank: int, row: bytes, num_bytes: int, label: str) -> torch.Tensor:
         if len(row) != _EXPORT.size:
-            raise SetupError(f"{label!r}: {self.topology.describe(rank)} sent {len(row)} bytes, not a memory handle")
+            raise SetupError(
+                f"{label!r}: {self.topology.describe(rank)} sent {len(row)} bytes, not a memory handle. {OUR_FAULT}"
+            )
         handle, offset, size, pid, address = _EXPORT.unpack(row)
         if size != num_bytes:
             raise SetupError(
-                f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}"
+                f"{label!r}: {self.topology.describe(rank)} has {size} bytes, rank {self.topology.me} {num_bytes}. "
+                f"{OUR_FAULT}"
             )
         if pid == os.getpid():  # a handle cannot be opened where it was made
             return self._cuda.tensor(address, num_bytes)
