@@ -49,6 +49,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["paste.js"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
