@@ -213,7 +213,7 @@ def _from_objects(file: TextIO, source: str, reader: RecordReader) -> Iterator[i
 def _checked(values: IntArray, source: str) -> IntArray:
     lengths = as_lengths(values, name=f"{source}: lengths")
     if lengths.size == 0:
-        raise ValueError(f"{source} holds no lengths")
+        raise ValueError(f"{source} holds no lengths: expected at least one")
     in_range(int(lengths.max()), f"the longest sample of {source}")
     return lengths
 

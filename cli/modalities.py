@@ -288,7 +288,7 @@ def read_dataset(
                 raise ValueError(f"{where}: {_too_many_rows(length, rows)}")
             tokens.append(length)
     if not tokens:
-        raise ValueError(f"{named} holds no samples")
+        raise ValueError(f"{named} holds no samples: expected at least one")
     items = {column.modality.name: column.items() for column in columns}
     _check_any(items, len(tokens), named, list(seen))
     about = reader.about + (", and rows of encoders" if reader.counts_text else "")

@@ -499,13 +499,15 @@ def _check_module(module: Any, where: str) -> None:
         )
         return
     if module.cpu_offload.offload_params:
-        raise UnsupportedError(f"{where}: cpu_offload=CPUOffload(offload_params=True) is not supported under FSDP1")
+        raise UnsupportedError(
+            f"{where}: cpu_offload=CPUOffload(offload_params=True) is not supported under FSDP1: use fully_shard"
+        )
     if module._comm_hook is not None and not _is_patched(module):
-        raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden")
+        raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden: leave it out")
     if module._fsdp_extension is not None:
         raise UnsupportedError(
             f"{where}: its device_mesh {describe_mesh(module._device_mesh)} is a part of a larger mesh, as with tensor "
-            "or expert parallelism, which is not supported together with FSDP1"
+            "or expert parallelism, which is not supported together with FSDP1: use fully_shard (FSDP2)"
         )
     if module._handle is not None and module._handle.flat_param.device.type == "meta":
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")

@@ -53,7 +53,8 @@ def check_fsdp2(model: nn.Module, units: Sequence[Fsdp2Unit]) -> None:
         if len(param_groups(module)) > 1:
             raise UnsupportedError(
                 f"module {name!r}: shard_placement_fn with several meshes (one module, "
-                f"{len(param_groups(module))} parameter groups) is not supported yet"
+                f"{len(param_groups(module))} parameter groups) is not supported yet: call "
+                "fully_shard on its submodules, each with one mesh"
             )
     for unit in units:
         _check_unit(unit)
@@ -63,7 +64,10 @@ def check_fsdp2_meshes(units: Sequence[Fsdp2Unit]) -> None:
     """Refuse units that are not sharded at all (``replicate()`` of torch 2.10 and later is FSDP2 with such a mesh)."""
     for unit in units:
         if not unit.is_sharded:
-            raise UnsupportedError(f"unit {unit.name!r}: a mesh that only replicates has nothing to gather on demand")
+            raise UnsupportedError(
+                f"unit {unit.name!r}: a mesh that only replicates has nothing to gather on demand: shard over it, or "
+                "keep the collectives"
+            )
 
 
 def _check_unit(unit: Fsdp2Unit) -> None:
@@ -76,10 +80,13 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     ):
         kind = type(getattr(group, attribute)).__name__
         if not kind.startswith("Default"):
-            raise UnsupportedError(f"{where}: {option} ({kind}) is set already and would be overridden")
+            raise UnsupportedError(f"{where}: {option} ({kind}) is set already and would be overridden: leave it out")
     _check_smaller_mesh(unit, where)
     if group._all_reduce_hook is not None:
-        raise UnsupportedError(f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end)")
+        raise UnsupportedError(
+            f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end): work on gradients "
+            "after the last backward of a step"
+        )
     if unit.trainable and unit.grad_dtype not in GRADIENT_DTYPES:
         raise UnsupportedError(
             f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of the mixed precision policy, or the "
@@ -95,7 +102,9 @@ def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
     if smaller is None:
         return
     if hasattr(unit.group.mesh_info, "replicate_process_group"):
-        raise UnsupportedError(f"{where}: reshard_after_forward=<int> on a mesh with replicas (HSDP) is not supported")
+        raise UnsupportedError(
+            f"{where}: reshard_after_forward=<int> on a mesh with replicas (HSDP) is not supported: use True or False"
+        )
     assert isinstance(unit, SubgroupUnit)
     if smaller.shard_mesh_size != unit.smaller.shard_mesh_size:
         raise UnsupportedError(
@@ -118,7 +127,9 @@ def _check_param(param: nn.Parameter, name: str, where: str, mesh: DeviceMesh) -
         )
     if hasattr(param._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
         kind = type(param._local_tensor).__name__  # type: ignore[attr-defined]
-        raise UnsupportedError(f"{where}: parameter {name!r} uses the all-gather extension of {kind}: not supported")
+        raise UnsupportedError(
+            f"{where}: parameter {name!r} uses the all-gather extension of {kind}, not supported: switch it off"
+        )
 
 
 def _beyond(mesh: DeviceMesh, whole: DeviceMesh) -> str:

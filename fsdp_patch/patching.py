@@ -189,7 +189,9 @@ def supported_units(model: nn.Module) -> list[Unit]:
     """
     if find_fsdp1_roots(model):
         if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise UnsupportedError("FullyShardedDataParallel (FSDP1) and fully_shard (FSDP2) in one model")
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) and fully_shard (FSDP2) in one model: use one of them"
+            )
         check_fsdp1_model(model)
         fsdp1_units = find_fsdp1_units(model)
         check_fsdp1_units(fsdp1_units)

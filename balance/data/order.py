@@ -34,7 +34,7 @@ class Order:
             raise TypeError(f"sampler={shown(sampler)}: expected an iterable of indices that has a length")
         self.num_samples = size if sampler is None else len(sampler)  # type: ignore[arg-type]
         if not self.num_samples:
-            raise ValueError(f"sampler={shown(sampler)} gives no indices")
+            raise ValueError(f"sampler={shown(sampler)} gives no indices: expected at least one")
         self._size = size
         self._sampler: Any = sampler
         self._seed = seed
@@ -98,7 +98,7 @@ def size_of(dataset: Any) -> int | None:
     is_iterable = isinstance(dataset, torch_data.IterableDataset)  # has __getitem__ of its base, and maybe a length
     if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         if not len(dataset):
-            raise ValueError("the dataset has no samples")
+            raise ValueError("the dataset has no samples: expected at least one")
         return len(dataset)
     if not hasattr(dataset, "__iter__"):
         raise TypeError(

@@ -134,7 +134,7 @@ class Links:
                 connection.sendall(hello.pack() + self._proof(hello))
                 refusal = self._answer_to(hello, connection, deadline)
             except TimeoutError:
-                raise SetupError(f"{where} did not answer within {self._timeout_s:g} s") from None
+                raise SetupError(f"{where} did not answer within {self._timeout_s:g} s. {_ADVICE}") from None
             except ValueError as problem:
                 raise SetupError(f"what listens where {where} should be is no rank of this job: {problem}") from None
             except OSError:  # strangers have pushed this rank out of the queue

@@ -40,13 +40,16 @@ class _Module:
         for node in ast.walk(self._tree):
             if isinstance(node, ast.FunctionDef):
                 self._functions.setdefault(node.name, []).append(node)
+        self._local: dict[ast.FunctionDef, dict[str, list[ast.expr]]] = {}
         self._constants = {"OUR_FAULT": [ast.Constant(OUR_FAULT)], **_assigned(self._tree.body)}
 
     def messages(self) -> Iterator[Message]:
         shown = self._name if self._name.startswith("odc/") else f"odc/{self._name}"
         for scope, node in _scoped(self._tree, None):
             said, maker = _said(node, scope)
-            local = _assigned(ast.walk(scope)) if said and scope is not None else {}
+            if said and scope is not None and scope not in self._local:
+                self._local[scope] = _assigned(ast.walk(scope))
+            local = {} if scope is None else self._local.get(scope, {})
             for expression in said:
                 for text in self._texts(expression, local, 3):
                     plain = " ".join(re.sub(r"%(\.\d+)?[a-z]", "...", text).split())
