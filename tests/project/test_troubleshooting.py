@@ -41,7 +41,8 @@ class _Module:
             if isinstance(node, ast.FunctionDef):
                 self._functions.setdefault(node.name, []).append(node)
         self._local: dict[ast.FunctionDef, dict[str, list[ast.expr]]] = {}
-        self._constants = {"OUR_FAULT": [ast.Constant(OUR_FAULT)], **_assigned(self._tree.body)}
+        self._constants: dict[str, list[ast.expr]] = {"OUR_FAULT": [ast.Constant(OUR_FAULT)]}
+        self._constants.update(_assigned(self._tree.body))
 
     def messages(self) -> Iterator[Message]:
         shown = self._name if self._name.startswith("odc/") else f"odc/{self._name}"
