@@ -25,7 +25,7 @@ VARIABLES = {
     config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
     config.TIMEOUT: (
         "600",
-        "Seconds without progress of the awaited rank after which a wait fails; overrides `timeout_s=` and `--timeout`.",
+        "Seconds without progress of the awaited rank after which a wait fails; overrides `timeout_s=`, `--timeout`.",
     ),
     config.ADDRESS: (
         "found out",
@@ -123,8 +123,8 @@ def _bench() -> Iterator[str]:
         ((_code([f"--{name}"], "" if name == "quick" else "FILE"), _sentence(info.help or "")) for name, info in told),
     )
     yield (
-        "`odc bench compare BEFORE.json AFTER.json` shows two results side by side; `odc bench figures [--check]` writes "
-        "the committed ones into the documents.\n"
+        "`odc bench compare BEFORE.json AFTER.json` shows two results side by side; `odc bench figures [--check]` "
+        "writes the committed ones into the documents.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Layer 1: no processes. docs/options.md has every option of the command and every environment variable, and no other."""
+"""Layer 1: no processes. docs/options.md has every option of the command, every environment variable, and no other."""
 
 from __future__ import annotations
 

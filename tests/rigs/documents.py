@@ -1,0 +1,178 @@
+"""What the examples of the documents take as given: ``model``, ``dataset``, ``lengths`` and the like, small and real.
+
+An example is run as it stands, on each of two ranks. A name that it uses and does not make is made here, when it is
+first used.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+import odc
+from odc.balance import ItemLengths, QuadraticCost, SampleLengths, SampleParts, count_loss_tokens
+
+WIDTH, VOCABULARY, PIXELS, NUM_SAMPLES = 8, 32, 6, 32
+
+
+class Output(NamedTuple):
+    """As of a transformers model."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class LanguageModel(nn.Module):
+    """Called like one of transformers, and with a ``config`` like one's; two encoders beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="llama",
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+        )
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.image = nn.Linear(PIXELS, WIDTH)
+        self.audio = nn.Linear(PIXELS, WIDTH)
+
+    def forward(self, input_ids: Any, labels: torch.Tensor | None = None, **others: Any) -> Output:
+        if isinstance(input_ids, Mapping):
+            return self(**input_ids)
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits = self.head(hidden)
+        loss = None if labels is None else summed(logits, labels) / max(count_loss_tokens(labels), 1)
+        return Output(logits, loss)
+
+    def encode_images(self, items: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        return [self.image(item) for (item,) in items]
+
+    def encode_audio(self, items: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        return [self.audio(item) for (item,) in items]
+
+    def language_loss(self, samples: list[dict[str, torch.Tensor]], outputs: Any) -> torch.Tensor:
+        total = self.head(self.embedding.weight).sum() * 0
+        for sample in samples:
+            total = total + summed(self.head(self.embedding(sample["input_ids"])), sample["labels"])
+        return total + sum((rows.square().sum() for found in outputs.values() for rows in found), torch.zeros(()))
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the next tokens, summed."""
+    vocabulary = logits.shape[-1]
+    shifted = logits[..., :-1, :].reshape(-1, vocabulary), labels[..., 1:].reshape(-1)
+    return nn.functional.cross_entropy(*shifted, ignore_index=-100, reduction="sum")
+
+
+def sharded(build: Callable[[], nn.Module] = LanguageModel) -> Any:
+    torch.manual_seed(0)
+    model = build()
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    for part in (model.image, model.audio, model):
+        fully_shard(part)  # type: ignore[arg-type]
+    for method in ("encode_images", "encode_audio", "language_loss"):
+        register_fsdp_forward_method(model, method)  # type: ignore[arg-type]
+    return model
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(NUM_SAMPLES):
+        ids = torch.randint(VOCABULARY, (5 + 7 * number % 40,), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.clone()})
+    return found
+
+
+def split(sample: Mapping[str, torch.Tensor]) -> SampleParts:
+    """Every sample has an image of two rows, and half of them a sound of three."""
+    number = len(sample["input_ids"])
+    rows = {"image": 2, **({"audio": 3} if number % 2 else {})}
+    items = {name: [(torch.ones(count, PIXELS),)] for name, count in rows.items()}
+    lengths = {name: [ItemLengths(encoder=count, output=count)] for name, count in rows.items()}
+    return SampleParts(dict(sample), items, SampleLengths(number, lengths))
+
+
+def microbatches(rank: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Two minibatches. Ranks have different numbers of microbatches."""
+    found = [{"input_ids": s["input_ids"][None], "labels": s["labels"][None]} for s in samples()]
+    return [found[: 2 + rank], found[4 : 5 + rank]]
+
+
+class Prepared(dict[str, Any]):
+    """The namespace of a document."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(__name__="__main__")
+        self._makers: dict[str, Callable[[], Any]] = {
+            "torch": lambda: torch,
+            "odc": lambda: odc,
+            "fully_shard": lambda: fully_shard,
+            "rank": lambda: rank,
+            "world_size": lambda: world_size,
+            "build_model": lambda: LanguageModel,
+            "model": sharded,
+            "module": lambda: self["model"],
+            "optimizer": lambda: torch.optim.AdamW(self["model"].parameters(), lr=1e-3),
+            "scheduler": lambda: torch.optim.lr_scheduler.ConstantLR(self["optimizer"]),
+            "session": lambda: odc.patch_fsdp(self["model"]),
+            "dataset": samples,
+            "lengths": lambda: [len(sample["input_ids"]) for sample in self["dataset"]],
+            "num_loss_tokens": lambda: [count_loss_tokens(sample["labels"]) for sample in self["dataset"]],
+            "collate": lambda: odc.balance.pack_collate,
+            "minibatches": lambda: microbatches(rank),
+            "loss": lambda: lambda model, batch: summed(model(**batch).logits, batch["labels"]),
+            "summed_loss": lambda: lambda output: output.logits.square().sum(),
+            "image_cost": lambda: QuadraticCost(0.01, 1.0),
+            "audio_cost": lambda: QuadraticCost(0.01, 1.0),
+            "language_cost": lambda: QuadraticCost(0.01, 1.0),
+            "split": lambda: split,
+            "encode_images": lambda: self["model"].encode_images,
+            "encode_audio": lambda: self["model"].encode_audio,
+            "language_loss": lambda: self["model"].language_loss,
+            "hidden_size": lambda: WIDTH,
+            "FSDPEngineWithLMHead": lambda: object,  # of verl; tests/fsdp/test_verl_recipe.py runs the recipe
+        }
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._makers:
+            raise KeyError(name)
+        self[name] = self._makers[name]()
+        return self[name]
+
+    def close(self) -> None:
+        """The sessions that the examples have left open."""
+        for session in [value for value in self.values() if isinstance(value, odc.Session)]:
+            session.close()
+
+
+def on_rank(run: Callable[[Prepared], Iterator[str]], rank: int, world_size: int) -> list[str]:
+    """What ``run`` says of the examples that it runs with prepared names."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # so that loaders have workers
+    prepared = Prepared(rank, world_size)
+    try:
+        return list(run(prepared))
+    finally:
+        prepared.close()
+
+
+def told(place: str, error: BaseException) -> str:
+    """One example's failure."""
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-3:])
+    return f"{place}: {''.join(traceback.format_exception_only(error)).strip()}\n{''.join(frames)}"
