@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        logits = self.head(hidden)
+        logits = self.head(hidden).clone()  # FSDP2 warns of a view
         loss = None if labels is None else summed(logits, labels) / max(count_loss_tokens(labels), 1)
         return Output(logits, loss)
 
@@ -100,6 +100,13 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def pad(batch: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """To the longest sample."""
+    ids, labels = ([sample[name] for sample in batch] for name in ("input_ids", "labels"))
+    rows = nn.utils.rnn.pad_sequence
+    return {"input_ids": rows(ids, batch_first=True), "labels": rows(labels, batch_first=True, padding_value=-100)}
+
+
 def split(sample: Mapping[str, torch.Tensor]) -> SampleParts:
     """Every sample has an image of two rows, and half of them a sound of three."""
     number = len(sample["input_ids"])
@@ -136,6 +143,7 @@ class Prepared(dict[str, Any]):
             "lengths": lambda: [len(sample["input_ids"]) for sample in self["dataset"]],
             "num_loss_tokens": lambda: [count_loss_tokens(sample["labels"]) for sample in self["dataset"]],
             "collate": lambda: odc.balance.pack_collate,
+            "pad": lambda: pad,
             "minibatches": lambda: microbatches(rank),
             "loss": lambda: lambda model, batch: summed(model(**batch).logits, batch["labels"]),
             "summed_loss": lambda: lambda output: output.logits.square().sum(),
@@ -155,6 +163,10 @@ class Prepared(dict[str, Any]):
             raise KeyError(name)
         self[name] = self._makers[name]()
         return self[name]
+
+    def copy(self) -> Prepared:
+        """What doctest runs an example in."""
+        return self
 
     def close(self) -> None:
         """The sessions that the examples have left open."""
