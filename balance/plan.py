@@ -83,6 +83,17 @@ class Plan:
     Raises:
         ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank,
             lengths or costs are not what they should be, or ``attention_costs`` and ``layout`` do not fit together.
+
+    Example:
+        >>> policy = get_policy("lb-mini")
+        >>> plan = policy.plan([900, 500, 400, 200, 100], world_size=2, max_tokens=1000, cost=LinearCost())
+        >>> plan.num_microbatches, plan.makespan("odc")
+        ((2, 1), 1100.0)
+        >>> print(plan.explain())
+        lb-mini: 5 samples, 2100 tokens on 2 ranks, at most 1000 tokens a microbatch
+        bubble rate 4.5% with ODC, 12.5% with collectives
+        rank 0: 2 samples in 2 microbatches, 1100 tokens, 105% of the mean time
+        rank 1: 3 samples in 1 microbatch, 1000 tokens, 95% of the mean time
     """
 
     microbatches: Sequence[Parts]
@@ -324,7 +335,14 @@ def _check_limit(policy: str, lengths: IntArray, layout: Layout, max_tokens: int
 
 @dataclass(frozen=True, eq=False)
 class PlannedMinibatch:
-    """One global minibatch: which samples of the dataset it has, and who trains on which of them."""
+    """One global minibatch: which samples of the dataset it has, and who trains on which of them.
+
+    Example:
+        >>> sampler = MinibatchSampler([5, 90, 30, 40], minibatch_size=2, world_size=2, policy="lb-mini", cost=LinearCost())
+        >>> (planned,) = sampler
+        >>> sorted(planned.samples.tolist()), planned.of_rank(0)
+        ([0, 1, 2, 3], [[3, 2, 0]])
+    """
 
     samples: IntArray
     """Dataset indices, (num_samples,) int64; sample i of ``plan`` is ``samples[i]``."""
@@ -354,6 +372,15 @@ def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:
     """Total idle device time over total device time of several minibatches (paper appendix G).
 
     Not the mean of the minibatches' rates: longer minibatches count for more. 0 if there is no work.
+
+    Example:
+        >>> policy = get_policy("lb-mini")
+        >>> plans = [
+        ...     policy.plan(lengths, world_size=2, max_tokens=1000, cost=LinearCost())
+        ...     for lengths in ([900, 500, 400], [300, 300, 200, 100])
+        ... ]
+        >>> round(bubble_rate(plans, "odc"), 3)
+        0.036
     """
     work = total = 0.0
     for plan in plans:

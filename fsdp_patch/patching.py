@@ -54,6 +54,17 @@ def patch_fsdp(
         UnsupportedError: the model uses an option that is not supported yet; on all ranks.
         SetupError: the ranks differ, or a resource is missing; on all ranks.
         ConfigError, ValueError: an argument cannot be used.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)  # behind fully_shard(model)
+        >>> for microbatches in minibatches:  # each rank its own, any number of them
+        ...     for microbatch in microbatches:
+        ...         loss(model, microbatch).backward()
+        ...     optimizer.step()  # ends the minibatch, and publishes the new shards
+        ...     optimizer.zero_grad()
+        >>> session.stats().minibatches
+        2
+        >>> session.close()  # plain FSDP again
     """
     config, problem = RuntimeConfig(), None
     try:

@@ -82,6 +82,19 @@ class Session:
     A minibatch, the microbatches of one optimizer step, ends by itself when the script clips gradients, unscales them
     or steps an optimizer that holds parameters of the model. Every rank must come to that point, also one that had no
     microbatch. :meth:`minibatch` and :meth:`finish` say it explicitly.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> print(session.describe())
+        5 units over 2 ranks, transport shm
+        >>> with session.minibatch():
+        ...     for microbatch in minibatches[0]:
+        ...         loss(model, microbatch).backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> optimizer.step()
+        >>> session.memory().overhead > 0
+        True
+        >>> session.close()
     """
 
     def __init__(self, connection: Connection, connect_again: Callable[[nn.Module, Stats], Connection]) -> None:
@@ -492,6 +505,12 @@ def session_of(model: nn.Module) -> Session:
 
     Raises:
         OdcError: the model is not patched, or not yet: ``odc run`` patches at the first forward.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> odc.session_of(model.layers[0]) is session  # of a part of it, too
+        True
+        >>> session.close()
     """
     for listener in listening():
         session = listener.session() if isinstance(listener, GradientUse) else None

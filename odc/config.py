@@ -46,7 +46,14 @@ ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Options of one runtime. The same on every rank; set-up compares them."""
+    """Options of one runtime. The same on every rank; set-up compares them.
+
+    Example:
+        >>> odc.RuntimeConfig(timeout_s=60.0).timeout_s
+        60.0
+        >>> odc.RuntimeConfig.from_environment(timeout_s=60.0, environ={"ODC_TIMEOUT": "30"}).timeout_s
+        30.0
+    """
 
     transport: str = "auto"
     """A transport's name, or a class of yours as "package.module:Class"; "auto": the first that works for all ranks."""

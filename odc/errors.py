@@ -9,44 +9,140 @@ import reprlib
 
 
 class OdcError(RuntimeError):
-    """Base of all run-time failures of ODC."""
+    """Base of all run-time failures of ODC.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> session.close()
+        >>> session.finish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.OdcError: this session is closed: ...
+    """
 
 
 class ConfigError(OdcError, ValueError):
-    """An option or an environment variable has a value ODC cannot use."""
+    """An option or an environment variable has a value ODC cannot use.
+
+    Example:
+        >>> odc.RuntimeConfig(accumulate="mail")
+        Traceback (most recent call last):
+            ...
+        odc.errors.ConfigError: accumulate='mail' cannot be used: ...
+    """
 
 
 class SetupError(OdcError):
-    """The ranks could not agree or connect during set-up; nothing was patched."""
+    """The ranks could not agree or connect during set-up; nothing was patched.
+
+    Example:
+        >>> odc.patch_fsdp(model, deterministic=rank == 1)
+        Traceback (most recent call last):
+            ...
+        odc.errors.SetupError: rank 1 differs from rank 0 in options, item 'deterministic': ...
+    """
 
 
 class UnsupportedError(OdcError, NotImplementedError):
-    """The model uses an option that ODC does not support yet; the message names it."""
+    """The model uses an option that ODC does not support yet; the message names it.
+
+    Example:
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
+        >>> other = build_model()
+        >>> _ = fully_shard(other, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+        >>> odc.patch_fsdp(other)
+        Traceback (most recent call last):
+            ...
+        odc.errors.UnsupportedError: ... gradients are reduced in torch.float16 ...
+    """
 
 
 class ProtocolError(OdcError):
-    """An operation came at the wrong point of the minibatch (for example a push outside one)."""
+    """An operation came at the wrong point of the minibatch (for example a push outside one).
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> loss(model, minibatches[0][0]).backward()
+        >>> session.finish() if rank == 0 else session.discard()
+        Traceback (most recent call last):
+            ...
+        odc.errors.ProtocolError: ...
+        >>> session.close()
+    """
 
 
 class MisuseError(ProtocolError):
     """An operation that cannot be at this point of the minibatch, refused before anything was changed. The session goes
-    on, on this rank and on the others."""
+    on, on this rank and on the others.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> loss(model, minibatches[0][0]).backward()
+        >>> session.publish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.MisuseError: publish() inside minibatch 1: ...
+        >>> session.finish()
+        >>> session.close()
+    """
 
 
 class PeerDiedError(OdcError):
-    """The process of a rank that is being waited for is gone."""
+    """The process of a rank that is being waited for is gone.
+
+    Example:
+        >>> import os, signal
+        >>> session = odc.patch_fsdp(model)
+        >>> if rank == 1:
+        ...     os.kill(os.getpid(), signal.SIGKILL)
+        >>> session.finish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.PeerDiedError: rank 0 waited ... for rank 1 (...): ... Cause: rank 1 is dead: killed by signal 9 (SIGKILL)
+    """
 
 
 class PeerClosedError(OdcError):
-    """A rank that is being waited for has closed its session."""
+    """A rank that is being waited for has closed its session.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> if rank == 1:
+        ...     session.close()
+        >>> session.finish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.PeerClosedError: rank 0 waited ... for rank 1 ...
+    """
 
 
 class PeerSilentError(OdcError, TimeoutError):
-    """A rank that is being waited for is alive but has made no progress for the whole timeout."""
+    """A rank that is being waited for is alive but has made no progress for the whole timeout.
+
+    Example:
+        >>> import time
+        >>> session = odc.patch_fsdp(model, timeout_s=0.5)
+        >>> if rank == 1:
+        ...     time.sleep(60)
+        >>> session.finish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.PeerSilentError: rank 0 waited ... for rank 1 ...
+    """
 
 
 class AbortedError(OdcError):
-    """Another rank failed first; the message carries its rank and its error."""
+    """Another rank failed first; the message carries its rank and its error.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> if rank == 1:
+        ...     session.abort(RuntimeError("out of memory"))
+        >>> session.finish()
+        Traceback (most recent call last):
+            ...
+        odc.errors.AbortedError: ... rank 1 ... RuntimeError: out of memory ...
+    """
 
 
 class FaultInjected(OdcError):

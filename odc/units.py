@@ -14,7 +14,12 @@ from odc.errors import OUR_FAULT
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """The part of a unit's flat gradient shard that belongs to one trainable parameter."""
+    """The part of a unit's flat gradient shard that belongs to one trainable parameter.
+
+    Example:
+        >>> odc.ParamSlice("layers.0.weight", numel=1024)
+        ParamSlice(name='layers.0.weight', numel=1024)
+    """
 
     name: str
     numel: int
@@ -27,6 +32,14 @@ class UnitSpec:
 
     ``shard_numel`` elements of ``dtype`` are published per rank. ``params`` are the trainable parameters in the
     order in which their gradients lie in a push; gradients travel in ``grad_dtype``.
+
+    Example:
+        >>> params = (odc.ParamSlice("weight", 8), odc.ParamSlice("bias", 4))
+        >>> unit = odc.UnitSpec("layers.0", 12, torch.bfloat16, params)
+        >>> unit.shard_bytes, unit.grad_numel
+        (24, 12)
+        >>> unit.describe()
+        '12 x torch.bfloat16 per rank; gradients torch.float32: weight[8], bias[4]'
     """
 
     name: str

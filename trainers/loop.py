@@ -31,6 +31,13 @@ class Minibatches:
     With ``online``, ``state_dict()`` tells where this rank is (behind the step that was handed out last), for JSON, and
     ``load_state_dict`` goes on from there at the next iteration, in the epoch of the state. All ranks do so, each with
     a state of its own.
+
+    Example:
+        >>> steps = minibatches(accelerator, model, loader, 4, policy="lb-mini")
+        >>> len(steps)  # of 10 batches
+        3
+        >>> sum(len(batches) for batches in steps) <= 10  # packed
+        True
     """
 
     def __init__(self, loader: Any, accumulation_steps: int, tally: Tally) -> None:
@@ -158,6 +165,17 @@ def minibatches(
         UnsupportedError: the loader or the model's rotary embeddings cannot be balanced, or nothing provides on-demand
             communication to a policy that gives ranks different numbers of microbatches.
         ConfigError: a sample is longer than ``max_tokens``.
+
+    Example:
+        >>> for batches in minibatches(accelerator, model, loader, 4, policy="lb-mini"):
+        ...     own = sum(count_loss_tokens(batch["labels"]) for batch in batches)
+        ...     num_items = accelerator.reduce(torch.tensor(own), "sum")
+        ...     for batch in batches:
+        ...         loss = model(**batch, num_items_in_batch=num_items).loss
+        ...         accelerator.backward(loss * accelerator.num_processes)
+        ...     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
     if accelerator.gradient_accumulation_steps != 1:
         raise UnsupportedError(

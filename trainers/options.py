@@ -21,7 +21,12 @@ logger = logging.getLogger("odc")
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """A policy and its arguments."""
+    """A policy and its arguments.
+
+    Example:
+        >>> BalanceOptions("lb-micro", max_tokens=32_768).policy
+        'lb-micro'
+    """
 
     policy: str = "lb-mini"
     """Name of a policy of :mod:`odc.balance`."""

@@ -93,6 +93,11 @@ def balance(
         UnsupportedError: the trainer does something that cannot be balanced; names it. ``train()`` raises it too, at
             its first step, of a model that does not tell packed samples apart (:mod:`odc.trainers.probe`).
         ValueError: the policy is not known, or an argument is out of range.
+
+    Example:
+        >>> balance(trainer, "lb-mini", max_tokens=64)  # trainer: a transformers.Trainer
+        >>> trainer.train().global_step
+        10
     """
     options = BalanceOptions.choose(
         policy,
@@ -254,7 +259,12 @@ _current: Launched | None = None
 
 
 class Launched:
-    """What :func:`install` did to this process; :meth:`close` undoes it."""
+    """What :func:`install` did to this process; :meth:`close` undoes it.
+
+    Example:
+        >>> launched = install("lb-micro")
+        >>> launched.close()
+    """
 
     def __init__(self, options: BalanceOptions) -> None:
         self.options = options
@@ -306,6 +316,12 @@ def install(
 
     Raises:
         ValueError: the policy is not known, or an option is out of range.
+
+    Example:
+        >>> launched = install("lb-mini", max_tokens=64)  # what odc run --balance lb-mini does before the script
+        >>> trainer.train().global_step
+        10
+        >>> launched.close()
     """
     launched = Launched(BalanceOptions.choose(policy, online=online, max_tokens=max_tokens, pool_size=pool_size))
     launched.enter()

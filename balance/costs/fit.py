@@ -38,7 +38,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CostFit:
-    """A cost model in seconds, and how well it fits. Made by :func:`fit_cost`."""
+    """A cost model in seconds, and how well it fits. Made by :func:`fit_cost`.
+
+    Example:
+        >>> fit = fit_cost([1000, 2000, 4000, 8000], [0.11, 0.23, 0.52, 1.28])
+        >>> fit.predict([3000]).round(2)
+        array([0.37])
+        >>> fit.max_relative_error < 0.02
+        True
+    """
 
     cost: QuadraticCost | LinearCost
     """Seconds of a sample."""
@@ -102,6 +110,11 @@ def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadrati
         ValueError: lengths or seconds are not what they should be, there are fewer measurements than
             coefficients, the lengths are too much alike to tell the coefficients apart, or the times do not
             grow with the lengths.
+
+    Example:
+        >>> fit = fit_cost([1000, 2000, 4000, 8000], seconds=[0.11, 0.23, 0.52, 1.28])
+        >>> fit.cost([16_000]).round(1)  # in seconds
+        array([3.5])
     """
     if form not in ("quadratic", "linear"):
         raise ValueError(f"form={shown(form)}: expected 'quadratic' or 'linear'")

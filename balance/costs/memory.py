@@ -42,6 +42,13 @@ class ActivationMemory:
     Not counted: attention masks (padding makes SDPA keep one of s^2, so does a window, and keys and values
     repeated for every query head with it), dropout, what an allocator loses to fragmentation, indices of experts'
     tokens, and norms that differ from Llama's (Gemma).
+
+    Example:
+        >>> memory = ActivationMemory.from_config("qwen2.5-7b", recompute=True, logits="chunked")
+        >>> f"{memory.bytes(32_768) / 1e9:.1f} GB"
+        '18.8 GB'
+        >>> memory.max_tokens(40 * 10**9)
+        73791
     """
 
     kept_bytes_per_token: int
@@ -138,6 +145,11 @@ class ShardedState:
     layer, and their copy in the type in which they are reduced.
 
     Not counted: padding of shards to equal size, buffers of the transport, temporaries of the optimizer.
+
+    Example:
+        >>> state = ShardedState.from_config("qwen2.5-7b", world_size=8)
+        >>> f"{state.bytes / 1e9:.1f} GB, of which {state.sharded_bytes / 1e9:.1f} GB are sharded"
+        '21.9 GB, of which 15.2 GB are sharded'
     """
 
     sharded_bytes: int

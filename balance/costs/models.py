@@ -19,7 +19,15 @@ from odc.errors import shown
 
 
 class CostModel(Protocol):
-    """Any callable of this shape is a cost model."""
+    """Any callable of this shape is a cost model.
+
+    Example:
+        >>> import numpy as np
+        >>> cost: CostModel = lambda lengths: np.asarray(lengths, dtype=np.float64) ** 1.5
+        >>> policy = get_policy("lb-mini")
+        >>> policy.plan([100, 200, 300, 400], world_size=2, max_tokens=500, cost=cost).num_microbatches
+        (1, 1)
+    """
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
         """Costs (float64, not negative, same shape) of samples with these ``lengths`` (tokens)."""
@@ -28,7 +36,12 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class LinearCost:
-    """``b * s`` for a sample of ``s`` tokens: a model in which attention costs nothing."""
+    """``b * s`` for a sample of ``s`` tokens: a model in which attention costs nothing.
+
+    Example:
+        >>> LinearCost(b=2.0)([10, 20])
+        array([20., 40.])
+    """
 
     b: float = 1.0
     """Cost per token, greater than 0."""
@@ -42,7 +55,12 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class QuadraticCost:
-    """``a * s**2 + b * s`` for a sample of ``s`` tokens (paper section 4: attention is O(s^2))."""
+    """``a * s**2 + b * s`` for a sample of ``s`` tokens (paper section 4: attention is O(s^2)).
+
+    Example:
+        >>> QuadraticCost(a=0.01, b=1.0)([100, 200])
+        array([200., 600.])
+    """
 
     a: float
     """Cost per squared token, at least 0."""

@@ -53,7 +53,12 @@ _MISTRAL_SIZES = (4096, 32, 32, 8, 14336, 32000)
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that :func:`preset` knows."""
+    """Names that :func:`preset` knows.
+
+    Example:
+        >>> "qwen2.5-7b" in preset_names()
+        True
+    """
     return tuple(_PRESETS)
 
 
@@ -62,6 +67,10 @@ def preset(name: str) -> Fields:
 
     Raises:
         ValueError: there is none of this name.
+
+    Example:
+        >>> preset("qwen2.5-7b")["hidden_size"]
+        3584
     """
     found = _PRESETS.get(name.lower()) if isinstance(name, str) else None
     if found is None:

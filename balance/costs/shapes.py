@@ -74,6 +74,11 @@ class TransformerShape:
 
     The counts of parameters are those of the models in transformers, to the last one for the families in
     ``families.py``. Weights of a vision tower are not counted.
+
+    Example:
+        >>> shape = TransformerShape.from_config("qwen2.5-7b")
+        >>> shape.num_layers, f"{shape.num_parameters / 1e9:.2f} billion"
+        (28, '7.62 billion')
     """
 
     hidden_size: int

@@ -64,6 +64,12 @@ class TransformerCost:
     others do not. Not counted: normalization, activation functions, softmax, the embedding lookup.
 
     A cost model: calling it with lengths gives one cost per sample.
+
+    Example:
+        >>> cost = TransformerCost.from_config("qwen2.5-7b")  # or a model's config, or the path of its config.json
+        >>> short, long = cost([1_000, 64_000])
+        >>> round(long / short)  # for 64 times as many tokens
+        120
     """
 
     groups: tuple[LayerGroup, ...]

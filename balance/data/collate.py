@@ -25,9 +25,6 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     An empty list, the mark of an empty microbatch, gives a dummy of two tokens without loss. A model run on
     it must *sum* the losses of its tokens: their mean would be 0 / 0.
 
-    Example: the samples 5 6 7 and 8 9 give input_ids 5 6 7 8 9, labels -100 6 7 -100 9,
-    position_ids 0 1 2 0 1, cu_seqlens 0 3 5.
-
     Returns:
         ``input_ids``, ``labels``, ``position_ids``: (1, num_tokens) int64; the positions start at 0
             in each sample.
@@ -36,6 +33,13 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     Raises:
         ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, its labels differ in
             shape, or a packed row could not say what its mask or positions say (:func:`without_padding`).
+
+    Example:
+        >>> batch = pack_collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+        ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
+        >>> batch["position_ids"].tolist(), batch["cu_seqlens"].tolist()
+        ([[0, 1, 2, 0, 1]], [0, 3, 5])
     """
     if not samples:
         return concatenate([{"input_ids": torch.zeros(2, dtype=torch.int64), "labels": torch.full((2,), IGNORED)}])
@@ -109,6 +113,10 @@ def count_loss_tokens(labels: object) -> int:
 
     That is all labels but -100 and but the first of a sequence, which no token predicts. ``labels``:
     (num_tokens,) or (batch, num_tokens). The count of a packed microbatch is the sum of its samples' counts.
+
+    Example:
+        >>> count_loss_tokens([-100, -100, 7, 8, 9])
+        3
     """
     tensor = _as_tensor(labels)
     return int((tensor[..., 1:] != IGNORED).sum())

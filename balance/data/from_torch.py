@@ -40,6 +40,15 @@ def stream(
     Raises:
         TypeError: ``dataloader`` is something else.
         ValueError: it has a batch sampler of its own, or an option is refused.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> dataloader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=pad)  # pad: to the longest of a batch
+        >>> loader = stream(dataloader, max_tokens=64, length=lambda sample: len(sample["input_ids"]))
+        >>> batches = [batch for minibatch in loader for batch in minibatch.microbatches]
+        >>> max(batch["input_ids"].numel() for batch in batches) <= 64
+        True
+        >>> loader.close()
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")

@@ -26,7 +26,19 @@ from odc.balance.random_numbers import random_generator
 
 @dataclass(frozen=True, eq=False)
 class Minibatch(Generic[BatchT]):
-    """What one rank gets for one minibatch."""
+    """What one rank gets for one minibatch.
+
+    Example:
+        >>> loader = MinibatchLoader(
+        ...     dataset, lengths, pack_collate, rank, world_size, minibatch_size=4, cost=LinearCost()
+        ... )
+        >>> minibatch = next(iter(loader))
+        >>> minibatch.num_samples  # of all ranks
+        8
+        >>> len(minibatch.microbatches) == minibatch.plan.num_microbatches[rank]
+        True
+        >>> loader.close()
+    """
 
     microbatches: list[BatchT]
     """Collated microbatches of this rank, in the order to run them; possibly none."""
@@ -55,6 +67,10 @@ def loss_scale(world_size: int, num_loss_tokens: int) -> float:
     microbatch with.)
 
     0 if there are no loss tokens: such a minibatch has no gradient.
+
+    Example:
+        >>> loss_scale(world_size=8, num_loss_tokens=4096)
+        0.001953125
     """
     return world_size / num_loss_tokens if num_loss_tokens else 0.0
 
@@ -112,6 +128,27 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC
             at work; a worker died or was silent for too long, or the iteration was ended by another. Errors of
             ``dataset`` and ``collate`` keep their type, and name the samples.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> loader = MinibatchLoader(
+        ...     dataset,
+        ...     lengths,
+        ...     pack_collate,
+        ...     rank,
+        ...     world_size,
+        ...     minibatch_size=4,
+        ...     max_tokens=64,
+        ...     cost=TransformerCost.from_config(model.config),
+        ... )
+        >>> for minibatch in loader:
+        ...     for batch in minibatch.microbatches:
+        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # loss: summed over tokens
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> len(loader)
+        4
+        >>> session.close()
     """
 
     def __init__(

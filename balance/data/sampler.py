@@ -42,6 +42,14 @@ class MinibatchSampler:
         ValueError: an argument is out of range, a sample is longer than ``max_tokens``, or there would be no
             minibatch.
         TypeError: ``policy`` or ``cost`` is something else.
+
+    Example:
+        >>> lengths = [5, 90, 30, 40, 80, 10, 20, 60]
+        >>> sampler = MinibatchSampler(lengths, minibatch_size=2, world_size=2, policy="lb-mini", cost=LinearCost())
+        >>> for planned in sampler:
+        ...     print(planned.of_rank(0), planned.of_rank(1))
+        [[3, 2, 6]] [[1]]
+        [[0, 7, 5]] [[4]]
     """
 
     def __init__(

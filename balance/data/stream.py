@@ -118,6 +118,30 @@ class StreamLoader(Generic[SampleT, BatchT]):
         TypeError: something is not what it should be.
         RuntimeError: while iterating: "minibatch" without ODC, or the iteration was ended by another.
         OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> loader = StreamLoader(
+        ...     dataset,
+        ...     pack_collate,
+        ...     rank,
+        ...     world_size,
+        ...     max_tokens=64,
+        ...     length=lambda sample: len(sample["input_ids"]),
+        ...     grouping="pack",
+        ...     align="minibatch",
+        ...     minibatch_size=2,
+        ...     pool_size=8,
+        ... )
+        >>> for minibatch in loader:
+        ...     for batch in minibatch.microbatches:
+        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # loss: summed over tokens
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> len(loader)
+        8
+        >>> loader.close()
+        >>> session.close()
     """
 
     def __init__(

@@ -36,6 +36,10 @@ def best_fit_batches(
 
     Raises:
         ValueError: an argument is out of range, or there is no such strategy.
+
+    Example:
+        >>> best_fit_batches([300, 700, 400, 100, 600], max_tokens=1000, pool_size=4, strategy="pack")
+        [[0, 1], [2, 3], [4]]
     """
     tokens = as_lengths(lengths).tolist()
     max_tokens, pool_size = as_count(max_tokens, "max_tokens"), as_count(pool_size, "pool_size")

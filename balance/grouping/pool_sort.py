@@ -31,6 +31,10 @@ def pool_sort(
 
     Raises:
         ValueError: an argument is out of range.
+
+    Example:
+        >>> pool_sort([30, 10, 20, 40], pool_size=4, shuffle=False)
+        [1, 2, 0, 3]
     """
     tokens = as_lengths(lengths).tolist()
     pool_size, batch_size = as_count(pool_size, "pool_size"), as_count(batch_size, "batch_size")

@@ -14,7 +14,13 @@ _HIGH_CV, _MANY_SHORT = 0.8, 0.2
 
 @dataclass(frozen=True)
 class LengthSketch:
-    """Two features of a sample of lengths: 1,000 to 5,000 are enough."""
+    """Two features of a sample of lengths: 1,000 to 5,000 are enough.
+
+    Example:
+        >>> sketch = sketch_lengths([100, 120, 150, 4000], max_tokens=8192)
+        >>> sketch.is_promising
+        True
+    """
 
     num_samples: int
     mean: float
@@ -50,6 +56,10 @@ def sketch_lengths(lengths: npt.ArrayLike, max_tokens: int) -> LengthSketch:
 
     Raises:
         ValueError: an argument is out of range.
+
+    Example:
+        >>> sketch_lengths([100, 120, 150, 4000], max_tokens=8192).short_fraction
+        0.75
     """
     tokens = as_lengths(lengths)
     max_tokens = as_count(max_tokens, "max_tokens")

@@ -32,7 +32,9 @@ def token_budget_groups(lengths: npt.ArrayLike, max_tokens: int) -> list[Group]:
     Raises:
         ValueError: lengths or ``max_tokens`` are out of range.
 
-    Example: lengths 100, 200, 500, 800 at 1000 tokens give [[0, 1], [2], [3]].
+    Example:
+        >>> token_budget_groups([100, 200, 500, 800], max_tokens=1000)
+        [[0, 1], [2], [3]]
     """
     tokens = as_lengths(lengths)
     max_tokens = as_count(max_tokens, "max_tokens")
@@ -67,6 +69,10 @@ def align_groups(
 
     Raises:
         ValueError: a group is empty, a capacity is negative, or there is not one capacity per rank.
+
+    Example:
+        >>> align_groups([[[0, 1], [2]], [[0]], []], capacities=[0, 0, 0])
+        ([[[0, 1]], [[0]], []], [[2], [], []])
     """
     if len(capacities) != len(groups):
         raise ValueError(f"{len(capacities)} capacities for {len(groups)} ranks: expected one per rank")

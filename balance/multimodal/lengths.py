@@ -17,7 +17,14 @@ from odc.errors import shorten, shown
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of the model, with batches of its own: an encoder, or the language model (OrchMLLM section 2.1)."""
+    """One part of the model, with batches of its own: an encoder, or the language model (OrchMLLM section 2.1).
+
+    Example:
+        >>> vision = TransformerCost.from_config("qwen2.5-0.5b")
+        >>> phase = Phase("image", vision, layout="packed", max_tokens=65_536, frozen=True)
+        >>> phase.name, phase.layout
+        ('image', 'packed')
+    """
 
     name: str
     """Of the modality: what samples call their items."""
@@ -51,7 +58,12 @@ class Phase:
 
 
 class ItemLengths(NamedTuple):
-    """Lengths of one item: an image, a clip."""
+    """Lengths of one item: an image, a clip.
+
+    Example:
+        >>> ItemLengths(encoder=1024, output=256)  # an image of 1,024 patches, of which 256 rows come out
+        ItemLengths(encoder=1024, output=256)
+    """
 
     encoder: int
     """Tokens in its encoder (patches, frames), at least 1: what it costs."""
@@ -62,7 +74,12 @@ class ItemLengths(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Lengths of one sample."""
+    """Lengths of one sample.
+
+    Example:
+        >>> SampleLengths(1200, {"image": [ItemLengths(encoder=1024, output=256)]}).length
+        1200
+    """
 
     length: int
     """Tokens of its whole interleaved sequence, outputs of encoders included (OrchMLLM section 6)."""

@@ -79,6 +79,17 @@ class MultimodalLoader(Generic[SampleT]):
         ValueError: ``rank`` is none of the orchestrator's. While iterating: a sample has no length for an item, or is
             of a modality that the orchestrator does not know; ranks have different orchestrators or plans.
         OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
+
+    Example:
+        >>> phases = [Phase("image", image_cost), Phase("audio", audio_cost)]
+        >>> orchestrator = Orchestrator(phases, Phase("language", language_cost), world_size)
+        >>> loader = MinibatchLoader(
+        ...     dataset, lengths, list, rank, world_size, minibatch_size=4, cost=language_cost, comm="odc"
+        ... )
+        >>> minibatches = MultimodalLoader(loader, split, orchestrator, rank)  # split: a sample -> SampleParts
+        >>> sum(1 for minibatch in minibatches)
+        4
+        >>> minibatches.close()
     """
 
     def __init__(

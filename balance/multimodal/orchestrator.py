@@ -100,6 +100,16 @@ class Orchestrator:
 
     Raises:
         ValueError: names that are not distinct, a number out of range, or a policy without a limit.
+
+    Example:
+        >>> orchestrator = Orchestrator(
+        ...     [Phase("image", image_cost), Phase("audio", audio_cost, layout="padded")],
+        ...     Phase("language", language_cost, max_tokens=8192),
+        ...     num_ranks=8,
+        ...     policy="lb-mini",
+        ... )
+        >>> orchestrator.modalities
+        ('image', 'audio')
     """
 
     def __init__(

@@ -20,7 +20,17 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class SampleParts:
-    """One sample, taken apart: what the language model reads by itself, and the items of its encoders."""
+    """One sample, taken apart: what the language model reads by itself, and the items of its encoders.
+
+    Example:
+        >>> parts = SampleParts(
+        ...     text={"input_ids": torch.arange(6)},
+        ...     items={"image": [(torch.randn(4, 6),)]},  # a tuple of tensors for each image
+        ...     lengths=SampleLengths(6, {"image": [ItemLengths(encoder=4, output=2)]}),
+        ... )
+        >>> parts.lengths.length
+        6
+    """
 
     text: Mapping[str, torch.Tensor]
     """Columns of the sequence, such as ``input_ids`` and ``labels``; in any shape."""

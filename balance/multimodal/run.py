@@ -22,7 +22,13 @@ Span = Callable[[str, str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """How to run one encoder."""
+    """How to run one encoder.
+
+    Example:
+        >>> encoder = Encoder(encode_images, width=hidden_size, dummy=lambda: (torch.zeros(2, 6),))
+        >>> [rows.shape for rows in encoder.encode([encoder.dummy()])]  # of each item, (rows, width)
+        [torch.Size([2, 8])]
+    """
 
     encode: Callable[[list[Tensors]], list[torch.Tensor]]
     """The outputs of items, (rows of the item, width) each, in the same order. Items that another rank has read are in
@@ -102,6 +108,25 @@ def run_minibatch(
             shapes than planned; phase, item and sample are named. Or the mover is one of other ranks.
         Exception: what an encoder or the language model raises. With an :class:`OnDemand` mover the other ranks are
             told of whatever is raised here, and its exchange of items has ended on all of them.
+
+    Example:
+        >>> from odc.balance.multimodal import OnDemand, channels_of
+        >>> phases = [Phase("image", image_cost), Phase("audio", audio_cost)]
+        >>> orchestrator = Orchestrator(phases, Phase("language", language_cost), world_size)
+        >>> encoders = {"image": Encoder(encode_images, hidden_size), "audio": Encoder(encode_audio, hidden_size)}
+        >>> loader = MinibatchLoader(dataset, lengths, list, rank, world_size, minibatch_size=8, cost=language_cost)
+        >>> minibatches = MultimodalLoader(loader, split, orchestrator, rank)
+        >>> session = odc.patch_fsdp(model)
+        >>> items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20)
+        >>> for minibatch in minibatches:
+        ...     losses = run_minibatch(minibatch, encoders, language_loss, mover=OnDemand(items, rank))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> session.stats().minibatches
+        2
+        >>> minibatches.close()
+        >>> items.close()
+        >>> session.close()
     """
     mover = mover or InStep()
     try:

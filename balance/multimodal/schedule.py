@@ -19,7 +19,16 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, eq=False)
 class MinibatchSchedule:
-    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank."""
+    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank.
+
+    Example:
+        >>> orchestrator = Orchestrator([Phase("image", image_cost)], Phase("language", language_cost), num_ranks=2)
+        >>> image = ItemLengths(encoder=64, output=16)
+        >>> read = [SampleLengths(100, {"image": [image] * 4})], [SampleLengths(100)]  # by rank 0, by rank 1
+        >>> encoder = orchestrator.plan(read).encoders["image"]
+        >>> encoder.microbatches[0], encoder.microbatches[1]  # rank 1 encodes two images of rank 0's
+        ([[1, 2]], [[0, 3]])
+    """
 
     lengths: MinibatchLengths
     """What it was made of."""

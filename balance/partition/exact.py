@@ -22,7 +22,13 @@ from odc.errors import shown
 
 @dataclass(frozen=True)
 class ExactPartition:
-    """A partition, and how much better another one can be at most. Makespans are in units of cost / speed."""
+    """A partition, and how much better another one can be at most. Makespans are in units of cost / speed.
+
+    Example:
+        >>> found = exact_partition([8, 7, 6, 5, 4], 2)
+        >>> found.optimal, found.makespan, found.gap
+        (True, 15.0, 0.0)
+    """
 
     parts: list[list[int]]
     """The items of each part, ascending."""
@@ -87,6 +93,11 @@ def exact_partition(
         ValueError: an argument is not as described.
         ImportError: CBC is needed and pulp is not installed.
         RuntimeError: CBC is needed and is not there, or fails.
+
+    Example:
+        >>> found = exact_partition([8, 7, 6, 5, 4], 2)
+        >>> found.parts, found.makespan
+        ([[0, 1], [2, 3, 4]], 15.0)
     """
     begin = time.perf_counter()
     instance = _checked(as_costs(costs), as_count(k, "k", maximum=MAX_PARTS), equal_size, speeds, time_limit_s, start)

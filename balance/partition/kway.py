@@ -49,6 +49,10 @@ def karmarkar_karp(
     Raises:
         ValueError: a cost or a speed is out of range or NaN, or a speed is missing; ``k`` is out of range;
             ``equal_size`` and ``len(costs)`` is not a multiple of ``k``.
+
+    Example:
+        >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
+        [[0, 1], [2, 3, 4]]
     """
     array = as_costs(costs)
     k = as_count(k, "k", maximum=MAX_PARTS)

@@ -30,7 +30,12 @@ _POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_names() -> list[str]:
-    """The names that :func:`get_policy` knows."""
+    """The names that :func:`get_policy` knows.
+
+    Example:
+        >>> policy_names()
+        ['none', 'local-sort', 'verl-native', 'verl-optimized', 'lb-micro', 'lb-micro-global', 'lb-mini', 'lb-mini-equal']
+    """
     return list(_POLICIES)
 
 
@@ -39,6 +44,12 @@ def get_policy(name: str) -> Policy:
 
     Raises:
         ValueError: there is none of that name, or it is no name.
+
+    Example:
+        >>> policy = get_policy("lb-mini")
+        >>> plan = policy.plan([900, 500, 400, 200, 100], world_size=2, max_tokens=1000, cost=LinearCost())
+        >>> plan.microbatches[0], plan.microbatches[1]
+        ([[0], [3]], [[1, 2, 4]])
     """
     if not isinstance(name, str) or name not in _POLICIES:
         raise ValueError(f"policy {shown(name)} is not known: expected one of {', '.join(policy_names())}")

@@ -69,6 +69,16 @@ class Policy(ABC):
 
     Within a rank, microbatches are in the order of their cost, the costliest first, unless the policy says
     otherwise. Where all ranks have the same number, no other order has a smaller makespan under collectives.
+
+    Example:
+        >>> class RoundRobin(Policy):
+        ...     name = "round-robin"
+        ...     equal_counts = False  # ranks may get different numbers of microbatches: needs ODC
+        ...     def assign(self, job):  # microbatches[rank], each of one sample
+        ...         count, ranks = len(job.lengths), range(job.world_size)
+        ...         return [[[i] for i in range(rank, count, job.world_size)] for rank in ranks]
+        >>> RoundRobin().plan([9, 5, 4, 2, 1], world_size=2, max_tokens=10, cost=LinearCost()).num_microbatches
+        (3, 2)
     """
 
     name: ClassVar[str]

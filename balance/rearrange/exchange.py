@@ -62,6 +62,13 @@ def exchange(
             different rearrangements; the first difference is named.
         ProtocolError: another rank is at another exchange, or at the backward of one.
         OdcError: a rank is gone.
+
+    Example:
+        >>> home = [[0, 1], [2]]
+        >>> rearrangement = Rearrangement.between(home, [[0], [1, 2]])  # item 1 goes from rank 0 to rank 1
+        >>> received = exchange([torch.full((2,), float(item)) for item in home[rank]], rearrangement)  # on every rank
+        >>> [tensor[0].item() for tensor in received] == ([0.0], [1.0, 2.0])[rank]
+        True
     """
     return Received.of_group(group, list(tensors), rearrangement)
 
@@ -74,6 +81,16 @@ class Received(Sequence[torch.Tensor]):
     :meth:`backward`, and so sends zeros. To run several microbatches on what was received, compute with
     :attr:`leaves`, which collect gradients, and call :meth:`backward` after the last one. Calling it once more than
     needed does nothing; that a rank has not come is told by name where it goes on to another exchange.
+
+    Example:
+        >>> home = [[0, 1], [2]]
+        >>> mine = [torch.full((2,), float(item), requires_grad=True) for item in home[rank]]
+        >>> received = exchange(mine, Rearrangement.between(home, [[0], [1, 2]]))
+        >>> for leaf in received.leaves:  # as many microbatches as this rank got items
+        ...     leaf.square().sum().backward()
+        >>> received.backward()  # sends the gradients home
+        >>> [tensor.grad.tolist() for tensor in mine] == [[2.0 * item] * 2 for item in home[rank]]
+        True
     """
 
     def __init__(self, journey: _Journey, tensors: Sequence[torch.Tensor]) -> None:

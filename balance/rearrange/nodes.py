@@ -55,6 +55,10 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
 
     Raises:
         ValueError: an argument is not as described.
+
+    Example:
+        >>> place_on_nodes([[0, 0, 9, 0], [0, 9, 0, 0], [9, 0, 0, 0], [0, 0, 0, 9]], ranks_per_node=2)
+        [2, 1, 0, 3]
     """
     array = _checked(volume)
     ranks, batches = np.nonzero(array)

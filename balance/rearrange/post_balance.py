@@ -49,6 +49,10 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
 
     Raises:
         ValueError: an argument is not as described.
+
+    Example:
+        >>> post_balance([100, 10, 90, 20], 2, cost=LinearCost(), layout="padded")  # what is of one length goes together
+        [[0, 2], [1, 3]]
     """
     return [batch.tolist() for batch in post_balanced(lengths, num_ranks, cost=cost, layout=layout)]
 

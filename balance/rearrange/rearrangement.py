@@ -26,6 +26,16 @@ class Rearrangement:
 
     Make one by :meth:`between`. Rearrangements compose (:meth:`then`), and each has an inverse, so that what goes to
     one place and on from there to another can be moved at once (OrchMLLM section 6, rearrangement composition).
+
+    Example:
+        >>> rearrangement = Rearrangement.between([[0, 1, 2], [3]], [[0, 3], [1, 2]])
+        >>> rearrangement.volume([10, 20, 30, 40])  # bytes of each item, say
+        array([[10., 50.],
+               [40.,  0.]])
+        >>> rearrangement.sends(0, to=1)
+        [1, 2]
+        >>> rearrangement.inverse().sends(1, to=0)
+        [1, 2]
     """
 
     source: tuple[IntArray, ...]

@@ -58,6 +58,10 @@ def rebalance(
 
     Raises:
         ValueError: an argument is not as described.
+
+    Example:
+        >>> rebalance([5, 4, 3, 2], home=[[0, 1, 2], [3]])  # one item moves
+        [[1, 2], [0, 3]]
     """
     return [mine.tolist() for mine in rebalanced(costs, home, loads=loads, ranks_per_node=ranks_per_node)]
 

@@ -85,7 +85,12 @@ LAWS: dict[str, Law] = {
 
 
 def law_names() -> list[str]:
-    """The names that :func:`sample_lengths` knows."""
+    """The names that :func:`sample_lengths` knows.
+
+    Example:
+        >>> law_names()
+        ['longalign', 'swesmith', 'aime', 'ultrachat', 'llava', 'sharegpt4o']
+    """
     return list(LAWS)
 
 
@@ -96,6 +101,10 @@ def even_lengths(law: str | Law, num_samples: int) -> IntArray:
 
     Raises:
         ValueError: there is no law of that name, or ``num_samples`` is below 1.
+
+    Example:
+        >>> even_lengths("longalign", 5)
+        array([ 7987,  9180, 10597, 45782, 16512])
     """
     position = np.arange(as_count(num_samples, "num_samples"), dtype=np.float64)
     # Multiples of the golden ratio cover the second dimension evenly, whatever the number of samples.
@@ -108,6 +117,10 @@ def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
 
     Raises:
         ValueError: there is no law of that name, or a number is out of range.
+
+    Example:
+        >>> sample_lengths("longalign", 4, seed=1)
+        array([11361, 10104,  9673, 14502])
     """
     law = _get(law)
     num_samples, seed = as_count(num_samples, "num_samples"), as_count(seed, "seed", minimum=0, maximum=None)

@@ -35,6 +35,13 @@ class Machine:
     """How real devices differ from what plans assume. The default does not differ.
 
     Times are in the unit of the cost model, for a device of speed 1.
+
+    Example:
+        >>> cost = TransformerCost.from_config("qwen2.5-1.5b")
+        >>> epoch = Scenario(even_lengths("longalign", 256), cost, world_size=8, minibatch_size=4).plan("lb-mini")
+        >>> late = epoch.run("odc", Machine(speeds=(1, 1, 1, 1, 1, 1, 1, 0.5)))  # one device is slow
+        >>> late.bubble_rate > epoch.run("odc").bubble_rate
+        True
     """
 
     noise: float = 0.0

@@ -18,7 +18,15 @@ from odc.balance.simulate.machine import Machine, Stopwatch
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """A dataset and how it is trained on; the fields are those of :class:`~odc.balance.MinibatchSampler`."""
+    """A dataset and how it is trained on; the fields are those of :class:`~odc.balance.MinibatchSampler`.
+
+    Example:
+        >>> cost = TransformerCost.from_config("qwen2.5-1.5b")
+        >>> scenario = Scenario(even_lengths("longalign", 256), cost, world_size=8, minibatch_size=4)
+        >>> baseline = scenario.plan("lb-micro").run("collective")
+        >>> scenario.plan("lb-mini").run("odc").speedup(baseline) > 1.2
+        True
+    """
 
     lengths: npt.ArrayLike
     cost: CostModel
@@ -98,7 +106,14 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One epoch under one policy and one kind of communication. Times are in the unit of the cost model."""
+    """One epoch under one policy and one kind of communication. Times are in the unit of the cost model.
+
+    Example:
+        >>> scenario = Scenario(even_lengths("aime", 256), LinearCost(), world_size=8, minibatch_size=4)
+        >>> epoch = scenario.plan("lb-mini")
+        >>> epoch.run("odc").bubble_rate < epoch.run("collective").bubble_rate
+        True
+    """
 
     policy: str
     comm: Comm

@@ -37,7 +37,20 @@ class Signal(enum.IntEnum):
 @dataclass
 class ItemStats:
     """What this rank has done since the exchange was created. Seconds are wall-clock, bytes are payload; lists are by
-    rank of the group, this rank included."""
+    rank of the group, this rank included.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> items = session.exchange_items(["images"], capacity_bytes=1024)
+        >>> images = items.begin("images", [[[(0, 16, 1)]], [[(1, 16, 0)]]])
+        >>> images.publish(0, [torch.ones(4)])
+        >>> images.read(1 - rank, torch.empty(4))
+        >>> images.done()
+        >>> sum(items.stats.published_bytes), sum(items.stats.read_bytes)
+        (16, 16)
+        >>> items.close()
+        >>> session.close()
+    """
 
     published_bytes: list[int] = field(default_factory=list)
     """By the rank that they are for."""

@@ -33,12 +33,19 @@ class ItemExchange(ItemContext):
     Items move in *rounds* of a *channel*, a minibatch's worth each. Channels do not wait for each other. All operations
     of one exchange belong to one thread at a time.
 
-    >>> channels = ["images", "image gradients"]
-    >>> with ItemExchange.create(exchange, channels, capacity_bytes=1 << 20) as items:  # doctest: +SKIP
-    ...     images = items.begin("images", routes)  # on every rank, with the same routes
-    ...     images.publish(0, outputs)  # tensors of this rank's part 0
-    ...     images.read(7, out)  # waits for the producer of item 7, if at all
-    ...     images.done()
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> items = session.exchange_items(["images"], capacity_bytes=1 << 20)
+        >>> parts = [odc.Item(id=0, num_bytes=16, consumer=1)], [odc.Item(id=1, num_bytes=16, consumer=0)]
+        >>> images = items.begin("images", [[part] for part in parts])  # on every rank, with the same routes
+        >>> images.publish(0, [torch.full((4,), 7.0)])  # this rank's part 0: one tensor for each item of it
+        >>> out = torch.empty(4)
+        >>> images.read(1 - rank, out)  # waits for the producer of that item, if at all
+        >>> out.tolist()
+        [7.0, 7.0, 7.0, 7.0]
+        >>> images.done()
+        >>> items.close()
+        >>> session.close()
     """
 
     def __init__(

@@ -18,7 +18,22 @@ Row = tuple[Place, torch.Tensor]
 
 
 class Round:
-    """One round of a channel, as one rank sees it. From :meth:`odc.items.item_exchange.ItemExchange.begin`."""
+    """One round of a channel, as one rank sees it. From :meth:`odc.items.item_exchange.ItemExchange.begin`.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> items = session.exchange_items(["images"], capacity_bytes=1024)
+        >>> images = items.begin("images", [[[(0, 16, 0), (1, 16, 1)]], []])  # rank 0 makes both items, each reads one
+        >>> if rank == 0:
+        ...     images.publish(0, [torch.zeros(4), torch.ones(4)])
+        >>> out = torch.empty(4)
+        >>> images.read(rank, out)
+        >>> images.done()
+        >>> images.channel, images.number, images.is_done
+        ('images', 1, True)
+        >>> items.close()
+        >>> session.close()
+    """
 
     def __init__(self, channel: Channel, state: RoundState) -> None:
         self.number = state.number

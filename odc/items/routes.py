@@ -18,7 +18,12 @@ from odc.transports.base import aligned
 
 
 class Item(NamedTuple):
-    """What one rank publishes and one rank reads: the output of an encoder for one image, say, or its gradient."""
+    """What one rank publishes and one rank reads: the output of an encoder for one image, say, or its gradient.
+
+    Example:
+        >>> odc.Item(id=7, num_bytes=2 * 1024, consumer=1)
+        Item(id=7, num_bytes=2048, consumer=1)
+    """
 
     id: int
     """Of any meaning; once in a round."""

@@ -39,7 +39,26 @@ from odc.units import UnitSpec
 
 
 class Runtime(RankContext):
-    """One rank's end of on-demand communication. Build with :meth:`create` (collective)."""
+    """One rank's end of on-demand communication. Build with :meth:`create` (collective).
+
+    Example:
+        >>> from odc.setup.agreement import ProcessGroupExchange
+        >>> unit = odc.UnitSpec("layer", 4, torch.float32, (odc.ParamSlice("weight", 4),))
+        >>> runtime = odc.Runtime.create(ProcessGroupExchange(), [unit])  # on two ranks
+        >>> runtime.publish(0, lambda shard: shard.fill_(rank))
+        >>> runtime.begin()
+        >>> whole = torch.empty(8)
+        >>> runtime.gather(0, whole)  # waits for what its owners have published, and for nothing else
+        >>> whole.tolist()
+        [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+        >>> for microbatch in range(1 + rank):  # as many as this rank has
+        ...     runtime.scatter_accumulate(0, torch.ones(8))
+        >>> runtime.finish()  # the one wait for all ranks
+        >>> total, has_gradient = runtime.gradient(0)
+        >>> total.tolist()
+        [3.0, 3.0, 3.0, 3.0]
+        >>> runtime.close()
+    """
 
     kind = "runtime"
 
