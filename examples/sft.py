@@ -19,10 +19,10 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import packed_attention
 import sft_data
@@ -83,10 +83,17 @@ def main() -> None:
     record.save(args.out)
     if session:
         session.close()
+    leave()
+
+
+def leave() -> None:
+    """End the process group.
+
+    Gloo's threads let go of the last results a moment after they are used, and abort the process if Python begins to
+    end just then ("terminate called without an active exception"). Torch waits for those threads only where nothing
+    else holds the process group, as its caches for DTensor do.
+    """
     dist.destroy_process_group()
-    # Gloo's threads let go of the last results a moment after they are used, and abort the process if Python begins to
-    # end just then ("terminate called without an active exception"). The line above waits for those threads only where
-    # nothing else holds the process group, as torch's caches for DTensor do.
     time.sleep(0.2)
 
 
@@ -109,8 +116,8 @@ def warm_up(model: torch.nn.Module, session: odc.Session | None, num_tokens: int
     model.zero_grad()
 
 
-def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights, each decoder layer and the root sharded over all ranks."""
+def build_model(args: argparse.Namespace, *, sharded: bool = True) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights; ``sharded``: each decoder layer and the root over all ranks."""
     config = Qwen2Config(
         vocab_size=sft_data.DataConfig.vocab_size,
         hidden_size=args.hidden_size,
@@ -123,6 +130,8 @@ def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
         attn_implementation="sdpa" if args.stream in PADDED else packed_attention.register(),
     )
     model = Qwen2ForCausalLM(config)
+    if not sharded:
+        return model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -130,7 +139,9 @@ def build_model(args: argparse.Namespace) -> Qwen2ForCausalLM:
     return model
 
 
-def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoader[Any, Any] | StreamLoader[Any, Any]:
+def build_loader(
+    args: argparse.Namespace, config: Qwen2Config, comm: Literal["auto", "odc", "collective"] = "auto"
+) -> MinibatchLoader[Any, Any] | StreamLoader[Any, Any]:
     """Minibatches, planned so that the ranks' costs are balanced as --policy says, or streamed as --stream does."""
     if dist.get_rank() == 0:
         sft_data.prepare(args.data, sft_data.DataConfig(max_length=args.max_tokens))
@@ -163,6 +174,7 @@ def build_loader(args: argparse.Namespace, config: Qwen2Config) -> MinibatchLoad
         policy=args.policy,
         max_tokens=args.max_tokens,
         num_loss_tokens=dataset.num_loss_tokens,
+        comm=comm,
         seed=args.seed,
     )
 
@@ -183,7 +195,7 @@ def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timel
     return timeline
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
     how = parser.add_argument_group("how the ranks work together")
     how.add_argument(
@@ -227,7 +239,7 @@ def parse_args() -> argparse.Namespace:
     out.add_argument("--out", type=Path, default=Path("runs/sft"), help="folder for result.json")
     out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing")
     out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     _check(parser, args)
     return args
 
