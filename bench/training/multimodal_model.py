@@ -22,7 +22,7 @@ from odc.balance.multimodal.carriers import Cargo, Carrier, Mover
 from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.bench.planning.multimodal_sizes import ModelSize
 from odc.bench.training.bubble import Segment
-from odc.bench.training.emulated import Clock
+from odc.bench.training.emulated_model import Clock
 from odc.timeline import Span
 
 DTYPE = torch.bfloat16

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from odc.bench.harness.benchmark import Run as Bench
@@ -199,12 +200,14 @@ def train_in_turns(
     options: Mapping[str, object],
     minibatches: int = 1,
     libraries: Sequence[str] = LIBRARIES,
+    scripts: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, list[Run]]:
     """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
 
     Args:
         options: of the script.
         minibatches: of a run, if that is known.
+        scripts: of ways that have another one, by their names.
 
     Raises:
         ChildError: a run failed.
@@ -225,7 +228,8 @@ def train_in_turns(
                     done = min(now, minibatches)
 
                 folder = out / way.name / f"repetition-{repetition}"
-                trained = train(launcher, script, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
+                path = scripts.get(way.name, script)
+                trained = train(launcher, path, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
                 show(minibatches)
                 runs[way.name].append(trained)
                 run.note(
