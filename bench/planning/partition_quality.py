@@ -158,5 +158,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"minibatches": 10, "instances": 20, "time_limit_s": 0.5},
-    figures=(("README.md", figures, ["partition_quality"]),),
+    figures=(("docs/policies.md", figures, ["partition_quality"]),),
 )

@@ -134,5 +134,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"repetitions": 2},
-    figures=(("README.md", figures, ["partition_speed"]),),
+    figures=(("docs/policies.md", figures, ["partition_speed"]),),
 )

@@ -196,7 +196,7 @@ BENCHMARK = Benchmark(
     ),
     quick={"repetitions": 1, "ranks": 256},
     figures=(
-        ("README.md", figures, ["planning", "planning_before"]),
+        ("docs/policies.md", figures, ["planning", "planning_before"]),
         ("docs/multimodal.md", figures_moved, ["planning"]),
     ),
 )

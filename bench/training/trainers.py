@@ -177,5 +177,5 @@ BENCHMARK = Benchmark(
     ),
     quick={"repetitions": 1, "steps": 5, "script": ["accelerate_sft"]},
     needs="the extra examples, the repository",
-    figures=(("README.md", figures, ["trainers_cpu_2ranks"]),),
+    figures=(("docs/trainers.md", figures, ["trainers_cpu_2ranks"]),),
 )

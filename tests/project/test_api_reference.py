@@ -1,0 +1,100 @@
+"""Layer 3: ranks as processes. The reference has each public name once, with an example, which runs on two ranks."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import Prepared, on_rank
+from process_ranks import run_ranks, start_ranks
+
+PAGES = Path(__file__).parents[2] / "docs" / "api"
+PACKAGES = ("odc", "odc.balance", "odc.trainers")
+_ENTRY = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_ENDS = [f"odc.{name}" for name in ("AbortedError", "PeerClosedError", "PeerDiedError", "PeerSilentError")]
+"""What these show ends the job, on rank 0."""
+_IN_TRAINERS = [f"odc.trainers.{name}" for name in ("Minibatches", "balance", "install", "minibatches")]
+"""What these show is run inside the libraries by tests/trainers; here, that it is Python."""
+_TIMEOUT_S = 60.0
+
+
+def public() -> list[str]:
+    """Every name that a package exports, with the package's."""
+    packages = {package: importlib.import_module(package) for package in PACKAGES}
+    return [f"{package}.{name}" for package, module in packages.items() for name in module.__all__ if name[:2] != "__"]
+
+
+def entries() -> Counter[str]:
+    return Counter(name for page in PAGES.glob("*.md") for name in _ENTRY.findall(page.read_text()))
+
+
+def example(name: str, prepared: Prepared) -> doctest.DocTest | None:
+    """What the entry of ``name`` shows, with its package's names beside the prepared ones."""
+    package, _, attribute = name.rpartition(".")
+    text = inspect.getdoc(getattr(importlib.import_module(package), attribute)) or ""
+    if not doctest.DocTestParser().get_examples(text):
+        return None
+    return doctest.DocTestParser().get_doctest(text, prepared, name, None, None)  # type: ignore[arg-type]
+
+
+def test_each_public_name_has_one_entry() -> None:
+    found, names = entries(), public()
+    assert len(names) > 50
+    assert {name: found[name] for name in names if found[name] != 1} == {}
+    assert sorted(set(found) - set(names)) == []
+
+
+def run_examples(rank: int, world_size: int, names: list[str]) -> list[str]:
+    failures: list[str] = []
+    for name in names:
+        failures += on_rank(lambda prepared, name=name: _run(name, prepared), rank, world_size)  # type: ignore[misc]
+    return failures
+
+
+def _run(name: str, prepared: Prepared) -> Iterator[str]:
+    package: Any = importlib.import_module(name.rpartition(".")[0])
+    prepared.update({each: getattr(package, each) for each in package.__all__} if package.__name__ != "odc" else {})
+    test, said = example(name, prepared), io.StringIO()
+    if (
+        test is not None
+        and doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=said.write, clear_globs=False).failed
+    ):
+        yield said.getvalue()
+
+
+def test_each_public_name_has_an_example_that_runs() -> None:
+    names = public()
+    assert [name for name in names if example(name, Prepared(0, 2)) is None] == []
+    on_all = [name for name in names if name not in {*_ENDS, *_IN_TRAINERS}]
+    assert run_ranks(2, run_examples, on_all, timeout_s=_TIMEOUT_S) == [[], []]
+
+
+@pytest.mark.parametrize("name", _ENDS)
+def test_an_example_in_which_another_rank_is_lost(name: str) -> None:
+    result = start_ranks(2, run_examples, [name]).join(_TIMEOUT_S)[0]
+    assert (result.error, result.value) == (None, [])
+
+
+@pytest.mark.parametrize("name", _IN_TRAINERS)
+def test_an_example_inside_a_trainer_is_python(name: str) -> None:
+    test = example(name, Prepared(0, 2))
+    assert test is not None
+    for each in test.examples:
+        compile(each.source, name, "single")
+
+
+def test_an_example_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    balance = importlib.import_module("odc.balance")
+    monkeypatch.setattr(balance.policy_names, "__doc__", ">>> policy_names()\n[]\n")
+    (failure,) = _run("odc.balance.policy_names", Prepared(0, 2))
+    assert "Expected:" in failure
+    assert "lb-mini" in failure
