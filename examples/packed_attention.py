@@ -1,21 +1,23 @@
 """Attention over packed samples: each attends to itself only, and costs its own length squared.
 
-A packed microbatch is one sequence of T tokens that holds several samples one after the other. A mask would
-keep them apart too, but would compute all T x T scores. Here each sample goes through
-``scaled_dot_product_attention`` by itself, so the cost is the sum of s_i^2, which the balancer counts on.
+A packed microbatch is one sequence of T tokens that holds several samples one after the other. A dense mask would
+keep them apart too, but would compute all T x T scores. With each of the three functions here the cost is about the sum
+of s_i^2, which the balancer counts on: each sample through ``scaled_dot_product_attention`` by itself, variable-length
+flash attention, or ``flex_attention``, which leaves out the blocks between samples.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
-
-NAME = "packed_sdpa"
 
 
 def packed_sdpa(
@@ -46,17 +48,7 @@ def packed_sdpa(
     Raises:
         ValueError: more than one sequence, a mask, or a ``cu_seqlens`` that does not cover the sequence.
     """
-    num_tokens = query.shape[2]
-    if query.shape[0] != 1 or key.shape[2] != num_tokens:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}: expected one packed sequence and no cache"
-        )
-    if attention_mask is not None:
-        raise ValueError("packed_sdpa takes cu_seqlens, not an attention_mask")
-    bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
-        raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
+    lengths = _lengths(query, key, attention_mask, cu_seqlens)
     outputs = [
         F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -66,10 +58,112 @@ def packed_sdpa(
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
-def register() -> str:
-    """Make it known to transformers; returns the name to pass as ``attn_implementation``.
+def packed_flash(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As :func:`packed_sdpa`, in one launch for all samples. GPUs and 16-bit types only.
+
+    Of the package flash-attn where it is installed, else torch's own (2.10 and newer), which has no dropout.
+    """
+    lengths = _lengths(query, key, attention_mask, cu_seqlens)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(query.device, non_blocking=True)
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, head_dim)
+    if importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            *rows, starts, starts, max(lengths), max(lengths), dropout_p=dropout, softmax_scale=scaling, causal=True
+        )
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if dropout:
+            raise ValueError(f"dropout={dropout}: torch's varlen_attn has none; install flash-attn, or take sdpa")
+        grouped = query.shape[1] != key.shape[1]
+        # No token to the right: causal.
+        out = varlen_attn(
+            *rows, starts, starts, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), enable_gqa=grouped
+        )
+    return out[None], None
+
+
+def packed_flex(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As :func:`packed_sdpa`, by flex_attention: compiled on GPUs; elsewhere slow, with all scores. No dropout."""
+    lengths = _lengths(query, key, attention_mask, cu_seqlens)
+    if dropout:
+        raise ValueError(f"dropout={dropout}: flex_attention has none; take sdpa")
+    mask = _block_mask(tuple(lengths), query.device)
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+    out = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+@functools.lru_cache(maxsize=2)  # the layers of a microbatch share it
+def _block_mask(lengths: tuple[int, ...], device: torch.device) -> BlockMask:
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+
+    def same_sample(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (owner[query] == owner[key])
+
+    return create_block_mask(same_sample, None, None, sum(lengths), sum(lengths), device=device)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _lengths(
+    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> list[int]:
+    """Of the samples, from what all functions check."""
+    num_tokens = query.shape[2]
+    if query.shape[0] != 1 or key.shape[2] != num_tokens:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}: expected one packed sequence and no cache"
+        )
+    if attention_mask is not None:
+        raise ValueError("packed attention takes cu_seqlens, not an attention_mask")
+    bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
+        raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
+    return lengths
+
+
+FUNCTIONS = {"sdpa": packed_sdpa, "flash": packed_flash, "flex": packed_flex}
+
+
+def register(name: str = "sdpa", device: torch.device | None = None) -> str:
+    """Make one of them known to transformers; returns the name to pass as ``attn_implementation``.
 
     transformers builds no attention mask for an implementation it has no mask function for; we need none.
+
+    Args:
+        name: of :data:`FUNCTIONS`, or "auto": flash where ``device`` is a GPU and flash-attn is installed, else sdpa.
     """
-    AttentionInterface.register(NAME, packed_sdpa)
-    return NAME
+    if name == "auto":
+        on_gpu = device is not None and device.type == "cuda"
+        name = "flash" if on_gpu and importlib.util.find_spec("flash_attn") else "sdpa"
+    AttentionInterface.register(f"packed_{name}", FUNCTIONS[name])
+    return f"packed_{name}"
