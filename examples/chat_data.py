@@ -3,7 +3,8 @@
     python examples/chat_data.py chats.jsonl --tokenizer models/qwen2.5-1.5b   # how long samples are, what has a loss
 
 A record is ``{"messages": [{"role": ..., "content": ...}, ...]}``, ``{"prompt": ..., "completion": ...}`` or
-``{"text": ...}``. The template is the tokenizer's own; one without a template gets ChatML.
+``{"text": ...}``. ``law:longalign`` stands for random tokens of that law's lengths (``odc plan`` lists the laws): what
+a machine can do shows without data. The template is the tokenizer's own; one without a template gets ChatML.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from stdlib_text import stdlib_pairs
 
+from odc.balance import sample_lengths
+
 IGNORED = -100  # label of a token without loss
 NUM_TINY_RECORDS = 160
+NUM_LAW_RECORDS = 2000
 
 Record = Mapping[str, Any]
 Sample = dict[str, npt.NDArray[np.int64]]
@@ -71,6 +75,9 @@ def open_records(sources: Sequence[str]) -> Any:
     Raises:
         FileNotFoundError: a file is missing.
     """
+    if sources[0].startswith("law:"):
+        lengths = sample_lengths(sources[0].removeprefix("law:"), NUM_LAW_RECORDS)
+        return [{"num_tokens": int(length), "seed": seed} for seed, length in enumerate(lengths)]
     files = [Path(source) for source in sources]
     if all(file.suffix in (".jsonl", ".json") for file in files):
         if missing := [str(file) for file in files if not file.is_file()]:
@@ -102,7 +109,10 @@ def encode(record: Record, tokenizer: Any, max_tokens: int | None = None) -> Sam
     Raises:
         ValueError: the record has none of the three forms, or its template cannot tell where answers begin.
     """
-    if "messages" in record and "{% generation" in (tokenizer.chat_template or "").replace("{%-", "{%"):
+    if "num_tokens" in record:
+        ids = np.random.default_rng(record["seed"]).integers(0, len(tokenizer), record["num_tokens"])
+        mask = np.ones(ids.size, dtype=bool)
+    elif "messages" in record and "{% generation" in (tokenizer.chat_template or "").replace("{%-", "{%"):
         # The template itself marks the assistant's tokens.
         made = tokenizer.apply_chat_template(
             record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from odc.balance import policy_names, preset_names
+from odc.balance import law_names, policy_names, preset_names
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 32_768, "minibatch_size": 4, "steps": 1000, "lr": 1e-5, "warmup_steps": 50}
 TINY: dict[str, Any] = {"max_tokens": 640, "minibatch_size": 3, "steps": 6, "lr": 1e-3, "warmup_steps": 2}
@@ -67,7 +67,9 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", help=".jsonl files, a folder of Dataset.save_to_disk, or NAME[:SPLIT]")
+    data.add_argument(
+        "--data", nargs="+", help=".jsonl files, a folder of Dataset.save_to_disk, NAME[:SPLIT], or law:longalign"
+    )
     data.add_argument("--eval-data", nargs="+", help="the same, for evaluation")
     data.add_argument("--tokenizer", type=Path, help="folder (default: that of --weights)")
     data.add_argument("--chat-template", help="file of a Jinja template, or chatml (default: the tokenizer's own)")
@@ -139,7 +141,7 @@ def _problem_of_ranks(args: argparse.Namespace) -> str | None:
 def _problem_of_files(args: argparse.Namespace) -> str | None:
     if not args.tiny and not args.data:
         return "no data: give --data chats.jsonl, or --tiny to see it work"
-    if not args.tiny and args.tokenizer is None:
+    if not args.tiny and args.tokenizer is None and not all(source.startswith("law:") for source in args.data):
         return "no tokenizer: give --tokenizer FOLDER, or --weights FOLDER that has one"
     if args.tiny and (args.data or args.eval_data or args.weights or args.tokenizer):
         return "--tiny has a model, data and a tokenizer of its own: leave out the others, or --tiny"
@@ -150,7 +152,10 @@ def _problem_of_files(args: argparse.Namespace) -> str | None:
         if folder is not None and not (folder / file).is_file():
             return f"--{name} {folder}: there is no {file} in it"
     for source in [*(args.data or ()), *(args.eval_data or ())]:
-        if source.endswith((".jsonl", ".json")):
+        if source.startswith("law:"):
+            if source.removeprefix("law:") not in law_names():
+                return f"{source}: expected law: and one of {', '.join(law_names())}"
+        elif source.endswith((".jsonl", ".json")):
             if not os.path.isfile(source):
                 return f"{source}: no such file"
         elif importlib.util.find_spec("datasets") is None:

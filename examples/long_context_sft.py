@@ -356,7 +356,7 @@ def stream(args: argparse.Namespace, records: Any, tokenizer: Any, config: Any) 
 
 
 def open_tokenizer(args: argparse.Namespace) -> Any:
-    tokenizer = chat_data.ByteTokenizer() if args.tiny else AutoTokenizer.from_pretrained(args.tokenizer)
+    tokenizer = chat_data.ByteTokenizer() if args.tokenizer is None else AutoTokenizer.from_pretrained(args.tokenizer)
     if args.chat_template:
         tokenizer.chat_template = None if args.chat_template == "chatml" else Path(args.chat_template).read_text()
     return tokenizer

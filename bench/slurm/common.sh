@@ -40,7 +40,7 @@ bandwidth() { # the primitives with NCCL beside them; further arguments as in od
     launch -m odc bench primitives --json "$out/bandwidth.json" "$@"
 }
 
-train() { # the same fine-tuning over NCCL and under ODC; compare the losses and samples/s in the two files
-    part "training over NCCL" launch examples/hf_trainer.py --steps 40 --log-json "$out/training-nccl.json"
-    part "training under ODC" launch -m odc.run examples/hf_trainer.py --steps 40 --log-json "$out/training-odc.json"
+train() { # the same fine-tuning over NCCL and under ODC; compare losses and tokens/s in the two result.json
+    part "training over NCCL" launch examples/long_context_sft.py --no-odc --out "$out/training-nccl" "${training[@]}"
+    part "training under ODC" launch examples/long_context_sft.py --out "$out/training-odc" "${training[@]}"
 }

@@ -6,6 +6,7 @@ fail, not that a device does. What is CUDA's alone (the kernels' compiled form, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -324,7 +325,12 @@ def test_slurm_jobs_launch_every_part_on_all_hosts(job: str, tmp_path: Path) -> 
     assert all(words in call for call in calls[1:] for words in launches)
     assert "-m odc bench primitives --json runs/slurm-4242/bandwidth.json" in calls[1]
     assert ("--transport nvshmem" in calls[1]) == (JOBS[job] == 2)
-    assert ["-m odc.run" in call for call in calls[2:]] == [False, True]
+    assert ["--no-odc" in call for call in calls[2:]] == [True, False]
+    sys.path.append(str(ROOT / "examples"))  # as scripts find each other
+    options = importlib.import_module("long_context_options")
+    for call in calls[2:]:
+        args = options.parse_args("", call.partition("long_context_sft.py ")[2].split())
+        assert (args.model, args.data, args.max_tokens) == ("qwen2.5-1.5b", ["law:longalign"], 65536)
 
 
 def test_the_command_line_becomes_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,120 @@
+"""Layers 1 and 4: the long-context example, its chat data and its attention; then whole runs of it on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from odc.bench.harness.warm_launch import WarmLauncher, output_of
+
+pytest.importorskip("transformers", reason="the examples need transformers (extra: examples)")
+pytest.importorskip("accelerate", reason="the examples need accelerate (extra: examples)")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.append(str(EXAMPLES))  # the examples import each other as scripts do
+chat_data: Any = importlib.import_module("chat_data")
+options: Any = importlib.import_module("long_context_options")
+packed_attention: Any = importlib.import_module("packed_attention")
+
+LIBRARIES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "odc.launch.main"),
+    *("transformers.models.qwen2.modeling_qwen2", "odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
+)
+Launch = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Runs a script of the examples on two ranks; returns what it wrote."""
+    launcher = WarmLauncher(LIBRARIES, {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+    def run(out: Path, *words: str, script: str = "long_context_sft") -> dict[str, Any]:
+        out.mkdir(exist_ok=True)
+        codes = launcher.run([str(EXAMPLES / f"{script}.py"), "--out", str(out), *words], out)
+        assert codes == [0, 0], output_of(out, 0).read_text() + output_of(out, 1).read_text()
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        return result
+
+    yield run
+    launcher.close()
+
+
+def weights(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(checkpoint / "sharded", folder / "whole.pt")
+    model: dict[str, torch.Tensor] = torch.load(folder / "whole.pt", weights_only=True)["model"]
+    return model
+
+
+def test_it_trains_the_same_with_and_without_odc_and_resumes_bit_equal(launch: Launch, tmp_path: Path) -> None:
+    words = ["--tiny", "--steps", "4", "--save-every", "2"]
+    plain = launch(tmp_path / "plain", *words, "--no-odc")
+    ours = launch(tmp_path / "odc", *words, "--deterministic")
+    assert len(ours["losses"]) == 4
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert ours["eval_losses"] == pytest.approx(plain["eval_losses"], rel=1e-5)
+    resume = ["--resume", str(tmp_path / "odc" / "step-000002")]
+    resumed = launch(tmp_path / "resumed", *words, "--deterministic", *resume)
+    assert resumed["losses"] == ours["losses"][2:]
+    first, second = (weights(tmp_path / name / "step-000004", tmp_path) for name in ("odc", "resumed"))
+    assert len(first) > 10
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_collectives_once_a_step_train_as_the_demo_does(launch: Launch, tmp_path: Path) -> None:
+    sizes = ["--minibatches", "3", "--hidden-size", "64", "--num-layers", "1", "--policy", "lb-mini"]
+    words = [*sizes, "--data", str(tmp_path / "data")]
+    expected = launch(tmp_path / "odc", *words, script="sft")["losses"]
+    for name, more in (("fsdp2", []), ("ddp", ["--ddp"])):
+        assert launch(tmp_path / name, *words, *more, script="once_a_step")["losses"] == pytest.approx(
+            expected, rel=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "no data: give --data"),
+        ("--tiny --no-odc --policy lb-mini", "collectives would wait for ever"),
+        ("--tiny --no-odc --online", "leave out --no-odc"),
+        ("--data nowhere.jsonl --tokenizer .", "there is no tokenizer_config.json"),
+        ("--data law:nothing", "expected law: and one of"),
+        ("--tiny --resume nowhere", "not the folder of a checkpoint"),
+        ("--tiny --max-tokens 0", "expected at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse_args("", words.split())
+    assert said in capsys.readouterr().err
+
+
+def test_only_answers_have_a_loss() -> None:
+    roles = [("system", "s"), ("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two"), ("user", "x")]
+    record = {"messages": [{"role": role, "content": content} for role, content in roles]}
+    sample = chat_data.encode(record, chat_data.ByteTokenizer())
+    text = bytes(sample["input_ids"].tolist()).decode()
+    learned = bytes(sample["labels"][sample["labels"] != chat_data.IGNORED].tolist()).decode()
+    assert text.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\none")
+    assert learned == "one<|im_end|>\ntwo<|im_end|>\n"
+    assert text.endswith("two<|im_end|>\n")
+
+
+def test_flex_attention_computes_what_sdpa_does() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    args = (torch.nn.Module(), query, key, value, None)
+    expected, _ = packed_attention.packed_sdpa(*args, cu_seqlens=bounds)
+    found, _ = packed_attention.packed_flex(*args, cu_seqlens=bounds)
+    torch.testing.assert_close(found, expected)
+    leaking, _ = packed_attention.packed_flex(*args)
+    assert not torch.allclose(leaking, expected)
