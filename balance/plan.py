@@ -338,7 +338,8 @@ class PlannedMinibatch:
     """One global minibatch: which samples of the dataset it has, and who trains on which of them.
 
     Example:
-        >>> sampler = MinibatchSampler([5, 90, 30, 40], minibatch_size=2, world_size=2, policy="lb-mini", cost=LinearCost())
+        >>> options = {"minibatch_size": 2, "world_size": 2, "policy": "lb-mini", "cost": LinearCost()}
+        >>> sampler = MinibatchSampler([5, 90, 30, 40], **options)
         >>> (planned,) = sampler
         >>> sorted(planned.samples.tolist()), planned.of_rank(0)
         ([0, 1, 2, 3], [[3, 2, 0]])

@@ -64,6 +64,7 @@ _PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "odc/minibatch/PROTOCOL.md": "protocol.md",
     "odc/items/PROTOCOL.md": "items_protocol.md",
     "bench/results/UNPROVEN.md": "unproven.md",

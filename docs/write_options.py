@@ -25,7 +25,7 @@ VARIABLES = {
     config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
     config.TIMEOUT: (
         "600",
-        "Seconds without progress of the awaited rank after which a wait fails; overrides `timeout_s=`, `--timeout`.",
+        "Seconds without progress of the awaited rank until a wait fails; overrides `timeout_s=`, `--timeout`.",
     ),
     config.ADDRESS: (
         "found out",

@@ -88,7 +88,7 @@ class TransformerCost:
         return costs
 
     def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
-        """FLOPs of ONE layer of each group, float64, (num_groups, *shape of ``lengths``).
+        """FLOPs of ONE layer of each group, float64, of shape ``(num_groups, *lengths.shape)``.
 
         A step that waits at each layer (paper equation 1) is worked out from these and :attr:`counts`.
         """

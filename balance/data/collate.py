@@ -26,9 +26,8 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     it must *sum* the losses of its tokens: their mean would be 0 / 0.
 
     Returns:
-        ``input_ids``, ``labels``, ``position_ids``: (1, num_tokens) int64; the positions start at 0
-            in each sample.
-        ``cu_seqlens``: (num_samples + 1,) int32, where each sample starts, and the number of tokens.
+        ``input_ids``, ``labels`` and ``position_ids``, (1, num_tokens) int64, the positions beginning at 0 in each
+        sample; ``cu_seqlens``, (num_samples + 1,) int32: where each sample starts, and the number of tokens.
 
     Raises:
         ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, its labels differ in

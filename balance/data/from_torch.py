@@ -43,7 +43,7 @@ def stream(
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> dataloader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=pad)  # pad: to the longest of a batch
+        >>> dataloader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=pad)  # pad to the longest
         >>> loader = stream(dataloader, max_tokens=64, length=lambda sample: len(sample["input_ids"]))
         >>> batches = [batch for minibatch in loader for batch in minibatch.microbatches]
         >>> max(batch["input_ids"].numel() for batch in batches) <= 64

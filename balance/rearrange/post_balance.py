@@ -51,7 +51,7 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
         ValueError: an argument is not as described.
 
     Example:
-        >>> post_balance([100, 10, 90, 20], 2, cost=LinearCost(), layout="padded")  # what is of one length goes together
+        >>> post_balance([100, 10, 90, 20], 2, cost=LinearCost(), layout="padded")  # like lengths go together
         [[0, 2], [1, 3]]
     """
     return [batch.tolist() for batch in post_balanced(lengths, num_ranks, cost=cost, layout=layout)]

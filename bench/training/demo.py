@@ -6,8 +6,8 @@ Writes the result (``summary.json``), loss curves, a timeline and a Perfetto tra
 
 With ``--alternatives`` also what one could do instead, by ``examples/once_a_step.py``: FSDP2 and DDP whose collectives
 come once a step, for the memory of whole parameters and gradients on each rank; and how long the same work takes ranks
-that exchange nothing. These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is not
-seen.
+that exchange nothing. These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is
+not seen.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
 """
