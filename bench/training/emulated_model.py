@@ -73,7 +73,8 @@ class SleepingModel(nn.Module):
     def __init__(self, num_layers: int, numel: int, mesh: DeviceMesh) -> None:
         super().__init__()
         self.clock = Clock()
-        self.layers = nn.ModuleList(SleepingLayer(numel, self.clock) for _ in range(num_layers))
+        self._sleeping = [SleepingLayer(numel, self.clock) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(self._sleeping)
         for layer in self.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh)
@@ -85,6 +86,6 @@ class SleepingModel(nn.Module):
 
     def microbatch(self, seconds: float) -> None:
         """A forward and backward that compute for so long."""
-        for layer in self.layers:
-            layer.seconds = seconds / len(self.layers)
+        for layer in self._sleeping:
+            layer.seconds = seconds / len(self._sleeping)
         self(torch.zeros(1, requires_grad=True)).sum().backward()
