@@ -69,6 +69,7 @@ def test_it_trains_the_same_with_and_without_odc_and_resumes_bit_equal(launch: L
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+@pytest.mark.extended  # three more runs; `odc bench demo --alternatives` shows the differences
 def test_collectives_once_a_step_train_as_the_demo_does(launch: Launch, tmp_path: Path) -> None:
     sizes = ["--minibatches", "3", "--hidden-size", "64", "--num-layers", "1", "--policy", "lb-mini"]
     words = [*sizes, "--data", str(tmp_path / "data")]
