@@ -92,8 +92,7 @@ class PeerDiedError(OdcError):
 
     Example:
         >>> import os, signal
-        >>> session = odc.patch_fsdp(model)
-        >>> if rank == 1:
+        >>> if rank == 1:  # session: of a patched model
         ...     os.kill(os.getpid(), signal.SIGKILL)
         >>> session.finish()
         Traceback (most recent call last):
@@ -106,8 +105,7 @@ class PeerClosedError(OdcError):
     """A rank that is being waited for has closed its session.
 
     Example:
-        >>> session = odc.patch_fsdp(model)
-        >>> if rank == 1:
+        >>> if rank == 1:  # session: of a patched model
         ...     session.close()
         >>> session.finish()
         Traceback (most recent call last):
@@ -135,8 +133,7 @@ class AbortedError(OdcError):
     """Another rank failed first; the message carries its rank and its error.
 
     Example:
-        >>> session = odc.patch_fsdp(model)
-        >>> if rank == 1:
+        >>> if rank == 1:  # session: of a patched model
         ...     session.abort(RuntimeError("out of memory"))
         >>> session.finish()
         Traceback (most recent call last):

@@ -33,10 +33,10 @@ class Minibatches:
     a state of its own.
 
     Example:
-        >>> steps = minibatches(accelerator, model, loader, 4, policy="lb-mini")
-        >>> len(steps)  # of 10 batches
+        >>> steps = minibatches(accelerator, model, loader, 4, policy="lb-mini", max_tokens=128)
+        >>> len(steps)  # of 10 padded batches, four in a step
         3
-        >>> sum(len(batches) for batches in steps) <= 10  # packed
+        >>> sum(len(batches) for batches in steps) < 10  # packed
         True
     """
 

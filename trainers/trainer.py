@@ -318,7 +318,7 @@ def install(
         ValueError: the policy is not known, or an option is out of range.
 
     Example:
-        >>> launched = install("lb-mini", max_tokens=64)  # what odc run --balance lb-mini does before the script
+        >>> launched = install("lb-mini", max_tokens=64)  # as odc run --balance does, before the script
         >>> trainer.train().global_step
         10
         >>> launched.close()

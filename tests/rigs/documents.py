@@ -6,6 +6,10 @@ first used.
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import inspect
+import io
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,12 +180,33 @@ class Prepared(dict[str, Any]):
 
 def on_rank(run: Callable[[Prepared], Iterator[str]], rank: int, world_size: int) -> list[str]:
     """What ``run`` says of the examples that it runs with prepared names."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # so that loaders have workers
+    # As in a script: workers of loaders are forks. (A daemonic process may have none.)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
     prepared = Prepared(rank, world_size)
     try:
         return list(run(prepared))
     finally:
         prepared.close()
+
+
+def example(name: str, names: Prepared | dict[str, Any]) -> doctest.DocTest | None:
+    """What the docstring of a public name shows, with ``names`` and those of its package."""
+    package, _, attribute = name.rpartition(".")
+    module: Any = importlib.import_module(package)
+    text = inspect.getdoc(getattr(module, attribute)) or ""
+    if not doctest.DocTestParser().get_examples(text):
+        return None
+    if package != "odc":
+        names.update({each: getattr(module, each) for each in module.__all__})
+    return doctest.DocTestParser().get_doctest(text, names, name, None, None)  # type: ignore[arg-type]
+
+
+def failure(test: doctest.DocTest) -> str:
+    """What doctest says of it; nothing if all is as shown."""
+    said = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    return said.getvalue() if runner.run(test, out=said.write, clear_globs=False).failed else ""
 
 
 def told(place: str, error: BaseException) -> str:

@@ -16,11 +16,12 @@ import trl
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from documents import example, failure
 from tiny_trainers import hf_trainer, losses, model, pad, samples, sft_trainer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, set_seed
 
-from odc.balance import LinearCost, policy_names
+from odc.balance import LinearCost, count_loss_tokens, policy_names
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, install, minibatches
 from odc.trainers.batches import BalancedBatches, Bundle, counted_batches_of, cut, microbatches_of
@@ -549,3 +550,22 @@ def test_unequal_counts_without_on_demand_communication_are_refused(tmp_path: Pa
     with pytest.raises(UnsupportedError, match="patch=False"):
         balance(hf_trainer(tmp_path), "lb-mini", patch=False)
     balance(hf_trainer(tmp_path), "lb-micro", patch=False)
+
+
+@pytest.mark.parametrize("name", ["Minibatches", "balance", "install", "minibatches"])
+def test_an_example_of_the_reference_runs(name: str, tmp_path: Path) -> None:
+    accelerator, loader = prepared(DataLoader(samples(20), 2, collate_fn=pad))
+    trainer, made = hf_trainer(tmp_path), model()
+    trainer.remove_callback(transformers.PrinterCallback)  # prints what doctest would compare
+    names: dict[str, Any] = {
+        "accelerator": accelerator,
+        "loader": loader,
+        "model": made,
+        "optimizer": torch.optim.AdamW(made.parameters()),
+        "trainer": trainer,
+        "torch": torch,
+        "count_loss_tokens": count_loss_tokens,
+    }
+    test = example(f"odc.trainers.{name}", names)
+    assert test is not None
+    assert failure(test) == ""
