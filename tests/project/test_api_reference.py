@@ -18,9 +18,9 @@ PACKAGES = ("odc", "odc.balance", "odc.trainers")
 _ENTRY = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
 _ENDS = [f"odc.{name}" for name in ("AbortedError", "PeerClosedError", "PeerDiedError", "PeerSilentError")]
 """What these show ends the job, on rank 0."""
-_IN_TRAINERS = [f"odc.trainers.{name}" for name in ("Minibatches", "balance", "install", "minibatches")]
+_IN_TRAINERS = [f"odc.trainers.{name}" for name in ("Launched", "Minibatches", "balance", "install", "minibatches")]
 """Run by tests/trainers, where the libraries are."""
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 240.0
 
 
 def public() -> list[str]:

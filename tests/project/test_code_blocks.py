@@ -33,7 +33,7 @@ SHELLS = ("sh", "bash", "console")
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SCRIPT = re.compile(r"^cat > (\S+\.py) <<'?(\w+)'?\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[;|] *|&& *)(?:\$ )?((?:\w+=\S+ )*(?:torchrun [^#\n]*?-m )?odc[. ][^#\n]*)", re.MULTILINE)
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 240.0
 
 
 def blocks(document: Path, languages: tuple[str, ...]) -> list[str]:

@@ -552,7 +552,7 @@ def test_unequal_counts_without_on_demand_communication_are_refused(tmp_path: Pa
     balance(hf_trainer(tmp_path), "lb-micro", patch=False)
 
 
-@pytest.mark.parametrize("name", ["Minibatches", "balance", "install", "minibatches"])
+@pytest.mark.parametrize("name", ["Launched", "Minibatches", "balance", "install", "minibatches"])
 def test_an_example_of_the_reference_runs(name: str, tmp_path: Path) -> None:
     accelerator, loader = prepared(DataLoader(samples(20), 2, collate_fn=pad))
     trainer, made = hf_trainer(tmp_path), model()
