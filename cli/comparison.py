@@ -76,11 +76,11 @@ def table(comparison: Comparison) -> Table:
     """One row per policy and communication, at most 80 columns wide."""
     best = max(comparison.simulations.values(), key=lambda simulation: simulation.samples_per_time)
     baseline = comparison.baseline
-    title = f"Waiting and throughput; speedup over {baseline.policy} with {COMM_NAMES[baseline.comm]}"
+    title = f"Bubble rate and throughput; speedup over {baseline.policy} with {COMM_NAMES[baseline.comm]}"
     result = Table(title=title, title_justify="left", expand=False)
     result.add_column("policy", no_wrap=True)
     result.add_column("with", no_wrap=True)
-    for name in ("bubble", "samples/s", "speedup", "planning", "memory"):
+    for name in ("bubble\nrate", "samples/s", "speedup", "planning", "memory"):
         result.add_column(name, justify="right", no_wrap=True)
     for simulation in comparison.simulations.values():
         memory = gigabytes(comparison.memory_bytes(simulation))
@@ -174,7 +174,7 @@ def recommend(comparison: Comparison) -> str:
 def _use_odc(fsdp: Simulation, odc: Simulation) -> str:
     return (
         f"Use ODC with {odc.policy}: {odc.speedup(fsdp):.2f}x speedup over the best FSDP plan ({fsdp.policy}), "
-        f"waiting {fsdp.bubble_rate:.1%} -> {odc.bubble_rate:.1%}."
+        f"bubble rate {fsdp.bubble_rate:.1%} -> {odc.bubble_rate:.1%}."
     )
 
 

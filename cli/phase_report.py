@@ -59,7 +59,7 @@ def recommend_phases(found: PhaseComparison) -> str:
         return text + _what_is_left(found, best)
     choice = f"Balance {_WHAT[chosen.balanced]}, with" if chosen.balanced != "none" else "Use"
     text = (
-        f"{choice} {COMM_NAMES[chosen.comm]}: {1 + gain:.2f}x speedup over none with FSDP, waiting "
+        f"{choice} {COMM_NAMES[chosen.comm]}: {1 + gain:.2f}x speedup over none with FSDP, bubble rate "
         f"{found.baseline.bubble_rate:.1%} -> {chosen.bubble_rate:.1%}"
     )
     if chosen.balanced not in ("none", "language"):
@@ -183,11 +183,11 @@ def report_phases(found: PhaseComparison, *, as_json: bool, plot: Path | None) -
 def phase_table(found: PhaseComparison) -> Table:
     """One row per choice and communication, at most 80 columns wide."""
     best = max(found.outcomes, key=lambda outcome: outcome.samples_per_s)
-    result = Table(title="Waiting and throughput; speedup over none with FSDP", title_justify="left", expand=False)
+    result = Table(title="Bubble rate and throughput; speedup over none with FSDP", title_justify="left", expand=False)
     result.add_column("balanced", no_wrap=True)
     result.add_column("with", no_wrap=True)
     nodes = ("between\nnodes",) if found.ranks_per_node else ()
-    for name in ("bubble", "samples/s", "speedup", "planning", "MB\nmoved", *nodes):
+    for name in ("bubble\nrate", "samples/s", "speedup", "planning", "MB\nmoved", *nodes):
         result.add_column(name, justify="right", no_wrap=True)
     for outcome in found.outcomes:
         moved = [outcome.moved, *([outcome.between_nodes] if nodes else [])]

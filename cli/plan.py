@@ -75,7 +75,7 @@ def plan(
     modality: options.Modalities = None,
     ranks_per_node: options.RanksPerNode = None,
 ) -> None:
-    """Show what each balancing policy would do to a dataset: waiting, samples/s, planning time, memory.
+    """Show what each balancing policy would do to a dataset: bubble rate, samples/s, planning time, memory.
 
     Ranks wait for each other at every layer with FSDP's collectives, once per optimizer step with ODC. Nothing
     is trained and no GPU is needed: plans are simulated on a cost model of the transformer.

@@ -50,7 +50,7 @@ def plot_plan(path: Path, comparison: Comparison, *, minibatch_only: bool = Fals
 
 
 def plot_studies(path: Path, studies: Mapping[str, Sequence[Point]]) -> None:
-    """One panel per factor: the acceleration of ODC, and both bubble rates."""
+    """One panel per factor: the speedup by ODC, and both bubble rates."""
     columns = min(2, len(studies))
     rows = -(-len(studies) // columns)
     figure = Figure(figsize=(6 * columns, 3.6 * rows), layout="constrained")
@@ -146,21 +146,21 @@ def _typical(epoch: PlannedEpoch) -> int:
     return int(np.argsort(rates, kind="stable")[len(rates) // 2])
 
 
-def _plot_sizes(bubbles: Axes, acceleration: Axes, comparison: Comparison) -> None:
+def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
     num_samples, world_size = np.size(comparison.scenario.lengths), comparison.scenario.world_size
     sizes = [size for size in _SIZES if size * world_size <= num_samples]
     found = at_minibatch_sizes(comparison, sizes)
     for which, name, colour in ((0, "lb-micro, FSDP", _COLLECTIVE), (1, "lb-mini, ODC", _ODC)):
         rates = [100 * found[size][which].bubble_rate for size in sizes]
         bubbles.plot(sizes, rates, "o-", color=colour, label=name)
-    bubbles.set_title("Waiting by minibatch size", loc="left")
+    bubbles.set_title("Bubble rate by minibatch size", loc="left")
     bubbles.set_ylabel("bubble rate (%)")
     bubbles.legend(frameon=False)
     gains = [100 * (found[size][1].speedup(found[size][0]) - 1) for size in sizes]
-    acceleration.plot(sizes, gains, "o-", color=_ODC)
-    acceleration.set_title("Acceleration of ODC by minibatch size", loc="left")
-    acceleration.set_ylabel("more samples/s (%)")
-    for axes, lowest in ((bubbles, 0.0), (acceleration, min(0.0, *gains))):
+    speedup.plot(sizes, gains, "o-", color=_ODC)
+    speedup.set_title("Speedup by minibatch size", loc="left")
+    speedup.set_ylabel("more samples/s (%)")
+    for axes, lowest in ((bubbles, 0.0), (speedup, min(0.0, *gains))):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("samples per rank and minibatch")
@@ -170,11 +170,11 @@ def _plot_sizes(bubbles: Axes, acceleration: Axes, comparison: Comparison) -> No
 
 def _plot_study(axes: Axes, factor: str, points: Sequence[Point]) -> None:
     values = [point.value for point in points]
-    axes.plot(values, [100 * point.acceleration for point in points], "o-", color=_ODC, label="acceleration")
+    axes.plot(values, [100 * (point.speedup - 1) for point in points], "o-", color=_ODC, label="speedup: more samples/s")
     axes.plot(
-        values, [100 * p.baseline.bubble_rate for p in points], ":", color=_COLLECTIVE, label="bubble, collectives"
+        values, [100 * p.baseline.bubble_rate for p in points], ":", color=_COLLECTIVE, label="bubble rate, collectives"
     )
-    axes.plot(values, [100 * p.candidate.bubble_rate for p in points], ":", color=_COMPUTE[0], label="bubble, ODC")
+    axes.plot(values, [100 * p.candidate.bubble_rate for p in points], ":", color=_COMPUTE[0], label="bubble rate, ODC")
     if min(values) > 0 and max(values) > 4 * min(values):
         axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:g}" for value in values])

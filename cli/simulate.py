@@ -157,17 +157,17 @@ def _draw(path: Path, found: Mapping[str, Sequence[Point]]) -> None:
 
 def _table(factor: str, points: Sequence[Point]) -> Table:
     table = Table(title=f"By {factor}", title_justify="left")
-    for name in (factor, "FSDP bubble", "ODC bubble", "acceleration"):
+    for name in (factor, "FSDP bubble rate", "ODC bubble rate", "speedup"):
         table.add_column(name, justify="right")
     table.add_column("")
-    largest = max(*(point.acceleration for point in points), 0.01)
+    largest = max(*(point.speedup - 1 for point in points), 0.01)
     for point in points:
-        bar = "█" * round(14 * max(point.acceleration, 0) / largest)
+        bar = "█" * round(14 * max(point.speedup - 1, 0) / largest)
         table.add_row(
             f"{point.value:g}",
             f"{point.baseline.bubble_rate:.1%}",
             f"{point.candidate.bubble_rate:.1%}",
-            f"{point.acceleration:+.1%}",
+            f"{point.speedup:.2f}x",
             bar,
         )
     return table
@@ -182,7 +182,7 @@ def _to_json(found: Mapping[str, Sequence[Point]], about: str) -> dict[str, obje
                     "value": point.value,
                     "collective_lb_micro_bubble_rate": point.baseline.bubble_rate,
                     "odc_lb_mini_bubble_rate": point.candidate.bubble_rate,
-                    "acceleration": point.acceleration,
+                    "speedup": point.speedup,
                 }
                 for point in points
             ]

@@ -26,9 +26,9 @@ class Point:
     """LB-Mini under ODC."""
 
     @property
-    def acceleration(self) -> float:
-        """Throughput of the candidate over that of the baseline, minus 1."""
-        return self.candidate.speedup(self.baseline) - 1
+    def speedup(self) -> float:
+        """Throughput of the candidate over that of the baseline."""
+        return self.candidate.speedup(self.baseline)
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,12 @@ def runs_table(*columns: Column) -> Table:
             Column("speedup", "speedup", ".2f"),
             Column("range", lambda row: _spread(row, "speedup")),
             Column("tokens/s", "tokens_per_s", ".0f"),
-            Column("waiting", "bubble_rate", ".1%"),
+            Column("bubble rate", "bubble_rate", ".1%"),
             Column("transfer", "transfer_rate", ".1%"),
             *columns,
             Column("final loss", lambda row: f"{row['losses'][-1]:.4f}"),
             Column("loss diff.", "max_loss_difference", ".1e"),
         ),
-        "waiting: measured bubble rate, time in which a rank waits for another one. transfer: time in which it moves\n"
+        "bubble rate: measured, time in which a rank waits for another one. transfer: time in which it moves\n"
         "parameters and gradients. loss diff.: largest relative difference from the first way's losses.",
     )

@@ -157,7 +157,7 @@ def test_a_study_replaces_what_belongs_to_the_scenario_alone(factor: str) -> Non
     special = Scenario(lengths, COST, 3, 6, 10_000, 12, 5.0, (1.0, 0.5, 2.0), 3)
     values = FACTORS[factor][:2]
     found, expected = study(special, factor, values), study(plain, factor, values)
-    assert [point.acceleration for point in found] == [point.acceleration for point in expected]
+    assert [point.speedup for point in found] == [point.speedup for point in expected]
     setting = Setting(minibatch_size=5, devices=4)
     assert run_setting(special, setting, 0).baseline.total == run_setting(plain, setting, 0).baseline.total
 
