@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from collections.abc import Sequence
 from typing import Literal, TypeVar, get_args, overload
 
@@ -100,6 +101,10 @@ class FlatMicrobatches(Sequence[list[list[int]]]):
         rank = range(len(self))[rank]
         ends = self._starts[self._firsts[rank] : self._firsts[rank + 1] + 1].tolist()
         return [self.samples[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+    def __repr__(self) -> str:
+        # One rank more than is shown, so that "..." stands for the others.
+        return f"FlatMicrobatches({reprlib.repr(self[: reprlib.aRepr.maxlist + 1])}, num_ranks={len(self)})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

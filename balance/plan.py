@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +65,11 @@ class PackedOnDemand(Sequence[Parts]):
                 self._check(range(len(self))[rank], found)
             self._packed[rank] = found
         return found
+
+    def __repr__(self) -> str:
+        """The samples of the first ranks; packs nothing."""
+        num_packed = len(self) - self._packed.count(None)
+        return f"PackedOnDemand({reprlib.repr(self.ranks)}, num_ranks={len(self)}, num_packed={num_packed})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -170,7 +170,7 @@ def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
 
 def _plot_study(axes: Axes, factor: str, points: Sequence[Point]) -> None:
     values = [point.value for point in points]
-    axes.plot(values, [100 * (point.speedup - 1) for point in points], "o-", color=_ODC, label="speedup: more samples/s")
+    axes.plot(values, [100 * (point.speedup - 1) for point in points], "o-", color=_ODC, label="more samples/s")
     axes.plot(
         values, [100 * p.baseline.bubble_rate for p in points], ":", color=_COLLECTIVE, label="bubble rate, collectives"
     )

@@ -97,6 +97,12 @@ def test_one_microbatch_for_each_batch() -> None:
     some = [np.array([2, 0]), none, np.array([1])]
     assert FlatMicrobatches.one_each(some, keep_empty=False) == [[[2, 0]], [], [[1]]]
     assert FlatMicrobatches.one_each(some, keep_empty=True) == [[[2, 0]], [[]], [[1]]]
+    assert (
+        repr(FlatMicrobatches.one_each(some, keep_empty=False))
+        == "FlatMicrobatches([[[2, 0]], [], [[1]]], num_ranks=3)"
+    )
+    many = FlatMicrobatches.one_each([np.arange(100)] * 1000, keep_empty=False)
+    assert repr(many).endswith("[[0, 1, 2, 3, 4, 5, ...]], ...], num_ranks=1000)")
     # Where there is nothing, nobody waits for a microbatch.
     assert FlatMicrobatches.one_each([none, none], keep_empty=True) == [[], []]
     assert microbatch_tokens([[], []], none, "padded").shape == (2, 0)

@@ -203,6 +203,8 @@ def test_a_rank_is_packed_when_it_is_looked_at() -> None:
     ranks = [[0, 3, 4], [1], [], [2, 5]]
     plan = make(PackedOnDemand(ranks, pack), [1.0] * 6)  # type: ignore[arg-type]
     assert (plan.world_size, plan.num_samples, asked) == (4, 6, [])
+    assert repr(plan.microbatches) == "PackedOnDemand([[0, 3, 4], [1], [], [2, 5]], num_ranks=4, num_packed=0)"
+    assert asked == []
     for _ in range(2):
         assert plan.microbatches[0] == [[0, 3], [4]]
         assert PlannedMinibatch(np.arange(10, 16), plan).of_rank(1) == [[11]]
