@@ -50,7 +50,7 @@ def main() -> None:
             with record.minibatch(minibatch):
                 loss_sum = torch.zeros(())
                 microbatches = minibatch.microbatches or [pack_collate([])]  # without loss, but with the collectives
-                for number, microbatch in enumerate(microbatches, 1):
+                for number, microbatch in enumerate(record.microbatches(microbatches), 1):
                     with synchronized(trained, last=number == len(microbatches)):
                         loss = sft.answer_loss(trained, microbatch)
                         (loss * minibatch.loss_scale).backward()

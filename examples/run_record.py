@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import rich.progress
 import torch
@@ -18,6 +19,7 @@ from odc.balance import Minibatch
 from odc.timeline import Timeline
 
 IGNORED = -100  # label of a token without loss
+T = TypeVar("T")
 
 
 class RunRecord:
@@ -58,14 +60,20 @@ class RunRecord:
         if number >= self._num_untimed:
             self._seconds.append(time.perf_counter() - started)
 
+    def microbatches(self, microbatches: Sequence[T]) -> Iterator[T]:
+        """The same ones; the timeline shows when the loop's body runs for each."""
+        for number, microbatch in enumerate(microbatches):
+            with self.span("phase", f"microbatch {number}", microbatch=number):
+                yield microbatch
+
     @property
     def num_samples(self) -> int:
         """Of all ranks and minibatches so far, untimed ones included."""
         return sum(self._samples)
 
-    def span(self, kind: str, label: str) -> AbstractContextManager[None]:
+    def span(self, kind: str, label: str, **arguments: object) -> AbstractContextManager[None]:
         """Record a ``with`` block in the timeline, if there is one."""
-        return self._timeline.span(kind, label) if self._timeline else nullcontext()
+        return self._timeline.span(kind, label, **arguments) if self._timeline else nullcontext()
 
     def save(self, folder: Path) -> None:
         """Write ``result.json`` (rank 0) and ``timeline-rank{r}.json`` (every rank). Collective.

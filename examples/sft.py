@@ -64,7 +64,7 @@ def main() -> None:
             with record.minibatch(minibatch):
                 loss_sum = torch.zeros(())
                 with session.minibatch() if session else nullcontext():
-                    for microbatch in minibatch.microbatches:
+                    for microbatch in record.microbatches(minibatch.microbatches):
                         loss = answer_loss(model, microbatch)
                         (loss * minibatch.loss_scale).backward()
                         loss_sum += loss.detach()

@@ -182,7 +182,9 @@ class _Timed:
         return tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        with self._timeline.span(self._kind, self._label):
+        # The larger one: of a gather what comes out, of a reduce-scatter what goes in.
+        whole: torch.Tensor = kwargs["output_tensor" if self._kind == "gather" else "input_tensor"]
+        with self._timeline.span(self._kind, self._label, bytes=whole.nbytes):
             work: dist.Work | None = self._inner(*args, **kwargs)
         return work
 

@@ -1,18 +1,19 @@
 """What one rank has done: counters, and spans on a clock that every rank of a host shares.
 
 :class:`Stats` is always kept. A :class:`Timeline` costs one ``None`` check per operation while it is off. Switched on,
-it keeps ``(kind, label, start_ns, end_ns, minibatch)`` spans, from which the bubble rate is measured, the per-rank
-picture is drawn and a Chrome/Perfetto trace is written.
+it keeps spans, from which the bubble rate is measured, the per-rank picture is drawn and a Chrome/Perfetto trace is
+written (:mod:`odc.bench.training.trace`, which also says what an event of it has).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from odc.errors import OUR_FAULT
 
@@ -61,6 +62,10 @@ class Span:
     start_ns: int
     end_ns: int
     minibatch: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known of it: ``bytes`` of a "gather" (all shards of the unit), "scatter" (the whole gradient),
+    "publish" (what was written) and "read"; ``peer`` of a "wait", but in collectives: the global rank that was awaited
+    last; ``microbatch`` of a "phase" that is one."""
 
     @property
     def seconds(self) -> float:
@@ -78,24 +83,24 @@ class Timeline:
         self.minibatch = 0
         self.spans: list[Span] = []
 
-    def record(self, kind: str, label: str, start_ns: int, end_ns: int | None = None) -> None:
-        """Add a span that started at ``start_ns`` and ends now (or at ``end_ns``)."""
+    def record(self, kind: str, label: str, start_ns: int, end_ns: int | None = None, **arguments: Any) -> None:
+        """Add a span that started at ``start_ns`` and ends now (or at ``end_ns``); ``arguments``: as JSON has them."""
         if kind not in KINDS:
             raise ValueError(f"unknown span kind {kind!r}: expected one of {', '.join(KINDS)}. {OUR_FAULT}")
         end = time.monotonic_ns() if end_ns is None else end_ns
-        self.spans.append(Span(kind, label, start_ns, end, self.minibatch))
+        self.spans.append(Span(kind, label, start_ns, end, self.minibatch, arguments))
 
     @contextmanager
-    def span(self, kind: str, label: str) -> Iterator[None]:
+    def span(self, kind: str, label: str, **arguments: Any) -> Iterator[None]:
         """Record the body of a ``with`` block, also when it raises."""
         start = time.monotonic_ns()
         try:
             yield
         finally:
-            self.record(kind, label, start)
+            self.record(kind, label, start, **arguments)
 
     def save(self, path: str | Path) -> None:
-        """Write ``{"rank": int, "spans": [[kind, label, start_ns, end_ns, minibatch], ...]}``."""
+        """Write ``{"rank": int, "spans": [[kind, label, start_ns, end_ns, minibatch, arguments], ...]}``."""
         rows = [list(asdict(span).values()) for span in self.spans]
         Path(path).write_text(json.dumps({"rank": self.rank, "spans": rows}))
 

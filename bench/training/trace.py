@@ -1,13 +1,35 @@
-"""A Chrome/Perfetto trace of several runs: one process per configuration, one thread per rank."""
+"""A Chrome/Perfetto trace of several runs: one process per configuration, one thread per rank.
+
+Each event is something that a rank did (``cat`` is its kind, one of :data:`odc.timeline.KINDS`, or "compute": what no
+other kind covers of a minibatch), with what is known of it in ``args``:
+
+========== ============================================ ================================================
+argument   of                                           what it is
+========== ============================================ ================================================
+minibatch  all                                          its number, from 0, warm-up included
+microbatch all inside one                               its number on this rank, from 0
+unit       gather, scatter, publish                     the FSDP unit
+bytes      gather, scatter, publish                     of the whole unit; of a publish, those written
+peer       wait                                         the rank that was awaited last; not of a collective
+========== ============================================ ================================================
+
+Where ranks wait in FSDP's collectives is worked out (:mod:`odc.bench.training.bubble`): "wait for ranks".
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from odc.bench.training.bubble import Segment
 from odc.bench.training.runs import Run, read_timelines
+from odc.timeline import Span
+
+_OF_UNITS = ("gather", "scatter", "publish")
+_NAMED = ("minibatch", "phase")  # by their labels
 
 
 def write_trace(path: Path, runs: Mapping[str, Run]) -> None:
@@ -21,26 +43,57 @@ def write_trace(path: Path, runs: Mapping[str, Run]) -> None:
 
 def _run_events(process: int, run: Run) -> list[dict[str, Any]]:
     timelines = read_timelines(run.folder)
-    idle = run.segments() if run.collectives else [[] for _ in timelines]  # collectives record no waits
     start_ns = min(span.start_ns for timeline in timelines for span in timeline.spans)
+    cut = [run.segments([number]) for number in range(len(run.losses))]
     events: list[dict[str, Any]] = []
-    for timeline, segments in zip(timelines, idle, strict=True):
+    for timeline, *minibatches in zip(timelines, *cut, strict=True):
         events.append(_name("thread_name", process, timeline.rank, f"rank {timeline.rank}"))
-        spans = [(s.kind, f"{s.kind} {s.label}".strip(), s.start_ns, s.end_ns) for s in timeline.spans]
-        spans += [("wait", "wait for ranks", s.start_ns, s.end_ns) for s in segments if s.activity == "wait"]
-        for kind, label, begin_ns, end_ns in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": process,
-                    "tid": timeline.rank,
-                    "cat": kind,
-                    "name": label,
-                    "ts": (begin_ns - start_ns) / 1e3,  # microseconds
-                    "dur": (end_ns - begin_ns) / 1e3,
-                }
-            )
+        phases = [span for span in timeline.spans if span.kind == "phase"]
+        spans = list(timeline.spans)
+        for number, segments in enumerate(minibatches):
+            mine = [span for span in phases if span.minibatch == number]
+            spans += _compute(segments, mine, number)
+            if run.collectives:  # they record no waits
+                waits = (segment for segment in segments if segment.activity == "wait")
+                spans += [Span("wait", "for ranks", wait.start_ns, wait.end_ns, number) for wait in waits]
+        spans.sort(key=lambda span: (span.start_ns, -span.end_ns))  # what encloses comes first
+        events.extend(_event(process, timeline.rank, span, start_ns, phases) for span in spans)
     return events
+
+
+def _compute(segments: Sequence[Segment], phases: Sequence[Span], minibatch: int) -> list[Span]:
+    """Cut where a microbatch begins or ends: events of one thread may lie inside each other, and not overlap."""
+    borders = sorted({border for span in phases for border in (span.start_ns, span.end_ns)})
+    found = []
+    for segment in segments:
+        if segment.activity == "compute":
+            inside = [border for border in borders if segment.start_ns < border < segment.end_ns]
+            for start_ns, end_ns in itertools.pairwise([segment.start_ns, *inside, segment.end_ns]):
+                found.append(Span("compute", "", start_ns, end_ns, minibatch))
+    return found
+
+
+def _event(process: int, rank: int, span: Span, start_ns: int, phases: Sequence[Span]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": rank,
+        "cat": span.kind,
+        "name": span.label if span.kind in _NAMED else f"{span.kind} {span.label}".strip(),
+        "ts": (span.start_ns - start_ns) / 1e3,  # microseconds
+        "dur": (span.end_ns - span.start_ns) / 1e3,
+        "args": _arguments(span, phases),
+    }
+
+
+def _arguments(span: Span, phases: Sequence[Span]) -> dict[str, Any]:
+    found: dict[str, Any] = {"minibatch": span.minibatch, **span.arguments}
+    if span.kind in _OF_UNITS:
+        found["unit"] = span.label
+    for phase in phases:
+        if "microbatch" in phase.arguments and phase.start_ns <= span.start_ns and span.end_ns <= phase.end_ns:
+            found["microbatch"] = phase.arguments["microbatch"]
+    return found
 
 
 def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from odc.config import RuntimeConfig
 from odc.errors import MisuseError, OdcError, PeerClosedError, PeerDiedError, ProtocolError, SetupError
-from odc.items.routes import Layout
+from odc.items.routes import Layout, Place
 from odc.setup.context import RankContext
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer, Transport
@@ -126,10 +126,10 @@ class ItemContext(RankContext):
         """See :meth:`odc.liveness.waiting.Waiter.explain`."""
         return self._waiter.explain(error, what)
 
-    def record(self, kind: str, label: str, started_ns: int) -> float:
+    def record(self, kind: str, label: str, started_ns: int, places: Iterable[Place]) -> float:
         ended_ns = time.monotonic_ns()
         if self.timeline is not None:
-            self.timeline.record(kind, label, started_ns, ended_ns)
+            self.timeline.record(kind, label, started_ns, ended_ns, bytes=sum(place.num_bytes for place in places))
         return (ended_ns - started_ns) * 1e-9
 
     def after_chunk(self) -> None:

@@ -113,7 +113,7 @@ class Round:
         channel.transport.peers.tick()
         for place in places:
             items.stats.published_bytes[place.consumer] += place.num_bytes
-        items.stats.publish_s += items.record("publish", self._part(part), started_ns)
+        items.stats.publish_s += items.record("publish", self._part(part), started_ns, places)
 
     def _copy_in(self, place: Place, tensor: torch.Tensor) -> None:
         if not place.num_bytes:
@@ -186,7 +186,8 @@ class Round:
         engine.note_use()  # close() waits for this stream
         channel.transport.peers.tick()
         label = f"{self._name}: {sum(map(len, wanted.values()))} items"
-        items.stats.read_s += items.record("read", label, started_ns)
+        read = (place for rows in wanted.values() for place, _ in rows)
+        items.stats.read_s += items.record("read", label, started_ns, read)
 
     def is_published(self, producer: int, posts: int) -> bool:
         """Whether ``producer`` has published so many parts of this round, with the routes that this rank has.

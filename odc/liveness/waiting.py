@@ -125,17 +125,18 @@ class Waiter:
         started_ns = time.monotonic_ns()
         patience, reminder = Patience(self.job, self._timeout_s), Reminder()
         pause = min(limits.WAIT_SLEEP_S, self._timeout_s / 4)
+        whom: int | None = None
         try:
             while ranks:
                 self._faults.hit("wait")
                 self.check()
                 self._check_peers(transport, pending, ranks, what, patience)
                 first = ranks[0]
+                whom = transport.topology.global_rank(first)
                 if reminder.is_due(patience.waited_s):
-                    whom = transport.topology.global_rank(first)
                     text, after = self._describe(whom, what, patience.waited_s), self.job.after_refusal(whom)
                     logger.warning("%s%s", text, after)
-                self.job.own.set_waiting_on(transport.topology.global_rank(first))
+                self.job.own.set_waiting_on(whom)
                 if block is not None:
                     block(pause)
                     ranks = pending()
@@ -148,7 +149,7 @@ class Waiter:
                     ranks = pending()
         finally:
             self.waits_no_more()
-            self._account(what, started_ns)
+            self._account(what, started_ns, whom)
 
     def waits_no_more(self) -> None:
         """The end of a wait."""
@@ -248,12 +249,13 @@ class Waiter:
             raise OdcError(f"{self._whoami()} failed earlier: {_one_line(failure)}") from failure
         raise AbortedError(f"{self._whoami()} aborted because {notice}")
 
-    def _account(self, what: Callable[[], str], started_ns: int) -> None:
+    def _account(self, what: Callable[[], str], started_ns: int, whom: int | None = None) -> None:
         ended_ns = time.monotonic_ns()
         self._stats.waits += 1
         self._stats.wait_s += (ended_ns - started_ns) * 1e-9
         if self.timeline is not None:
-            self.timeline.record("wait", what(), started_ns, ended_ns)
+            peer = {} if whom is None else {"peer": whom}
+            self.timeline.record("wait", what(), started_ns, ended_ns, **peer)
 
     def _check_peers(
         self,

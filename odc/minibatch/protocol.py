@@ -196,7 +196,7 @@ class MinibatchProtocol:
         self._end.transport.post(unit)
         self._end.transport.peers.tick()
         self._faults.hit("publish.after")
-        self._stats.publish_s += self._record("publish", unit, started_ns)
+        self._stats.publish_s += self._record("publish", unit, started_ns, is_changed=fill is not None)
 
     # Inside a minibatch
 
@@ -250,7 +250,7 @@ class MinibatchProtocol:
         stats.gather_bytes += out.nbytes
         stats.gather_s += (ended_ns - started_ns) * 1e-9
         if self.timeline is not None:
-            self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns)
+            self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns, bytes=out.nbytes)
 
     def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Shards of owners on other hosts, each into its place."""
@@ -322,7 +322,7 @@ class MinibatchProtocol:
         stats.push_bytes += grads.nbytes
         stats.push_s += (ended_ns - started_ns) * 1e-9
         if self.timeline is not None:
-            self.timeline.record("scatter", self._units[unit].name, started_ns, ended_ns)
+            self.timeline.record("scatter", self._units[unit].name, started_ns, ended_ns, bytes=grads.nbytes)
 
     # The end of a minibatch
 
@@ -486,9 +486,13 @@ class MinibatchProtocol:
         microbatch = max(self.state.pushes, default=0)
         return f"minibatch {self.state.minibatch}" + (f", microbatch {microbatch}" if microbatch else "")
 
-    def _record(self, kind: str, unit: int | None, started_ns: int) -> float:
+    def _record(self, kind: str, unit: int | None, started_ns: int, is_changed: bool = False) -> float:
         ended_ns = time.monotonic_ns()
         if self.timeline is not None:
-            label = "minibatch" if unit is None else self._units[unit].name
-            self.timeline.record(kind, label, started_ns, ended_ns)
+            if unit is None:
+                self.timeline.record(kind, "minibatch", started_ns, ended_ns)
+            else:
+                spec = self._units[unit]
+                written = spec.shard_bytes if is_changed else 0
+                self.timeline.record(kind, spec.name, started_ns, ended_ns, bytes=written)
         return (ended_ns - started_ns) * 1e-9

@@ -188,6 +188,11 @@ def test_bytes_waits_and_spans_are_counted_by_rank() -> None:
     assert second.read_s >= second.wait_s >= 0.04
     assert first.waits == 0
     assert (kinds, second_kinds) == ({"publish", "read"}, {"publish", "read", "wait"})
+    assert [(span.kind, span.arguments) for span in spans] == [
+        ("publish", {"bytes": 16}),
+        ("wait", {"peer": 0}),
+        ("read", {"bytes": 24}),
+    ]
     labels = {span.kind: span.label for span in spans}
     assert labels["wait"] == "item 1 (24 bytes) in part 0 of round 1 of 'c'"
     assert labels["publish"] == "part 0 of round 1 of 'c'"

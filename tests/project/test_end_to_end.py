@@ -69,4 +69,7 @@ def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> No
     for picture in ("losses.png", "timeline.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"gather", "scatter"} <= {event.get("cat") for event in events}
+    known = {event["cat"]: event["args"].keys() for event in events if event.get("args", {}).keys() >= {"microbatch"}}
+    assert known["gather"] == known["scatter"] == {"minibatch", "microbatch", "unit", "bytes"}
+    assert known["compute"] == known["phase"] == {"minibatch", "microbatch"}
+    assert any("peer" in event["args"] for event in events)
