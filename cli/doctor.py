@@ -19,12 +19,13 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "not needed"
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also the rows that this machine does not need.")] = False,
 ) -> None:
     """Check what this machine can do for ODC, and say what to do about what it cannot.
 
-    One row per check: ok; warning (works, but slower, less far or untested); missing (this machine could use it);
-    not needed; error (refused until this is put right; the last line says whether CPU training works). The exit
-    status is 1 if there is an error, else 0. Nothing is installed or changed, and no memory is taken on any GPU.
+    The verdict first, then one row per check: ok; warning (works, but slower, less far or untested); missing (this
+    machine could use it); error (refused until this is put right); with --all also not needed. The exit status is 1 if
+    there is an error, else 0. Nothing is installed or changed, and no memory is taken on any GPU.
 
     Examples:
 
@@ -38,23 +39,31 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
-        show(report)
+        show(report, show_all=show_all)
     if not report.ok:
         raise typer.Exit(1)
 
 
-def show(report: Report) -> None:
-    """Print the table and what follows from it, at most as wide as the terminal or 80 columns."""
-    table = Table(title="What this machine can do for ODC", title_justify="left", show_lines=False)
+def show(report: Report, *, show_all: bool = False) -> None:
+    """Print the verdict and the table, at most as wide as the terminal or 80 columns."""
+    from odc.doctor import Status
+
+    table = Table(show_lines=False)
     table.add_column("check", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("found, and what to do (->)", overflow="fold")
+    hidden = 0
     for row in report.rows:
+        if row.finding.status is Status.NOT_NEEDED and not show_all:
+            hidden += 1
+            continue
         status = row.finding.status.value
         table.add_row(escape(row.check), f"[{_STYLES[status]}]{status}[/]", _cell(row))
     console = output()
+    console.print(f"[bold]{escape(verdict(report))}[/bold]", highlight=False)
     console.print(table, highlight=False)
-    console.print(f"[bold]{escape(summary(report))}[/bold]", highlight=False)
+    if hidden:
+        console.print(f"{hidden} rows more, of what this machine does not need, with --all.", highlight=False)
 
 
 def _cell(row: Row) -> str:
@@ -62,12 +71,21 @@ def _cell(row: Row) -> str:
     return escape(row.finding.found) + (f"\n[bold]-> {escape(advice)}[/bold]" if advice else "")
 
 
-def summary(report: Report) -> str:
-    """Whether CPU training works, and where to look."""
+def verdict(report: Report) -> str:
+    """What can be trained on here and what cannot; then a line for each thing to do, and who asks for it."""
     from odc.doctor import Status
 
-    text = "CPU training works here." if report.cpu_works else "CPU training does not work here."
-    for status, label in ((Status.ERROR, "Errors"), (Status.WARNING, "Warnings"), (Status.MISSING, "Missing")):
-        if names := report.named(status):
-            text += f" {label}: {', '.join(names)}."
-    return text
+    works = {"CPU ranks": report.cpu_works, "GPUs": report.gpus_work}
+    can, cannot = ([name for name, here in works.items() if here is wanted] for wanted in (True, False))
+    text = f"This machine can train on {' and '.join(can)}." if can else ""
+    if cannot:
+        why = ": it has none" if "CUDA devices" in report.named(Status.NOT_NEEDED) else ""
+        text += f"{' It' if can else 'This machine'} cannot train on {' or '.join(cannot)}{why}."
+    to_do: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.finding.status in (Status.ERROR, Status.MISSING):
+            to_do.setdefault(row.finding.advice, []).append(row.check)
+    lines = [text, *(f"Do ({', '.join(checks)}): {advice}" for advice, checks in to_do.items())]
+    if names := report.named(Status.WARNING):
+        lines.append(f"Warnings, see below: {', '.join(names)}.")
+    return "\n".join(lines)

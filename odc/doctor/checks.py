@@ -15,6 +15,8 @@ from odc.doctor import cuda, machine, nvshmem, software
 from odc.doctor.finding import Finding, Row, Status, error, missing, not_needed, ok, warning
 from odc.doctor.software import Facts
 
+_FOR_CUDA = "CUDA transport"
+
 
 def _choose(device: str, transport: str) -> str:
     """The transport that two ranks of this host would get.
@@ -59,7 +61,7 @@ def for_cpu() -> Finding:
     try:
         return ok(_choose("cpu", RuntimeConfig.from_environment().transport))
     except OdcError as problem:
-        return error(str(problem), "See the rows above; unset ODC_TRANSPORT if it is set.")
+        return error(str(problem), "See the other rows; unset ODC_TRANSPORT if it is set.")
 
 
 def for_cuda(*, has_gpu: bool) -> Finding:
@@ -71,7 +73,7 @@ def for_cuda(*, has_gpu: bool) -> Finding:
     try:
         return ok(_choose("cuda", "auto"))
     except OdcError as problem:
-        return missing(str(problem), "See the rows above on cupy, NVSHMEM and the devices.")
+        return missing(str(problem), "See the rows on cupy, NVSHMEM and the devices.")
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,16 @@ class Report:
         """Whether CPU training works here."""
         return not any(row.finding.status is Status.ERROR and not row.gpus_only for row in self.rows)
 
+    @property
+    def gpus_work(self) -> bool:
+        """Whether training on GPUs of this machine works."""
+        return self.ok and any(row.check == _FOR_CUDA and row.finding.status is Status.OK for row in self.rows)
+
     def to_json(self) -> dict[str, object]:
-        """``odc`` (its version), ``ok``, and ``rows`` of check, status, found and advice."""
-        return {"odc": __version__, "ok": self.ok, "rows": [row.to_json() for row in self.rows]}
+        """``odc`` (its version), ``ok``, ``trains`` on "cpu" and "gpu" or not, and ``rows`` of check, status, found and
+        advice."""
+        trains = {"cpu": self.cpu_works, "gpu": self.gpus_work}
+        return {"odc": __version__, "ok": self.ok, "trains": trains, "rows": [row.to_json() for row in self.rows]}
 
 
 def examine(checks: Iterable[Check] | None = None, facts: Facts | None = None) -> Report:
@@ -121,7 +130,7 @@ def _guarded(check: Check, facts: Facts) -> Finding:
         return check.run(facts)
     except Exception as problem:  # whatever it is: the other rows are wanted all the same
         found = f"could not be checked: {type(problem).__name__}: {problem}"
-        advice = "See the rows above; if they are fine, please report this."
+        advice = "See the other rows; if they are fine, please report this."
         return error(found, advice) if check.required else warning(found, advice)
 
 
@@ -217,6 +226,6 @@ CHECKS = (
     Check("NVSHMEM options", _nvshmem_options, gpus_only=True),
     Check("RDMA", lambda facts: nvshmem.ports(facts.rdma)),
     Check("locked memory", lambda facts: machine.locked_memory(_limit("RLIMIT_MEMLOCK"), has_rdma=bool(facts.rdma))),
-    Check("CUDA transport", lambda facts: for_cuda(has_gpu=facts.has_gpu)),
+    Check(_FOR_CUDA, lambda facts: for_cuda(has_gpu=facts.has_gpu)),
     *map(_trainer, ("transformers", "accelerate", "trl")),
 )

@@ -16,7 +16,7 @@ from doctor_rows import ERROR, H200, MISSING, NOT_NEEDED, OK, WARNING, says
 from typer.testing import CliRunner
 
 from odc.cli.app import app
-from odc.cli.doctor import summary
+from odc.cli.doctor import verdict
 from odc.config import foreign_variables
 from odc.doctor import CHECKS, Check, Facts, Finding, Status, examine
 from odc.doctor import checks as doctor_transports
@@ -120,10 +120,12 @@ def test_an_error_that_only_gpus_have_is_no_word_on_cpu_training() -> None:
     fine = [Check("torch", lambda _: Finding(OK, "fine"), required=True)]
     report = examine([*fine, *refused], Facts())
     assert (report.ok, report.cpu_works) == (False, True)
-    assert summary(report) == "CPU training works here. Errors: options."
+    assert verdict(report) == "This machine can train on CPU ranks. It cannot train on GPUs.\nDo (options): unset it"
     both = examine([Check("torch", failing, required=True), *refused], Facts())
     assert (both.ok, both.cpu_works) == (False, False)
-    assert summary(both).startswith("CPU training does not work here. Errors: torch, options.")
+    first, *to_do = verdict(both).splitlines()
+    assert first == "This machine cannot train on CPU ranks or GPUs."
+    assert [line.partition(":")[0] for line in to_do] == ["Do (torch)", "Do (options)"]
 
 
 def test_a_variable_that_set_up_refuses_is_a_red_row(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,27 @@ def test_the_table_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert any("15: ........xxxxxxx- " in line for line in lines)
     assert sum("-> pip install 'odc-fsdp[cuda13]'" in line for line in lines) >= 3
-    assert "CPU training works here. Warnings: " in " ".join(result.stdout.split())
+    words = " ".join(result.stdout.split())
+    assert words.startswith("This machine can train on CPU ranks. It cannot train on GPUs. Do (")
+    assert "cupy, CUDA IPC" in words.partition("): pip install 'odc-fsdp[cuda13]'")[0]  # once for all that it mends
+    assert "Warnings, see below: " in words.partition("┏")[0]
+
+
+def test_what_is_not_needed_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.doctor.software.read_driver", CudaDriver)
+    few, everything = call().stdout, call("--all").stdout
+    assert few.startswith("This machine can train on CPU ranks. It cannot train on GPUs: it has none.")
+    assert "not needed" not in few
+    assert everything.count("not needed") > 3
+    assert f"{everything.count('not needed')} rows more" in few
+    assert json.loads(call("--json").stdout)["trains"] == {"cpu": True, "gpu": False}
+
+
+def test_gpus_work_where_a_transport_serves_them() -> None:
+    rows = [Check(name, lambda _: Finding(OK, "fine")) for name in ("torch", "CUDA transport")]
+    assert examine(rows, Facts()).gpus_work
+    assert verdict(examine(rows, Facts())) == "This machine can train on CPU ranks and GPUs."
+    assert not examine([*rows, Check("options", lambda _: error("refused", "unset it"))], Facts()).gpus_work
 
 
 def test_text_from_outside_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +253,8 @@ def test_status_1_if_something_required_is_broken(monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (1, False)
     result = call()
     assert result.exit_code == 1
-    assert "CPU training does not work here. Errors: torch." in result.stdout
+    assert result.stdout.startswith("This machine cannot train on CPU ranks or GPUs")
+    assert "Do (torch): " in result.stdout
 
 
 def test_no_cuda_call_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +270,7 @@ def test_the_command_here() -> None:
     done = run("--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert report.keys() == {"odc", "ok", "rows"}
+    assert report.keys() == {"odc", "ok", "trains", "rows"}
     assert report["ok"] is True
     assert all(row.keys() == {"check", "status", "found", "advice"} for row in report["rows"])
     assert [row["check"] for row in report["rows"]] == [check.name for check in CHECKS]
