@@ -151,7 +151,7 @@ def command_of(name: str) -> Callable[..., None]:
         given = {n for n, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         if quick:
             options |= {n: value for n, value in benchmark.quick.items() if n not in given}
-        words = [f"--{n.replace('_', '-')} {_word(options[n])}" for n in options if n in given]
+        words = [_option(n, options[n]) for n in options if n in given]
         line = " ".join([f"odc bench {name}", *["--quick"] * quick, *words])
         run_benchmark(benchmark, name, options, line, quick, json, plot)
 
@@ -165,6 +165,12 @@ def command_of(name: str) -> Callable[..., None]:
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     command.__doc__ = benchmark.says
     return command
+
+
+def _option(name: str, value: Any) -> str:
+    """As it is typed."""
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option} {_word(value)}"
 
 
 def _word(value: Any) -> str:

@@ -135,6 +135,8 @@ class RankRun:
     """Of each minibatch, as it was."""
     cpu_ns: list[int]
     """Of the thread that trains."""
+    shards_bytes: int = 0
+    """Of this rank's parameters."""
     overhead_bytes: int = 0
     """Of ODC's memory on this rank."""
 
@@ -144,14 +146,18 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
     rank, per_host = me.rank, me.world_size // settings.hosts
     if settings.hosts > 1:
         os.environ[HOST_ID] = f"host{rank // per_host}"
-    mesh = init_device_mesh("cpu", (settings.hosts, per_host) if sharding == "hybrid" else (me.world_size,))
+    if sharding == "hybrid":
+        mesh = init_device_mesh("cpu", (settings.hosts, per_host), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (me.world_size,))
     model = SleepingModel(settings.layers, settings.numel * me.world_size, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     session = patch_fsdp(model) if comm == "odc" else None
     timeline = Timeline(rank) if session is None else session.start_timeline()
     if session is None:
         observe_fsdp(model, timeline)
-    run = RankRun(timeline, [], [], 0 if session is None else session.memory().overhead)
+    memory = None if session is None else session.memory()
+    run = RankRun(timeline, [], []) if memory is None else RankRun(timeline, [], [], memory.parameters, memory.overhead)
     gc.collect()
     gc.freeze()
     dist.barrier()
@@ -194,6 +200,7 @@ def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full")
         "planned_s": sum(makespans) / len(plans),
         "difference_points": 100 * (measured["bubble"] - planned),
         **measured,
+        "shards_mb": max(each.shards_bytes for each in runs) / 1e6,
         "overhead_mb": max(each.overhead_bytes for each in runs) / 1e6,
         "minibatches": minibatches,
     }
@@ -310,13 +317,13 @@ BENCHMARK = Benchmark(
                 Column("planned bubble", "planned_bubble", ".1f", 100),
                 Column("measured", "bubble", ".1f", 100),
                 Column("waiting", "waiting", ".1f", 100),
-                Column("communication", "communication", ".1f", 100),
+                Column("transfers", "communication", ".1f", 100),
                 Column("host", "host", ".1f", 100),
                 Column("s a minibatch", "minibatch_s", ".2f"),
                 Column("planned speedup", "planned_ratio", ".2f"),
                 Column("speedup", "ratio", ".2f"),
                 Column("CPU ms", "cpu_s", ".1f", 1e3),
-                Column("MB of ODC", "overhead_mb", ".2f"),
+                Column("MB of ODC", lambda row: f"{row['overhead_mb']:.2f}" if row["overhead_mb"] else ""),
             ),
         ),
     ),

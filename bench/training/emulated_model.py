@@ -32,8 +32,8 @@ class Clock:
         self.slept_ns += spent_ns
 
     def take(self) -> int:
-        """What has been slept since the last call, nanoseconds."""
-        spent_ns, self.slept_ns = self.slept_ns, 0
+        """What has been slept since the last call, nanoseconds. What was too long of it is not owed any more."""
+        spent_ns, self.slept_ns, self._owed_ns = self.slept_ns, 0, 0
         return spent_ns
 
 
