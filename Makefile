@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance clean
+.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance report clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
@@ -53,6 +53,9 @@ bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of par
 	$(VENV)/bin/odc bench partition-speed --json runs/partition_speed.json
 	$(VENV)/bin/odc bench partition-quality --json runs/partition_quality.json
 	$(VENV)/bin/odc bench post-balance --json runs/post_balance.json
+
+report: $(STAMP)  ## what can be measured on this machine, as one document: bench/REPORT.md (about 25 minutes)
+	$(VENV)/bin/odc bench report
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .venv-torch build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

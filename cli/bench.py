@@ -169,12 +169,10 @@ def command_of(name: str) -> Callable[..., None]:
 
 def _option(name: str, value: Any) -> str:
     """As it is typed."""
+    from odc.bench.harness.benchmark import typed
+
     option = f"--{name.replace('_', '-')}"
-    return option if value is True else f"{option} {_word(value)}"
-
-
-def _word(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return option if value is True else f"{option} {typed(value)}"
 
 
 def run_benchmark(
@@ -188,15 +186,14 @@ def run_benchmark(
 ) -> None:
     """Measure, show, write. Exits with 1 if ranks failed or an aim was missed, with 2 if it cannot run here."""
     from odc.bench.harness import results
-    from odc.bench.harness.benchmark import Run
+    from odc.bench.harness.benchmark import Run, as_settings
     from odc.bench.harness.ranks import BenchError, NotRunError
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no rank outlives us
     with errors_in_one_line():
         check_plot(plot)
-        settings = {n: v if isinstance(v, bool | int | float | str) else _word(v) for n, v in options.items()}
-        about = {"benchmark": name, "command": line, "settings": settings}
+        about = {"benchmark": name, "command": line, "settings": as_settings(options)}
         run = Run(quick=quick, is_quiet=False, json=json, about=about)
         try:
             with run.progress:

@@ -17,6 +17,7 @@ ROOMS = {
     ),
     "proof": ("conformance", "parity", "chaos"),
     "gpu": ("gpu",),
+    "reporting": ("report",),
 }
 
 

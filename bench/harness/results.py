@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from odc.bench.harness import catalogue
-from odc.bench.harness.benchmark import Benchmark, Entries, Row, Table, bounds
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Table, bounds
 
 
 def read(path: Path) -> Entries:
@@ -42,14 +42,28 @@ def shown(table: Table, rows: Sequence[Row], document: Entries) -> RichTable:
     """One table; columns without any value are left out."""
     made = RichTable(title=escape(table.title.format_map(document)), caption=table.caption, caption_justify="left")
     made.box = box.SIMPLE_HEAD
-    texts = [(column, [column.text(row) for row in rows]) for column in (*table.keys, *table.columns)]
-    texts = [(column, cells) for column, cells in texts if any(cells)]
+    texts = _cells(table, rows)
     for column, cells in texts:
         is_name = column in table.keys and not all(cell.isdigit() for cell in cells)
         made.add_column(column.heading, justify="left" if is_name else "right")
     for line in zip(*(cells for _, cells in texts), strict=True):
         made.add_row(*map(escape, line))
     return made
+
+
+def markdown(table: Table, rows: Sequence[Row], document: Entries) -> str:
+    """The same for a document: its title in bold, the table, its caption."""
+    texts = _cells(table, rows)
+    lines = [[column.heading for column, _ in texts], ["---"] * len(texts), *zip(*(c for _, c in texts), strict=True)]
+    written = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    title = table.title.format_map(document)
+    return "\n\n".join(filter(None, (f"**{title}**", "\n".join(written), table.caption)))
+
+
+def _cells(table: Table, rows: Sequence[Row]) -> list[tuple[Column, list[str]]]:
+    """Columns that have a value, and what stands in them."""
+    texts = [(column, [column.text(row) for row in rows]) for column in (*table.keys, *table.columns)]
+    return [(column, cells) for column, cells in texts if any(cells)]
 
 
 def compare(before: Entries, after: Entries) -> Iterator[RichTable]:

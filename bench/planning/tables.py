@@ -6,7 +6,7 @@ samples of the shuffled set, a microbatch has at most as many tokens as the long
 is idle time over total time of all minibatches. "Native" balances batches of 256 samples per device before it
 cuts them, which the paper does not state.
 
-Not covered: Tables 3 and 5 (throughput), which need GPUs.
+Not covered: Tables 3 and 5 (throughput), which need GPUs; ``odc bench report`` sets emulated devices beside them.
 """
 
 from __future__ import annotations
@@ -81,6 +81,19 @@ def read_cells() -> list[Cell]:
             )
             for row in csv.DictReader(file)
         ]
+
+
+def read_throughput() -> dict[Cell, float]:
+    """The published samples per second and device of Tables 3 and 5, by the cells of Tables 4 and 6 that they belong
+    to."""
+    bubbles = {(c.dataset, c.model, c.method, c.minibatch_size): c for c in read_cells()}
+    with (files("odc.bench.planning") / "throughput.csv").open() as file:
+        return {
+            bubbles[row["dataset"], row["model"], row["method"], int(row["minibatch_size"])]: float(
+                row["samples_per_s_per_device"]
+            )
+            for row in csv.DictReader(file)
+        }
 
 
 def simulate_cells(cells: Sequence[Cell], num_samples: int) -> list[float]:

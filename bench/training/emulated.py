@@ -15,10 +15,10 @@ minibatch's time is idle time, the measured bubble:
     planned          bubble rate of the plans: idle time over total time of all minibatches
     measured         the same of the run: what is not compute, over the time of the minibatches, all ranks
     waiting          the part of it in which a rank waited for another one
-    communication    the part inside gathers, pushes, the end and publishing (or gloo's collectives) without that
+    transfers        the part inside gathers, pushes, the end and publishing (or gloo's collectives) without that
     host             the rest: FSDP2's and autograd's Python, the optimizer, the training loop
 
-The difference, measured minus planned, is what communication and host add, where a rank would not have waited anyway.
+The difference, measured minus planned, is what transfers and host add, where a rank would not have waited anyway.
 Sleeping ranks leave the cores to the others, so a few cores carry many ranks; but those that are awake at the same time
 queue for a core, which they would not on a machine with one for each. So the difference is an upper bound, most of all
 for collectives, in which all ranks are awake at the same time: where they need more than ODC, the measured speedup is
