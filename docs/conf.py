@@ -21,7 +21,7 @@ html_title = f"ODC {version}"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
-smartquotes = False  # "--option" stays what it is
+smartquotes_action = "D"  # dashes; quotes stay as they are typed
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3  # as GitHub makes them
@@ -30,9 +30,13 @@ myst_heading_anchors = 3  # as GitHub makes them
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
+autodoc_type_aliases = {
+    name: name.rpartition(".")[2]
+    for name in ("npt.ArrayLike", "npt.NDArray", "FloatArray", "IntArray", "Items", "Parts", "Routes", "Lengths")
+}
 autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 80
+python_maximum_signature_line_length = 100
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 napoleon_use_rtype = False

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -151,6 +152,7 @@ def _default(value: object) -> str:
 def _sentence(text: str) -> str:
     """For a cell: begun large, ended by a point."""
     words = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+    words = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)", r"`\1`", words)
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", ")")) else ".")
 
 

@@ -15,7 +15,7 @@ from process_ranks import run_ranks, start_ranks
 
 PAGES = Path(__file__).parents[2] / "docs" / "api"
 PACKAGES = ("odc", "odc.balance", "odc.trainers")
-_ENTRY = re.compile(r"^\.\. auto\w+:: (\S+)$", re.MULTILINE)
+_ENTRY = re.compile(r"^\.\. auto\w+:: ([\w.]+)(?:\(\))?$", re.MULTILINE)
 _ENDS = [f"odc.{name}" for name in ("AbortedError", "PeerClosedError", "PeerDiedError", "PeerSilentError")]
 """What these show ends the job, on rank 0."""
 _IN_TRAINERS = [f"odc.trainers.{name}" for name in ("Launched", "Minibatches", "balance", "install", "minibatches")]
