@@ -1,5 +1,5 @@
-"""Layer 1: no processes. Device kernels compiled ahead of time, by the command that users run: one of each kind, and all
-that are linked with NVSHMEM, for sm_90; with `-m extended`, all for all architectures.
+"""Layer 1: no processes. Device kernels compiled ahead of time, by the command that users run: one of each kind, and
+all that are linked with NVSHMEM, for sm_90; with `-m extended`, all for all architectures.
 
 One command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that every
 kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to use,
