@@ -225,7 +225,7 @@ def planning(report: Report) -> Iterator[str]:
             (Column("", lambda row: row["name"]),),
             tuple(Column(f"{point.value:g}", f"{point.value:g}", ".2f") for point in points),
         )
-        row = {"name": name, **{f"{point.value:g}": 1 + point.acceleration for point in points}}
+        row = {"name": name, **{f"{point.value:g}": point.speedup for point in points}}
         yield results.markdown(table, [row], {})
     yield report.tables("planning", report.measure("planning", {}, repetitions=2))
 
