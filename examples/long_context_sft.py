@@ -385,12 +385,9 @@ def learning_rate(step: int, warmup: int, total: int) -> float:
 
 
 def checkpoint_to_resume(args: argparse.Namespace, checkpoints: Checkpoints) -> Path | None:
-    """Rank 0 looks: on a shared file system others may not see yet what it sees."""
     if args.resume is None:
         return None
-    found = [Path(args.resume) if args.resume != "latest" else next(reversed(checkpoints.complete()), None)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return checkpoints.newest() if args.resume == "latest" else Path(args.resume)
 
 
 if __name__ == "__main__":

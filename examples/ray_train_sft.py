@@ -37,8 +37,8 @@ def main() -> None:
             failure_config=FailureConfig(max_failures=own.max_failures),
         ),
     )
-    result = trainer.fit()
-    print(f"the last step: {result.metrics}")
+    trainer.fit()
+    print(f"losses and throughput: {args.out / 'result.json'}")
 
 
 def train_loop(options: Mapping[str, Any]) -> None:

@@ -34,9 +34,19 @@ class Checkpoints:
         """Those that are there, the newest last."""
         return sorted(path for path in self._folder.glob("step-*") if not path.name.endswith(".partial"))
 
+    def path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}"
+
+    def newest(self) -> Path | None:
+        """As rank 0 sees it: on a shared file system others may not see yet what it sees. Collective."""
+        found = self.complete() if dist.get_rank() == 0 else []
+        step = torch.tensor(int(found[-1].name.removeprefix("step-")) if found else -1)
+        dist.broadcast(step, src=0)
+        return self.path(int(step)) if step >= 0 else None
+
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> None:
         """Collective. ``own``: what this rank wants back besides; its random state is kept anyway."""
-        path = self._folder / f"step-{step:06d}"
+        path = self.path(step)
         partial = path.with_suffix(".partial")
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)

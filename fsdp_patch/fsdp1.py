@@ -507,7 +507,7 @@ def _check_module(module: Any, where: str) -> None:
     if module._fsdp_extension is not None:
         raise UnsupportedError(
             f"{where}: its device_mesh {describe_mesh(module._device_mesh)} is a part of a larger mesh, as with tensor "
-            "or expert parallelism, which is not supported together with FSDP1: use fully_shard (FSDP2)"
+            "or expert parallelism, which is not supported: shard by FSDP alone, or keep the collectives"
         )
     if module._handle is not None and module._handle.flat_param.device.type == "meta":
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")
