@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,70 +20,46 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], float | None, float], torch.Tensor]
+"""Query, key and value of a packed sequence, lengths of its samples, scaling, dropout: (1, T, num_heads, head_dim)."""
 
-def packed_sdpa(
-    module: nn.Module,
+
+def _sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seqlens: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a packed sequence.
-
-    Args:
-        query: (1, num_heads, T, head_dim).
-        key, value: (1, num_kv_heads, T, head_dim); num_heads is a multiple of num_kv_heads.
-        attention_mask: must be None: ``cu_seqlens`` says it all.
-        scaling: of the scores; default 1 / sqrt(head_dim).
-        cu_seqlens: (num_samples + 1,) integers, ascending from 0 to T; without it all T tokens are one
-            sample. Keep it on the CPU: its values decide what is launched.
-
-    Returns:
-        (1, T, num_heads, head_dim), and None for the attention weights, which are never formed.
-
-    Raises:
-        ValueError: more than one sequence, a mask, or a ``cu_seqlens`` that does not cover the sequence.
-    """
-    lengths = _lengths(query, key, attention_mask, cu_seqlens)
+    lengths: list[int],
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
     outputs = [
         F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def packed_flash(
-    module: nn.Module,
+def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seqlens: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As :func:`packed_sdpa`, in one launch for all samples. GPUs and 16-bit types only.
+    lengths: list[int],
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """One launch for all samples. GPUs and 16-bit types only.
 
     Of the package flash-attn where it is installed, else torch's own (2.10 and newer), which has no dropout.
     """
-    lengths = _lengths(query, key, attention_mask, cu_seqlens)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(query.device, non_blocking=True)
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, head_dim)
+    bounds = (starts, starts, max(lengths), max(lengths))
     if importlib.util.find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(
-            *rows, starts, starts, max(lengths), max(lengths), dropout_p=dropout, softmax_scale=scaling, causal=True
-        )
+        out = flash_attn_varlen_func(*rows, *bounds, dropout_p=dropout, softmax_scale=scaling, causal=True)
     else:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -90,32 +67,25 @@ def packed_flash(
             raise ValueError(f"dropout={dropout}: torch's varlen_attn has none; install flash-attn, or take sdpa")
         grouped = query.shape[1] != key.shape[1]
         # No token to the right: causal.
-        out = varlen_attn(
-            *rows, starts, starts, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0), enable_gqa=grouped
-        )
-    return out[None], None
+        out = varlen_attn(*rows, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    return out[None]
 
 
-def packed_flex(
-    module: nn.Module,
+def _flex(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seqlens: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As :func:`packed_sdpa`, by flex_attention: compiled on GPUs; elsewhere slow, with all scores. No dropout."""
-    lengths = _lengths(query, key, attention_mask, cu_seqlens)
+    lengths: list[int],
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """By flex_attention: compiled on GPUs; elsewhere slow, with all scores. No dropout."""
     if dropout:
         raise ValueError(f"dropout={dropout}: flex_attention has none; take sdpa")
     mask = _block_mask(tuple(lengths), query.device)
     attend = _compiled_flex() if query.is_cuda else flex_attention
     out = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a microbatch share it
@@ -133,25 +103,54 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _lengths(
-    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> list[int]:
-    """Of the samples, from what all functions check."""
-    num_tokens = query.shape[2]
-    if query.shape[0] != 1 or key.shape[2] != num_tokens:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}: expected one packed sequence and no cache"
-        )
-    if attention_mask is not None:
-        raise ValueError("packed attention takes cu_seqlens, not an attention_mask")
-    bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
-        raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
-    return lengths
+def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Causal attention within each sample of a packed sequence, as transformers calls it."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend to one's own sample.
+
+        Args:
+            query: (1, num_heads, T, head_dim).
+            key, value: (1, num_kv_heads, T, head_dim); num_heads is a multiple of num_kv_heads.
+            attention_mask: must be None: ``cu_seqlens`` says it all.
+            scaling: of the scores; default 1 / sqrt(head_dim).
+            cu_seqlens: (num_samples + 1,) integers, ascending from 0 to T; without it all T tokens are one
+                sample. Keep it on the CPU: its values decide what is launched.
+
+        Returns:
+            (1, T, num_heads, head_dim), and None for the attention weights, which are never formed.
+
+        Raises:
+            ValueError: more than one sequence, a mask, or a ``cu_seqlens`` that does not cover the sequence.
+        """
+        num_tokens = query.shape[2]
+        if query.shape[0] != 1 or key.shape[2] != num_tokens:
+            raise ValueError(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)}: expected one packed sequence and no cache"
+            )
+        if attention_mask is not None:
+            raise ValueError("packed attention takes cu_seqlens, not an attention_mask")
+        bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
+            raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
+        return attend(query, key, value, lengths, scaling, dropout), None
+
+    return attention
 
 
-FUNCTIONS = {"sdpa": packed_sdpa, "flash": packed_flash, "flex": packed_flex}
+FUNCTIONS = {"sdpa": packed(_sdpa), "flash": packed(_flash), "flex": packed(_flex)}
 
 
 def register(name: str = "sdpa", device: torch.device | None = None) -> str:

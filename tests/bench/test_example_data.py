@@ -155,7 +155,7 @@ def test_a_dummy_microbatch_has_no_loss_and_no_gradient() -> None:
 def test_bounds_that_do_not_cover_the_sequence_are_an_error(bounds: list[int]) -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="expected to ascend from 0 to 4"):
-        packed_attention.packed_sdpa(torch.nn.Module(), x, x, x, None, cu_seqlens=torch.tensor(bounds))
+        packed_attention.FUNCTIONS["sdpa"](torch.nn.Module(), x, x, x, None, cu_seqlens=torch.tensor(bounds))
 
 
 def test_a_failed_child_is_an_error_with_its_stderr(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 import json
 import os
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
@@ -114,8 +117,43 @@ def test_flex_attention_computes_what_sdpa_does() -> None:
     query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     args = (torch.nn.Module(), query, key, value, None)
-    expected, _ = packed_attention.packed_sdpa(*args, cu_seqlens=bounds)
-    found, _ = packed_attention.packed_flex(*args, cu_seqlens=bounds)
+    expected, _ = packed_attention.FUNCTIONS["sdpa"](*args, cu_seqlens=bounds)
+    found, _ = packed_attention.FUNCTIONS["flex"](*args, cu_seqlens=bounds)
     torch.testing.assert_close(found, expected)
-    leaking, _ = packed_attention.packed_flex(*args)
+    leaking, _ = packed_attention.FUNCTIONS["flex"](*args)
     assert not torch.allclose(leaking, expected)
+
+
+def test_flash_attention_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel needs a GPU: here each sample's part is computed by SDPA, from the arguments that torch's takes."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 and newer have it")
+    declared = inspect.signature(varlen.varlen_attn)
+
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call = declared.bind(*args, **kwargs).arguments
+        assert call["window_size"] == (-1, 0)
+        assert call["cu_seq_q"].dtype == torch.int32
+        bounds = call["cu_seq_q"].tolist()
+        assert call["max_q"] == call["max_k"] == max(b - a for a, b in itertools.pairwise(bounds))
+        parts = [
+            F.scaled_dot_product_attention(
+                *(call[name][a:b].transpose(0, 1)[None] for name in ("query", "key", "value")),
+                is_causal=True,
+                scale=call["scale"],
+                enable_gqa=call["enable_gqa"],
+            )
+            for a, b in itertools.pairwise(bounds)
+        ]
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", on_cpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without flash-attn
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    args = (torch.nn.Module(), query, key, value, None)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    expected, _ = packed_attention.FUNCTIONS["sdpa"](*args, cu_seqlens=bounds, scaling=0.3)
+    found, _ = packed_attention.FUNCTIONS["flash"](*args, cu_seqlens=bounds, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        packed_attention.FUNCTIONS["flash"](*args, dropout=0.1)
