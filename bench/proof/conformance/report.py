@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +14,25 @@ from odc.bench.proof.conformance.training import STEPS
 COMMAND = "odc bench conformance --json bench/results/conformance.json --markdown docs/conformance.md"
 QUANTITIES = ("losses", "gradients", "parameters")
 _INTRODUCTION = f"""\
-The same training script twice per cell, {STEPS} steps of AdamW on a small transformer: over FSDP's gloo collectives,
-and after one more line, `session = odc.patch_fsdp(model)`. Every rank has its own data, and all ranks have equally
-many microbatches, because plain FSDP needs that. A cell is *passed* if
+A cell is one way to train by FSDP: {STEPS} steps of AdamW on a small transformer, over FSDP's gloo collectives and once
+more after `session = odc.patch_fsdp(model)`. Ranks have data of their own, and equally many microbatches, which plain
+FSDP needs. A cell has *passed* if
 
 - the mean loss of every step,
 - every gradient as the first `optimizer.step` finds it, and the norm that clipping finds in every step,
 - every parameter after the last step
 
 differ by at most {TOLERANCES["fp32"]:g} (fp32) or {TOLERANCES["bf16"]:g} (bf16) of the largest absolute value in their
-tensor, and if on every rank ODC has gathered, pushed and ended {STEPS} minibatches. It is *refused* if `patch_fsdp`
-raises `odc.UnsupportedError`, and *failed* in all other cases. The columns of numbers are the largest of these errors;
-0 is equality. In bf16 FSDP rounds sums of gradients to bfloat16, on-demand communication sums in float32.
+tensor, and ODC was at work in all {STEPS} minibatches on every rank. It is *refused* if `patch_fsdp` raises
+`odc.UnsupportedError`, else *failed*. In bf16 FSDP rounds sums of gradients to bfloat16; ODC sums in float32.
 """
+_CELLS = """\
+A number is the largest error of a cell that has passed, 0 is equality; columns are
+accumulation and clipping. The errors of losses, gradients and parameters by themselves are in the
+[committed result](../bench/results/conformance.json).
+"""
+_ROW = ("FSDP", "precision", "sharding")  # the axes of a row; the others make its columns
+_COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if axis not in _ROW)))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -42,19 +49,28 @@ def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping
         f"```sh\n{COMMAND}\n```\n",
         _INTRODUCTION,
         _table(("precision", *(f"largest error of {q}" for q in QUANTITIES)), _largest_errors(outcomes)),
+        "## Cells\n",
+        _CELLS,
+        _table((*_ROW, *map(", ".join, _COLUMNS)), _rows(outcomes)),
         "## Axes\n",
         _table(("axis", "value", "meaning"), [(axis, v, MEANINGS[v]) for axis, vs in AXES.items() for v in vs]),
-        "## Cells\n",
-        _table((*AXES, "result", *QUANTITIES, "reason"), [_row(outcome) for outcome in outcomes]),
     ]
+    if reasons := [(o.cell.name, o.status, _one_line(o.reason)) for o in outcomes if o.status != "passed"]:
+        parts += ["## Refused and failed\n", _table(("cell", "result", "reason"), reasons)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts))
 
 
 def read_statuses(markdown: str) -> dict[str, str]:
     """Status of each cell by name, from what :func:`write_markdown` wrote."""
-    rows = [[entry.strip() for entry in line.split("|")[1:-1]] for line in markdown.splitlines()]
-    return {"/".join(row[: len(AXES)]): row[len(AXES)] for row in rows if row and row[0] in AXES["FSDP"]}
+    found = {}
+    for line in markdown.splitlines():
+        row = [entry.strip() for entry in line.split("|")[1:-1]]
+        if row and row[0] in AXES["FSDP"]:
+            for column, entry in zip(_COLUMNS, row[len(_ROW) :], strict=True):
+                if entry:
+                    found["/".join((*row[: len(_ROW)], *column))] = entry if entry.isalpha() else "passed"
+    return found
 
 
 def _largest_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -67,9 +83,20 @@ def _largest_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    reason = " ".join(outcome.reason.replace("|", "\\|").split())
-    return (*outcome.cell.values, outcome.status, *(_number(getattr(outcome, q)) for q in QUANTITIES), reason)
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    entries = {o.cell.values: _entry(o) for o in outcomes}
+    rows = itertools.product(*(AXES[axis] for axis in _ROW))
+    return [(*row, *(entries.get((*row, *column), "") for column in _COLUMNS)) for row in rows]
+
+
+def _entry(outcome: Outcome) -> str:
+    """The largest error, or what became of the cell instead."""
+    errors = [error for error in (getattr(outcome, q) for q in QUANTITIES) if error is not None]
+    return _number(max(errors)) if outcome.status == "passed" else outcome.status
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.replace("|", "\\|").split())
 
 
 def _number(error: float | None) -> str:
