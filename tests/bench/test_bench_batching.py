@@ -54,7 +54,8 @@ def test_the_comparators_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "num_samples", "max_tokens"), [("longalign", 2048, 65536), ("sharegpt4o", 4096, 16384)]
+    ("law", "num_samples", "max_tokens"),
+    [pytest.param("longalign", 2048, 65536, marks=pytest.mark.extended), ("sharegpt4o", 4096, 16384)],
 )
 def test_streams_whose_ranks_hardly_wait(law: str, num_samples: int, max_tokens: int) -> None:
     rows = {row.kind: row for row in simulate_streams(law, num_samples, max_tokens)}

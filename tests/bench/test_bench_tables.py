@@ -42,6 +42,9 @@ def find(dataset: str, model: str, method: str, minibatch_size: int) -> Cell:
     return cell
 
 
+further = functools.partial(pytest.param, marks=pytest.mark.extended)
+
+
 @functools.cache
 def simulate(dataset: str, model: str, minibatch_size: int, num_samples: int = 2048) -> Mapping[Cell, float]:
     """The bubble rates of all methods: several tests look at some."""
@@ -107,7 +110,7 @@ def test_cost_models_grow_with_the_model() -> None:
     assert paper_cost("1.5B") == QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
 
 
-@pytest.mark.parametrize(("model", "minibatch_size"), [("1.5B", 4), ("7B", 8), ("14B", 4)])
+@pytest.mark.parametrize(("model", "minibatch_size"), [("1.5B", 4), further("7B", 8), further("14B", 4)])
 def test_packing_beats_sorting_and_lb_mini_beats_lb_micro(model: str, minibatch_size: int) -> None:
     rate = {cell.method: rate for cell, rate in simulate("LongAlign", model, minibatch_size).items()}
     assert set(rate) == SFT_METHODS
@@ -126,7 +129,9 @@ def test_native_is_the_worst_in_rl() -> None:
     assert rate["Collective LB-Micro"] > rate["ODC LB-Micro"] >= rate["ODC LB-Mini"] - 0.01
 
 
-@pytest.mark.parametrize(("dataset", "num_samples", "largest"), [("LongAlign", 3072, 1.0), ("SWE-Smith", 1024, 1.8)])
+@pytest.mark.parametrize(
+    ("dataset", "num_samples", "largest"), [further("LongAlign", 3072, 1.0), ("SWE-Smith", 1024, 1.8)]
+)
 def test_the_fitted_rows_come_out(dataset: str, num_samples: int, largest: float) -> None:
     """With a sixth of the samples that the command takes, or fewer, so one limit is wider."""
     simulated: dict[Cell, float] = {}
