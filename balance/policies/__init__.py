@@ -33,8 +33,8 @@ def policy_names() -> list[str]:
     """The names that :func:`get_policy` knows.
 
     Example:
-        >>> policy_names()[-4:]
-        ['lb-micro', 'lb-micro-global', 'lb-mini', 'lb-mini-equal']
+        >>> {"lb-micro", "lb-mini"} <= set(policy_names())
+        True
     """
     return list(_POLICIES)
 

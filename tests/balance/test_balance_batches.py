@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import (
     COST,
+    EQUAL_NUMBERS,
     LENGTHS,
     LIMIT,
     LONG_TAILED_COST,
@@ -95,7 +96,7 @@ def test_an_epoch_has_every_sample_once(
         assert sorted(s for mine in by_rank for part in mine for s in part) == sorted(minibatch.samples.tolist())
         assert all(sum(lengths[s] for s in part) <= LIMIT for mine in by_rank for part in mine)
         num_samples = [len(mine) for mine in samples_of(plan)]
-        if name != "lb-mini" and name != "lb-micro-global":
+        if name in EQUAL_NUMBERS:
             assert max(num_samples) <= minibatch_size
         if get_policy(name).equal_counts:
             assert len(set(plan.num_microbatches)) == 1

@@ -15,6 +15,8 @@ LIMIT = 1000
 COST = QuadraticCost(1e-3, 1.0)
 NAMES = policy_names()
 EQUAL_COUNTS = [name for name in NAMES if get_policy(name).equal_counts]
+# Of samples, on each rank. A new policy is free in this.
+EQUAL_NUMBERS = frozenset(("none", "local-sort", "verl-native", "verl-optimized", "lb-micro", "lb-mini-equal"))
 LENGTHS = st.lists(st.integers(1, LIMIT), max_size=30)
 LONG_TAILED_COST = QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
 
