@@ -101,7 +101,7 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--transport", "foo"], "transport='foo' is unknown: expected auto, one of shm, tcp"),
+        (["--transport", "foo"], "transport='foo' is unknown: expected auto, one of shm, "),
         (["--balance", "lb-mega"], "--balance: policy 'lb-mega' is not known: expected one of none, local-sort"),
         (["--balance", "lb-mini", "--max-tokens", "0"], "--balance: max_tokens=0: expected at least 1"),
         (["--max-tokens", "9"], "--max-tokens is of --balance and --online: give one of them, too"),
