@@ -3,13 +3,15 @@
     odc bench report            # from the repository's root: bench/REPORT.md, its pictures in bench/report/
     odc bench report --quick    # a first look, of small sizes: runs/report/REPORT.md
 
-The text is fixed, so that two reports differ in figures only. A section that fails says so and does not lose the
-others; the command then ends with 1. The document is written anew behind each section.
+The text is fixed, so that two reports differ in figures only. A section that fails says so, with the benchmark's name,
+and does not lose the others; the command then ends with 1. The document is written anew behind each section, and holds
+no folder of this machine.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -39,6 +41,8 @@ class Report:
     def __init__(self, run: Run, folder: Path) -> None:
         self.quick = run.quick
         self.folder, self._run, self._prefix = folder, run, ""
+        self._measuring = ""
+        """The benchmark that runs: of whatever fails meanwhile, the document names it."""
 
     def measure(self, name: str, quick: Mapping[str, Any], **options: Any) -> Entries:
         """The result of a benchmark with these options; with ``--quick``, the benchmark's own and then ``quick``
@@ -47,11 +51,13 @@ class Report:
         if self.quick:
             options = {**options, **benchmark.quick, **quick}
         parameters = list(inspect.signature(benchmark.measure).parameters.values())[1:]
-        options = {p.name: options.get(p.name, p.default) for p in parameters}
+        options = {**{p.name: p.default for p in parameters}, **options}
         part = self._run.part(self._prefix, {"benchmark": name, "settings": as_settings(options)})
+        self._measuring = name
         found = part.document(benchmark.measure(part, **options))
-        for text in part.missed:
-            self._run.miss(f"{name}: {text}")
+        self._measuring = ""
+        # Not by `miss`: with --quick a benchmark has left out aims by itself, and what is left are wrong results.
+        self._run.missed += [f"{name}: {text}" for text in part.missed]
         return found
 
     def tables(self, name: str, document: Entries, *rows: str) -> str:
@@ -66,22 +72,37 @@ class Report:
         return path, f"![{alternative}]({self.folder.name}/{path.name})"
 
     def write(self, number: int, section: Section) -> tuple[str, str]:
-        """The section, and its outcome: "ok", "not run" or "failed"."""
-        self._prefix = f"{number}/{len(SECTIONS)} {section.title}"
+        """The section, and its outcome: "ok", "missed", "not run" or "failed"."""
+        self._prefix, self._measuring = f"{number}/{len(SECTIONS)} {section.title}", ""
         self._run.begin(1)
+        num_missed = len(self._run.missed)
         blocks, outcome = [f"## {section.title}", section.text], "ok"
         try:
             blocks += section.measure(self) if section.measure else ()
         except NotRunError as error:
-            blocks, outcome = [*blocks[:2], f"**Not run on this machine:** {error}"], "not run"
+            blocks, outcome = [*blocks[:2], f"**Not run on this machine:** {self._said(str(error))}"], "not run"
         except Exception as error:
             self._run.note(traceback.format_exc())
-            blocks, outcome = [*blocks[:2], f"**This section failed:** {_first_line(error)}"], "failed"
+            text = self._said(f"{type(error).__name__}: {error}")
+            blocks, outcome = [*blocks[:2], f"**This section failed:** {text}"], "failed"
+        if missed := self._run.missed[num_missed:]:
+            blocks += (f"**Missed:** {without_folders(text)}" for text in missed)
+            outcome = "missed" if outcome == "ok" else outcome
         return "\n\n".join(blocks), outcome
 
+    def _said(self, text: str) -> str:
+        """The first line of an error, behind the benchmark's name."""
+        benchmark = f"`odc bench {self._measuring}`: " if self._measuring else ""
+        return benchmark + without_folders(text.partition("\n")[0])
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+def without_folders(text: str) -> str:
+    """Of absolute paths only the last name: errors of commands and of the system have this machine's folders.
+
+    >>> without_folders("/home/me/.venv/bin/python examples/sft.py: 3/4 of '/tmp/a/b.json'")
+    "python examples/sft.py: 3/4 of 'b.json'"
+    """
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",;:]+/)+", "", text)
 
 
 def _measured_on() -> str:
