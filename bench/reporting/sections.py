@@ -197,7 +197,7 @@ def hybrid(report: Report) -> Iterator[str]:
 def streams(report: Report) -> Iterator[str]:
     found = report.measure("batching", {}, only="longalign")
     yield report.tables("batching", found, "streams")
-    small = {"samples": 24, "out": Path("runs/report/streams")}
+    small = {"out": Path("runs/report/streams")}
     found = report.measure("stream-training", small, samples=150, repetitions=1, out=Path("runs/report/streams"))
     yield report.tables("stream-training", found)
 
