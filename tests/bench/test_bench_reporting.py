@@ -360,7 +360,7 @@ def test_the_full_report_measures_more_of_the_same(reporter: Reporter) -> None:
     assert (more["demo"]["minibatches"], less["demo"]["minibatches"]) == (24, 4)
     assert (more["demo"]["alternatives"], less["demo"]["alternatives"]) == (True, False)
     assert (more["host-time"]["ranks"], less["host-time"]["ranks"]) == (numbers("2,4,8"), numbers("2"))
-    assert (more["stream-training"]["samples"], less["stream-training"]["samples"]) == (150, 24)
+    assert (more["stream-training"]["samples"], less["stream-training"]["samples"]) == (150, 60)
     assert less["stream-training"]["num_layers"] == 1  # the benchmark's own for --quick
     assert len(QUICK_EMULATIONS) == 1
 
