@@ -100,6 +100,7 @@ def train(
 
     log = RunLog(args.out, vars(args), step)
     log.say(f"resumed from {path}" if path else "starting at the beginning")
+    log.say(f"ODC: {session.describe()}" if session else "collectives of FSDP2")
     log.say(say_memory(args, config, device))
     warm_up(model, args.max_tokens, config.vocab_size, device)
     start, num_tokens = time.perf_counter(), 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from odc.balance import (
+    Minibatch,
     MinibatchLoader,
     MinibatchSampler,
     QuadraticCost,
@@ -53,6 +55,25 @@ def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     counted = labels[1:] != -100
     losses = torch.sin(ids[:-1].double() * 0.37 + positions[:-1].double() * 1.3) + labels[1:].double() * 1e-3
     return losses[counted]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    number: int
+
+
+def test_microbatches_move_to_a_device_whatever_holds_their_tensors() -> None:
+    """As Lightning and accelerate ask for it, whose own moves write into what holds the tensors."""
+    x = torch.ones(2)
+    microbatches = [{"a": x, "b": [x, (x, "text")]}, Pair(x, 3), x]
+    minibatch = Minibatch[Any](microbatches, 0.5, num_loss_tokens=4, num_samples=2)
+    moved = minibatch.to("meta", non_blocking=True)
+    entries, pair, bare = moved.microbatches
+    assert {t.device.type for t in (entries["a"], entries["b"][0], entries["b"][1][0], pair.first, bare)} == {"meta"}
+    assert (entries["b"][1][1], type(pair), pair.number) == ("text", Pair, 3)
+    assert minibatch.microbatches == microbatches
+    assert x.device.type == "cpu"
+    assert replace(moved, microbatches=microbatches).loss_scale == 0.5
 
 
 # The loss scale.

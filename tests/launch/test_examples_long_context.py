@@ -7,6 +7,8 @@ import inspect
 import itertools
 import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ LIBRARIES = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "odc.launch.main"),
     *("transformers.models.qwen2.modeling_qwen2", "odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
 )
+LIMIT_S = 300.0
 Launch = Callable[..., dict[str, Any]]
 
 
@@ -70,6 +73,38 @@ def test_it_trains_the_same_with_and_without_odc_and_resumes_bit_equal(launch: L
     first, second = (weights(tmp_path / name / "step-000004", tmp_path) for name in ("odc", "resumed"))
     assert len(first) > 10
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.extended  # two launchers, whose ranks start cold
+def test_ranks_of_two_launchers_that_pose_as_two_hosts_train_the_same(launch: Launch, tmp_path: Path) -> None:
+    words = ["--tiny", "--steps", "3"]
+    expected = launch(tmp_path / "one", *words, "--no-odc")
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+    command += [str(EXAMPLES / "long_context_sft.py"), "--out", str(tmp_path / "two"), *words]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launchers = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **own, "ODC_HOST_ID": f"host-{number}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        said = [launcher.communicate(timeout=LIMIT_S)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert "transport tcp" in "".join(said)
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
 @pytest.mark.extended  # three more runs; `odc bench demo --alternatives` shows the differences

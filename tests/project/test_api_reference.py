@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from documents import Prepared, example, failure, on_rank
+from documents import IMPORTED, Prepared, example, failure, on_rank
 from process_ranks import run_ranks, start_ranks
 
 PAGES = Path(__file__).parents[2] / "docs" / "api"
@@ -43,7 +43,7 @@ def test_each_public_name_has_one_entry() -> None:
 def run_examples(rank: int, world_size: int, names: list[str]) -> list[str]:
     failures: list[str] = []
     for name in names:
-        failures += on_rank(lambda prepared, name=name: _run(name, prepared), rank, world_size)  # type: ignore[misc]
+        failures += on_rank(lambda prepared, name=name: _run(name, prepared), rank, world_size, **IMPORTED)  # type: ignore[misc]
     return failures
 
 
@@ -59,7 +59,7 @@ def _run(name: str, prepared: Prepared) -> Iterator[str]:
 
 def test_each_public_name_has_an_example_that_runs() -> None:
     names = public()
-    assert [name for name in names if example(name, Prepared(0, 2)) is None] == []
+    assert [name for name in names if example(name, Prepared(0, 2, **IMPORTED)) is None] == []
     on_all = [name for name in names if name not in {*_ENDS, *_IN_TRAINERS}]
     assert run_ranks(2, run_examples, on_all, timeout_s=_TIMEOUT_S) == [[], []]
 
@@ -73,6 +73,6 @@ def test_an_example_in_which_another_rank_is_lost(name: str) -> None:
 def test_an_example_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     balance = importlib.import_module("odc.balance")
     monkeypatch.setattr(balance.policy_names, "__doc__", ">>> policy_names()\n[]\n")
-    (told,) = _run("odc.balance.policy_names", Prepared(0, 2))
+    (told,) = _run("odc.balance.policy_names", Prepared(0, 2, **IMPORTED))
     assert "Expected:" in told
     assert "lb-mini" in told

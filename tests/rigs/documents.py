@@ -126,15 +126,16 @@ def microbatches(rank: int) -> list[list[dict[str, torch.Tensor]]]:
     return [found[: 2 + rank], found[4 : 5 + rank]]
 
 
-class Prepared(dict[str, Any]):
-    """The namespace of a document."""
+IMPORTED = {"torch": torch, "odc": odc, "fully_shard": fully_shard}
+"""What a docstring's example leaves out. A page says what it imports."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(__name__="__main__")
+
+class Prepared(dict[str, Any]):
+    """The namespace of a document, or with ``imported`` names of a docstring."""
+
+    def __init__(self, rank: int, world_size: int, **imported: Any) -> None:
+        super().__init__(__name__="__main__", **imported)
         self._makers: dict[str, Callable[[], Any]] = {
-            "torch": lambda: torch,
-            "odc": lambda: odc,
-            "fully_shard": lambda: fully_shard,
             "rank": lambda: rank,
             "world_size": lambda: world_size,
             "build_model": lambda: LanguageModel,
@@ -178,12 +179,12 @@ class Prepared(dict[str, Any]):
             session.close()
 
 
-def on_rank(run: Callable[[Prepared], Iterator[str]], rank: int, world_size: int) -> list[str]:
-    """What ``run`` says of the examples that it runs with prepared names."""
+def on_rank(run: Callable[[Prepared], Iterator[str]], rank: int, world_size: int, **imported: Any) -> list[str]:
+    """What ``run`` says of the examples that it runs with prepared and with ``imported`` names."""
     # As in a script: workers of loaders are forks. (A daemonic process may have none.)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
-    prepared = Prepared(rank, world_size)
+    prepared = Prepared(rank, world_size, **imported)
     try:
         return list(run(prepared))
     finally:

@@ -115,13 +115,10 @@ class Balanced(Script):
             num_loss_tokens=lengths,
         )
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, number: int) -> Any:
-        return batch  # Lightning writes into what it moves, and a minibatch's fields cannot be written
-
     def training_step(self, batch: Minibatch[torch.Tensor], number: int) -> None:
         total = torch.zeros(())
         for microbatch in batch.microbatches:
-            loss = self.model(microbatch.to(self.device)).pow(2).sum()
+            loss = self.model(microbatch).pow(2).sum()
             self.manual_backward(loss * batch.loss_scale)
             total += loss.detach() * batch.loss_scale
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
