@@ -143,7 +143,7 @@ def measure(
 
 BENCHMARK = Benchmark(
     measure,
-    "25 min, quick 3 min",
+    "22 min, quick 3 min",
     (
         Table(
             "sections",

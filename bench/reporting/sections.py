@@ -159,10 +159,10 @@ def draw_emulated(path: Path, rows: Sequence[Row]) -> None:
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     speedups, bubbles = figure.subplots(1, 2, width_ratios=(2, 1))
-    colours = {"planned": "#9a9a9a", "measured": "#1f3b5c", "paper": "#5aa469"}
+    colours = {"planned": "#9a9a9a", "without transfers": "#7a9cc6", "measured": "#1f3b5c", "paper": "#5aa469"}
     for number, (kind, colour) in enumerate(colours.items()):
-        at = [index + 0.27 * (number - 1) for index in range(len(rows))]
-        speedups.bar(at, [row["speedup"][kind] for row in rows], 0.25, color=colour, label=kind)
+        at = [index + 0.21 * (number - 1.5) for index in range(len(rows))]
+        speedups.bar(at, [row["speedup"][kind] for row in rows], 0.2, color=colour, label=kind)
     names = [f"{row['dataset']}\n{row['ranks']} ranks, {row['minibatch_size']} each" for row in rows]
     speedups.set_xticks(range(len(rows)), names, rotation=60, ha="right", fontsize=8)
     speedups.set_ylabel("throughput over collectives + LB-Micro")
