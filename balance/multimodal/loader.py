@@ -6,14 +6,13 @@ the plans are made beside the training on the minibatch before, and cost it noth
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, Full, Queue, SimpleQueue
-from typing import Any, Generic, Protocol
+from queue import Empty, Full, Queue
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -30,6 +29,8 @@ from odc.balance.multimodal.payload import SampleParts, check_parts, count_bytes
 from odc.balance.multimodal.run import MultimodalMinibatch
 from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.errors import OUR_FAULT, shown
+
+DrawnT = TypeVar("DrawnT")
 
 _LOOK_EVERY_S = 0.1
 _LONGEST_END_S = 2.0
@@ -115,7 +116,6 @@ class MultimodalLoader(Generic[SampleT]):
         self._group = group
         self._timeout_s = exchange_timeout_s
         self._exchange: VectorExchange | None = None
-        self._worker: _Worker | None = None
         self._iterations = Iterations()
         self._leave: Callable[[], None] | None = None
         """Ends the iteration that is going on."""
@@ -149,9 +149,9 @@ class MultimodalLoader(Generic[SampleT]):
     def close(self) -> None:
         """End the iteration, the loader's workers, and the connections to other ranks. Call it on every rank."""
         self._end()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        close = getattr(self.loader, "close", None)
+        if close is not None:
+            close()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -169,8 +169,6 @@ class MultimodalLoader(Generic[SampleT]):
         begun = 0 if exchange is None else exchange.begin(self.orchestrator.identity(), {})
         ready: Queue[_Ready] = Queue(self._prefetch)
         stop, ended = threading.Event(), threading.Event()
-        if self._worker is None or self._worker.is_busy:  # with an iteration that waits for a rank which does not come
-            self._worker = _Worker(getattr(self.loader, "close", _nothing))
         num_done, has_failed = 0, False
 
         def leave() -> None:
@@ -181,17 +179,20 @@ class MultimodalLoader(Generic[SampleT]):
             stop.set()
             if exchange is not None and not ended.is_set() and not has_failed:
                 exchange.tell_left(begun, num_done)
-            done.wait(_LONGEST_END_S)  # one that waits for a rank which does not come is left
+            thread.join(_LONGEST_END_S)  # one that waits for a rank which does not come is left
             if not ended.is_set():
                 # The threads of the ranks may have stopped at different vectors, and some may have heard that others
                 # have left: so the next iteration, which all begin if one does, has an exchange of its own.
                 self._exchange = None
 
+        minibatches = iter(self.loader)
+        arguments = (minibatches, _first_drawn(minibatches), exchange, ready, stop, ended)
+        thread = threading.Thread(target=self._prepare, args=arguments, name="odc-multimodal", daemon=True)
+        thread.start()
         self._leave = leave
-        done = self._worker.submit(partial(self._prepare, iter(self.loader), exchange, ready, stop, ended))
         try:
             while True:
-                found = _take(ready, done)
+                found = _take(ready, thread)
                 if found.error is not None:
                     has_failed = True
                     raise found.error
@@ -218,6 +219,7 @@ class MultimodalLoader(Generic[SampleT]):
     def _prepare(
         self,
         minibatches: Iterator[Minibatch[list[SampleT]]],
+        drawing: Iterator[Minibatch[list[SampleT]]],
         exchange: VectorExchange | None,
         ready: Queue[_Ready],
         stop: threading.Event,
@@ -225,7 +227,7 @@ class MultimodalLoader(Generic[SampleT]):
     ) -> None:
         try:
             while not stop.is_set():
-                drawn = next(minibatches, None)
+                drawn = next(drawing, None)
                 state = self.loader.state_dict()
                 if drawn is None:
                     self._end_together(exchange)
@@ -307,59 +309,30 @@ class MultimodalLoader(Generic[SampleT]):
         )
 
 
-def _nothing() -> None:
-    """What there is to close of a loader without workers."""
+def _first_drawn(minibatches: Iterator[DrawnT]) -> Iterator[DrawnT]:
+    """``minibatches``, the first of which is drawn here and now; if that fails, it fails for whoever goes on.
 
-
-class _Worker:
-    """A thread that does one job after another, and lives as long as this object.
-
-    [Note: One thread for all epochs] The workers of a loader are processes that end with the thread which has started
-    them (``PR_SET_PDEATHSIG``), and those that are to stay for the next epoch are started in this one.
+    [Note: Workers are forks of the caller's thread] A loader starts its workers when the first minibatch is drawn. They
+    end with the thread that has started them (``PR_SET_PDEATHSIG``), and what other threads have in their
+    ``threading.local`` is torn down in a fork: with that of the main thread, forks have crashed.
     """
-
-    def __init__(self, at_end: Callable[[], object]) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
-        self._last = threading.Event()
-        self._last.set()
-        self._thread = threading.Thread(target=_work, args=(self._jobs, at_end), name="odc-multimodal", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, self._jobs.put, None)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job goes on."""
-        return not self._last.is_set()
-
-    def submit(self, job: Callable[[], None]) -> threading.Event:
-        """Have a job done; it is when the event is set."""
-        self._last = threading.Event()
-        self._jobs.put((job, self._last))
-        return self._last
-
-    def close(self) -> None:
-        """End the thread; one that waits for a rank which does not come is left."""
-        self._end()
-        self._thread.join(_LONGEST_END_S)
+    try:
+        first = list(itertools.islice(minibatches, 1))
+    except BaseException as error:
+        return map(_raise, [error])
+    return itertools.chain(first, minibatches)
 
 
-def _work(jobs: SimpleQueue[tuple[Callable[[], None], threading.Event] | None], at_end: Callable[[], object]) -> None:
-    while (found := jobs.get()) is not None:
-        job, done = found
-        try:
-            job()
-        finally:
-            done.set()
-        del found, job, done  # of an iteration that is over
-    at_end()  # here: workers that end with their thread would leave behind what they had under way
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
-def _take(ready: Queue[_Ready], done: threading.Event) -> _Ready:
+def _take(ready: Queue[_Ready], thread: threading.Thread) -> _Ready:
     while True:
         try:
             return ready.get(timeout=_LOOK_EVERY_S)
         except Empty:
-            if done.is_set() and ready.empty():
+            if not thread.is_alive() and ready.empty():
                 raise RuntimeError(f"the thread that prepares minibatches has ended. {OUR_FAULT}") from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from multiprocessing import popen_fork
 from typing import Any
 
 import pytest
@@ -86,8 +87,17 @@ def test_every_sample_comes_once_and_states_resume(kind: str) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_serve_several_epochs(persistent: bool) -> None:
-    """Also where they stay, although they were started in a thread, with whose end they would end."""
+def test_workers_serve_several_epochs(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forks of this thread, not of the one that prepares minibatches: with that they would end, and in a fork
+    of it what this thread has is torn down."""
+    forking: list[threading.Thread] = []
+    launch = popen_fork.Popen._launch
+
+    def recorded(self: popen_fork.Popen, process: Any) -> None:
+        forking.append(threading.current_thread())
+        launch(self, process)
+
+    monkeypatch.setattr(popen_fork.Popen, "_launch", recorded)
     lengths = [length_of(make_sample(i)) for i in range(NUM_SAMPLES)]
     loader = MinibatchLoader(
         Samples(), lengths, list, 0, 1, minibatch_size=8, cost=COSTS["language"], max_tokens=200, comm="odc",
@@ -99,6 +109,7 @@ def test_workers_serve_several_epochs(persistent: bool) -> None:
         assert sorted(n for minibatch in several for n in numbers_of(minibatch)) == list(range(NUM_SAMPLES))
     next(iter(several))  # left in the middle
     several.close()
+    assert forking == [threading.current_thread()] * (1 if persistent else 4)
 
 
 def fail(rank: int, world_size: int, what: str) -> tuple[str, str]:
