@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 from odc import __version__
@@ -53,7 +54,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["paste.js"]
+html_js_files = ["paste.js", "pictures.js"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
@@ -111,5 +112,25 @@ def _link(match: re.Match[str], written_in: Path, folder: Path) -> str:
     return f"[{label}]({os.path.relpath(target, folder)}{anchor})"
 
 
+def _wrap(app: Sphinx, document: nodes.document) -> None:
+    """Commands and messages may go on in the next line of a narrow screen. Code and tables keep their columns."""
+    for block in document.findall(nodes.literal_block):
+        text, language = block.astext(), block.get("language")
+        if (language in ("bash", "sh") and "<<" not in text) or (language == "text" and "  " not in text):
+            block["classes"].append("wrap")
+
+
+_ALIAS = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
+
+
+def _with_aliases(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """An alias of a type by its name, also where it is a part of a union."""
+    return _ALIAS.sub(r"\1", signature or "") or None, _ALIAS.sub(r"\1", returns or "") or None
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
+    app.connect("doctree-read", _wrap)
+    app.connect("autodoc-process-signature", _with_aliases)
