@@ -12,12 +12,14 @@
 | a process group of its own for the reduce-scatter | - | - | - | - | yes | groups are never compared by identity |
 | ``all_gather_single``, ``reduce_scatter_single`` | - | - | - | - | yes | FSDP is not entered through these |
 | integer parameters | - | - | - | yes | yes | torch refuses them before 2.12 |
+| a reduction returns the stream that it ended on, too | - | - | - | - | yes | ``reduced`` |
 
 Newer: torch 2.15 keeps the mixed precision policy with each parameter instead of the group (:func:`mp_policy`), and
 without a ``reduce_dtype`` it reduces in the parameters' own dtype (``FsdpParam.grad_dtype``).
 
-The same in all five: how FSDP2 calls custom communication and in which order it divides, the layout of
-``reshard_after_forward=<int>``, and all that is used of FSDP1.
+The same in all five: how FSDP2 calls custom communication and the three functions that stage for it
+(:mod:`odc.fsdp_patch.fsdp2_in_place`), in which order it divides, the layout of ``reshard_after_forward=<int>``, and
+all that is used of FSDP1.
 """
 
 from __future__ import annotations
@@ -43,9 +45,22 @@ def torch_version() -> tuple[int, int]:
 
 def warn_if_untested() -> None:
     """Warn about a torch whose FSDP nobody has compared with this package."""
-    if not COMPARED_WITH[0] <= torch_version() <= COMPARED_WITH[1]:
+    if not is_tested():
         low, high = (".".join(map(str, v)) for v in COMPARED_WITH)
         warnings.warn(f"odc was written for torch {low} to {high}, this is {torch.__version__}", stacklevel=3)
+
+
+def is_tested() -> bool:
+    """Whether somebody has compared the installed torch with this package."""
+    return COMPARED_WITH[0] <= torch_version() <= COMPARED_WITH[1]
+
+
+def reduced(stream: Any) -> tuple[Any, ...]:
+    """What FSDP2's ``foreach_reduce`` returns where gradients have been sent elsewhere: nothing to keep, to add or to
+    all-reduce; and when ``stream`` has done what it was given."""
+    event = stream.record_event()
+    ended = (stream, event) if torch_version() >= (2, 13) else (event,)
+    return (None, event, *ended, None, None, None)
 
 
 def param_groups(module: nn.Module) -> list[Any]:

@@ -67,6 +67,33 @@ class FsdpParam:
         parameter: torch.Tensor | None = getattr(self.inner, "_sharded_post_forward_param", None)
         return parameter
 
+    @property
+    def shard_dim(self) -> int:
+        """The dimension that is divided among the ranks. Only 0 is divided unevenly, with padding."""
+        return int(self.inner.fsdp_placement.dim)
+
+    def allocate_full(self, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the unsharded parameter its memory, as FSDP2 does before it copies there what it has gathered."""
+        self.inner.init_all_gather_outputs([self.padded.numel()], [dtype], world_size, device)
+        self.inner.alloc_all_gather_outputs()
+
+    @property
+    def gathered(self) -> torch.Tensor:
+        """The memory of the unsharded parameter: flat, with the padding of all ranks behind it; the same tensor each
+        time."""
+        tensor: torch.Tensor = self.inner.all_gather_outputs[0]
+        return tensor
+
+    def rows_of(self, whole: torch.Tensor, world_size: int) -> torch.Tensor:
+        """The unsharded parameter, or its gradient: contiguous, in its shape or flat, as [world_size, ...], row r for
+        rank r. A gradient without the padding that its last rows would have: flat."""
+        if self.shard_dim:
+            size = list(self.inner.padded_sharded_param_size)
+            size.insert(self.shard_dim, world_size)
+            return whole.view(size).movedim(self.shard_dim, 0)
+        numel = self.padded.numel()
+        return whole.view(world_size, numel) if whole.numel() == world_size * numel else whole.view(-1)
+
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient that :func:`have_gradients` tells of."""
         if self.full is not None:
@@ -100,8 +127,7 @@ class FsdpParam:
     def describe(self) -> str:
         """One line that is equal on two ranks exactly if the parameters are."""
         frozen = "" if self.sharded.requires_grad else ", frozen"
-        dim = int(self.inner.fsdp_placement.dim)
-        return f"{list(self.sharded.size())} {self.dtype} sharded on dim {dim}{frozen}"
+        return f"{list(self.sharded.size())} {self.dtype} sharded on dim {self.shard_dim}{frozen}"
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """A gradient of this rank's part as FSDP2 puts it in ``.grad``."""

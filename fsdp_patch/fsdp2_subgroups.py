@@ -98,6 +98,9 @@ class SubgroupUnit(Fsdp2Unit):
             grad_dtype=row.grad_dtype,
         )
 
+    def why_staged(self) -> str:
+        return "with reshard_after_forward=<int>"  # what is published is not what FSDP gathers
+
     keeps_full_parameters = False
 
     def full_parameters(self) -> list[tuple[torch.Tensor, nn.Parameter]] | None:

@@ -1,9 +1,10 @@
 """One communication unit of FSDP2 (``FSDPParamGroup``).
 
-ODC enters by ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``. What has no public door is read
-here, read-only but for one thing: ``post_backward`` of the parameter group is shadowed on the
-instance, reversibly. It is the only place that knows which parameters of the unit received a gradient (FSDP hands a
-custom reduce-scatter only their concatenation), and it keeps FSDP from all-reducing a hybrid unit in every microbatch.
+ODC enters by ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``; and where it can, by the functions
+that stage for these (:mod:`odc.fsdp_patch.fsdp2_in_place`). What has no public door is read here, read-only but for one
+thing: ``post_backward`` of the parameter group is shadowed on the instance, reversibly. It is the only place that knows
+which parameters of the unit received a gradient (FSDP hands a custom reduce-scatter only their concatenation), and it
+keeps FSDP from all-reducing a hybrid unit in every microbatch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.compat import mp_policy
+from odc.fsdp_patch.compat import is_tested, mp_policy
+from odc.fsdp_patch.fsdp2_in_place import STAGING, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients
 from odc.fsdp_patch.pending import stand_alone
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, shadow, waiting_gradients
@@ -35,6 +38,11 @@ class _OfUnit:
         self._unit = unit
         self._index = index
         self._communication = communication
+
+    @property
+    def in_place(self) -> InPlace | None:
+        """How the unit does without staging, if it does."""
+        return self._unit.in_place
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -55,6 +63,16 @@ class OdcAllGather(_OfUnit, AllGather):
         self._communication.gather(self._index, output_tensor, own_in_place=True)
         return None  # complete, or in the order of the stream
 
+    def gather_in_place(self) -> None:
+        """The same without staging: into the parameters."""
+        in_place = self._unit.in_place
+        assert in_place is not None
+        self._unit.begin_gather()
+        places = in_place.allocate()
+        with torch.no_grad(), _unsafe_preserve_version_counter(in_place.gathered):
+            self._communication.gather(self._index, places, own_in_place=False)
+            in_place.hand_out()
+
 
 class OdcReduceScatter(_OfUnit, ReduceScatter):
     """FSDP's reduce-scatter of one unit, as a push to the owners."""
@@ -73,6 +91,14 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         # minibatch. Whatever is in it, Fsdp2Unit takes that .grad away again. Session.finish adds the sum, divided as
         # FSDP would have divided it.
         return None
+
+    @torch.no_grad()
+    def push_in_place(self, grads: dict[int, torch.Tensor]) -> None:
+        """The same without staging: from the gradients, by the id of each FSDPParam that has one."""
+        in_place = self._unit.in_place
+        assert in_place is not None
+        present = self._unit.begin_push()
+        self._communication.scatter_accumulate(self._index, in_place.rows(grads), present)
 
     def _as_pushed(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
         """Gradients as FSDP lays them out, one row per rank, in the order of the ranks that they are pushed to."""
@@ -94,14 +120,40 @@ class Fsdp2Unit(Unit):
             FsdpParam(p, param_names.get(id(p.sharded_param), f"{name}.<unnamed {i}>"))
             for i, p in enumerate(group.fsdp_params)
         ]
-        self.trainable = [p for p in self.params if p.sharded.requires_grad]
         self._is_offloaded = any(p.inner.offload_to_cpu for p in self.params)  # FSDP would wait before adding
-        self._frozen = [p for p in self.params if not p.sharded.requires_grad]
-        self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
+        self.in_place: InPlace | None = None
+        self._sort()
         self._touched: Sequence[bool] = []  # by the minibatch that has ended
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
         self._has_sent = False  # in a backward pass that may not have completed
+
+    def _sort(self) -> None:
+        self.trainable = [p for p in self.params if p.sharded.requires_grad]
+        self._frozen = [p for p in self.params if not p.sharded.requires_grad]
+        self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
+
+    def do_without_staging(self) -> None:
+        if self.why_staged():
+            return
+        self.params.sort(key=is_small)
+        self._sort()
+        params = list(zip(self.params, self.compute_dtypes, strict=True))
+        self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device)
+
+    def why_staged(self) -> str:
+        """What keeps this unit from :meth:`do_without_staging`; or nothing."""
+        if not is_tested():
+            return f"nobody has tried torch {torch.__version__}"
+        if self.device.type != "cpu":
+            return "on devices"
+        if self._is_offloaded:
+            return "with CPU offload"
+        if self.gather_dtype == torch.uint8:
+            return "with several compute dtypes in a unit"
+        if self.grad_dtype not in (torch.float32, torch.bfloat16):
+            return f"with gradients in {self.grad_dtype}"
+        return ""
 
     # What it is
 
@@ -306,8 +358,11 @@ class Fsdp2Unit(Unit):
             self.all_gather_type(self, index, communication), self.reduce_scatter_type(self, index, communication)
         )
         undo_post_backward = self._shadow_post_backward(communication)
+        undo_staging = STAGING.enter() if self.in_place is not None else None
 
         def undo() -> None:
+            if undo_staging is not None:
+                undo_staging()
             undo_post_backward()
             undo_comms()
 

@@ -132,6 +132,8 @@ def _connect(
     units = list[Unit]()
     try:
         units = units if problem else supported_units(model)
+        for unit in units if config.staging == "auto" else ():
+            unit.do_without_staging()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     raise_together(exchange, problem)

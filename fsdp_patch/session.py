@@ -32,6 +32,7 @@ from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
+from odc.units import Destination, Rows
 
 logger = logging.getLogger("odc")
 
@@ -386,7 +387,7 @@ class Session:
 
     # What FSDP calls
 
-    def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> None:
+    def gather(self, unit: int, out: torch.Tensor | Destination, *, own_in_place: bool) -> None:
         """FSDP's all-gather of one unit."""
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
@@ -402,7 +403,7 @@ class Session:
             self._guard.check_gather(unit, self._gradients.in_training_forward)
         self._runtime.gather(unit, out, own_in_place=own_in_place)
 
-    def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
+    def scatter_accumulate(self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
         state = self._runtime.state
         if state.phase is Phase.OPEN:

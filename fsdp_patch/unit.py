@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc.errors import ProtocolError
 from odc.fsdp_patch.pending import Pending, Reduction, Use
 from odc.fsdp_patch.replicas import Replicas
-from odc.units import UnitSpec
+from odc.units import Destination, Rows, UnitSpec
 
 Undo = Callable[[], None]
 
@@ -26,12 +26,12 @@ GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 class Communication(Protocol):
     """What a unit calls instead of FSDP's collectives. ``unit`` is the unit's number in its session."""
 
-    def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool) -> None:
-        """Fill ``out`` (flat, one row per rank of the unit's process group) with the shards of all owners."""
+    def gather(self, unit: int, out: torch.Tensor | Destination, *, own_in_place: bool) -> None:
+        """Fill ``out`` (one row per rank of the unit's process group) with the shards of all owners."""
         ...
 
-    def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool]) -> None:
-        """Push ``grads`` (flat, one row per rank): the gradients of the ``present`` trainable parameters."""
+    def scatter_accumulate(self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]) -> None:
+        """Push ``grads`` (one row per rank): the gradients of the ``present`` trainable parameters."""
         ...
 
     @property
@@ -107,6 +107,10 @@ class Unit(ABC):
     def pushes_behind_backward(self) -> bool:
         """Whether a backward that gathers this unit will surely push its gradients."""
         return False
+
+    def do_without_staging(self) -> None:
+        """From now on gather into the parameters and push from the gradients, if that can be. Before :meth:`spec`."""
+        return
 
     @abstractmethod
     def spec(self) -> UnitSpec:

@@ -7,6 +7,13 @@ hosts: ``nvshmem``. ``prepare`` compiles and loads beforehand what steps launch;
 all, without a GPU.
 """
 
-from odc.kernels.chunked import CHUNK_BYTES, add_chunked, copy_chunked, zero_chunked
+from odc.kernels.chunked import (
+    CHUNK_BYTES,
+    add_all_chunked,
+    add_chunked,
+    copy_all_chunked,
+    copy_chunked,
+    zero_chunked,
+)
 
-__all__ = ["CHUNK_BYTES", "add_chunked", "copy_chunked", "zero_chunked"]
+__all__ = ["CHUNK_BYTES", "add_all_chunked", "add_chunked", "copy_all_chunked", "copy_chunked", "zero_chunked"]

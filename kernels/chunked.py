@@ -6,7 +6,7 @@ Chunks let a long transfer show progress, notice an abort and be interrupted by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -64,3 +64,47 @@ def zero_chunked(out: torch.Tensor, after_chunk: Callable[[], None] = _no_op) ->
     for low in range(0, out.numel(), step):
         out[low : low + step].zero_()
         after_chunk()
+
+
+def copy_all_chunked(
+    outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after_chunk: Callable[[], None] = _no_op
+) -> None:
+    """``outs[i][:] = sources[i]`` for every i, of equal shapes: small ones, up to a chunk, by one call.
+
+    >>> outs = [torch.zeros(2), torch.zeros(1)]
+    >>> copy_all_chunked(outs, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    >>> outs
+    [tensor([1., 2.]), tensor([3.])]
+    """
+    outs, sources = list(outs), list(sources)
+    for part in _together(outs):
+        if part.stop - part.start == 1:
+            copy_chunked(outs[part.start], sources[part.start], after_chunk)
+        else:
+            torch._foreach_copy_(outs[part], sources[part])
+            after_chunk()
+
+
+def add_all_chunked(
+    totals: Sequence[torch.Tensor], addends: Sequence[torch.Tensor], after_chunk: Callable[[], None] = _no_op
+) -> None:
+    """``totals[i] += addends[i]`` for every i, of equal shapes, computed in the totals' dtype."""
+    totals, addends = list(totals), list(addends)
+    for part in _together(totals):
+        if part.stop - part.start == 1:
+            add_chunked(totals[part.start], addends[part.start], after_chunk)
+        else:
+            torch._foreach_add_(totals[part], addends[part])
+            after_chunk()
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Runs of tensors that are at most a chunk together; larger ones alone."""
+    start = num_bytes = 0
+    for index, tensor in enumerate(tensors):
+        if index > start and num_bytes + tensor.nbytes > CHUNK_BYTES:
+            yield slice(start, index)
+            start, num_bytes = index, 0
+        num_bytes += tensor.nbytes
+    if start < len(tensors):
+        yield slice(start, len(tensors))

@@ -24,6 +24,7 @@ ADDRESS = "ODC_ADDRESS"  # where ranks of other hosts reach those of this one
 TRANSFERS = "ODC_TRANSFER_TABLE"  # a file that says when a kernel beats copy engines
 TRANSPORT = "ODC_TRANSPORT"  # overrides transport=
 ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
+STAGING = "ODC_STAGING"  # "on": FSDP2 copies into flat buffers and out of them, as for collectives
 NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
 NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the network card themselves
 
@@ -41,6 +42,7 @@ FOREIGN = (
 )
 
 ACCUMULATE_MODES = ("auto", "direct", "daemon")
+STAGING_MODES = ("auto", "on")
 ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -69,6 +71,10 @@ class RuntimeConfig:
     deterministic: bool = False
     """Bit-equal gradients whatever the timing, for one more full gradient of memory per rank."""
 
+    staging: str = "auto"
+    """"auto": units of FSDP2 are gathered straight into their parameters and pushed straight from their gradients,
+    where that can be; "on": through FSDP2's flat buffers."""
+
     timeout_s: float = 600.0
     """Seconds without progress of the awaited rank after which a wait raises."""
 
@@ -88,6 +94,8 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
             raise _bad_option("accumulate", self.accumulate, f"one of {', '.join(ACCUMULATE_MODES)}")
+        if self.staging not in STAGING_MODES:
+            raise _bad_option("staging", self.staging, f"one of {', '.join(STAGING_MODES)}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
             raise _bad_option("accumulate_dtype", self.accumulate_dtype, "torch.float32 or torch.float64")
         if not (isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < math.inf):
@@ -116,6 +124,7 @@ class RuntimeConfig:
             accumulate=env.get(ACCUMULATE, accumulate),
             accumulate_dtype=accumulate_dtype,
             deterministic=deterministic,
+            staging=env.get(STAGING, "auto"),
             timeout_s=_read_seconds(env, TIMEOUT, timeout_s),
             fault=env.get(FAULT, ""),
             host_id=env.get(HOST_ID, ""),
@@ -130,6 +139,7 @@ class RuntimeConfig:
             "accumulate": self.accumulate,
             "accumulate_dtype": str(self.accumulate_dtype),
             "deterministic": str(self.deterministic),
+            "staging": self.staging,
         }
 
 

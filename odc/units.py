@@ -64,10 +64,70 @@ class UnitSpec:
         """Elements of one owner's slice of this unit's gradient."""
         return sum(param.numel for param in self.params)
 
+    def pushed_numel(self, present: Sequence[bool] | None) -> int:
+        """Elements of one owner's slice of the gradients of the ``present`` parameters; None: of all."""
+        if present is None:
+            return self.grad_numel
+        return sum(param.numel for param, here in zip(self.params, present, strict=True) if here)
+
     def describe(self) -> str:
         """One line that is equal on two ranks exactly if the units are."""
         params = ", ".join(f"{p.name}[{p.numel}]" for p in self.params)
         return f"{self.shard_numel} x {self.dtype} per rank; gradients {self.grad_dtype}: {params or 'none'}"
+
+
+class Destination:
+    """Where a gather puts a unit that has no flat tensor of its own: each part of the shards by itself.
+
+    Args:
+        outs: of each part of a shard, in their order, and of one dtype: [world_size, ...], row r for what rank r has
+            published. Their memory may come and go, between gathers.
+
+    Example:
+        >>> from odc.units import Destination
+        >>> there = Destination([torch.empty(2, 3), torch.empty(2, 1)])
+        >>> there.shard_numel, there.nbytes
+        (4, 32)
+    """
+
+    def __init__(self, outs: Sequence[torch.Tensor]) -> None:
+        self.outs = list(outs)
+        self.dtype = outs[0].dtype
+        self.numels = [out.numel() // out.shape[0] for out in outs]
+        """Elements of each part."""
+        self.shard_numel = sum(self.numels)
+        self.nbytes = sum(out.nbytes for out in outs)
+
+    @cached_property
+    def rows(self) -> list[list[torch.Tensor]]:
+        """By rank: the row of each part."""
+        return [list(rows) for rows in zip(*(out.unbind() for out in self.outs), strict=True)]
+
+    def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat shard, each shaped as a row."""
+        parts = shard.split_with_sizes(self.numels)
+        return [part.view(out.shape[1:]) for part, out in zip(parts, self.outs, strict=True)]
+
+
+class Rows(NamedTuple):
+    """What a push holds of one parameter, or of several that follow each other in :attr:`UnitSpec.params`."""
+
+    grads: torch.Tensor
+    """[world_size, ...], row r for rank r; or flat and too short for all rows: what the last ones lack is padding."""
+    numel: int
+    """Elements of a whole row."""
+
+    def unbind(self, world_size: int) -> Sequence[torch.Tensor]:
+        """Row by row; rows that are padding alone are empty.
+
+        >>> [row.tolist() for row in Rows(torch.tensor([1.0, 2.0, 3.0]), 2).unbind(3)]
+        [[1.0, 2.0], [3.0], []]
+        """
+        if self.grads.dim() > 1:
+            return self.grads.unbind()
+        numels = [self.numel] * (self.grads.numel() // self.numel)
+        rows = self.grads.split_with_sizes([*numels, self.grads.numel() - sum(numels)])
+        return [*rows, *[self.grads[:0]] * (world_size - len(rows))]
 
 
 class Segment(NamedTuple):

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from odc.errors import ConfigError, UnsupportedError
-from odc.kernels import add_chunked, copy_chunked, zero_chunked
+from odc.kernels import add_all_chunked, add_chunked, copy_all_chunked, copy_chunked, zero_chunked
 
 KERNEL, COPY_ENGINE = "kernel", "copy_engine"
 
@@ -118,6 +118,10 @@ class Engine:
     ``out.dtype``."""
     add = staticmethod(add_chunked)
     """``add(total, addend, after_chunk)``: ``total += addend`` in the total's dtype."""
+    copy_all = staticmethod(copy_all_chunked)
+    """``copy_all(outs, sources, after_chunk)``: :attr:`copy` for each, in as few calls as can be. Host memory only."""
+    add_all = staticmethod(add_all_chunked)
+    """``add_all(totals, addends, after_chunk)``: likewise."""
     zero = staticmethod(zero_chunked)
     """``zero(out, after_chunk)``: ``out[:] = 0``."""
 

@@ -26,7 +26,7 @@ from odc.engines.base import Addition, Engine
 from odc.errors import ConfigError, ProtocolError
 from odc.liveness.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
-from odc.units import UnitSpec, segments
+from odc.units import Rows, UnitSpec, segments
 
 _WORD_BYTES = 8
 
@@ -165,17 +165,28 @@ class AccumulatorStore(ABC):
         return self._buffer.num_bytes + self._state.num_bytes
 
     @abstractmethod
-    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        rows: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        present: Sequence[bool] | None,
+        minibatch: int,
+    ) -> None:
         """Add a push of this rank to ``owner``'s sum of ``unit``, on host memory.
 
         Args:
-            grads: flat: the gradients of the ``present`` parameters (None: of all), back to back.
+            rows, numels: the owner's row of each of its parts, and how many elements that would have without padding
+                being left out; together the gradients of the ``present`` parameters (None: of all), back to back.
 
         Raises:
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
 
-    def add_to_all(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+    def add_to_all(
+        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None, minibatch: int
+    ) -> None:
         """Add row r of ``grads`` to rank r's sum of ``unit``, for every r, by atomic additions.
 
         Raises:
@@ -185,6 +196,7 @@ class AccumulatorStore(ABC):
         if minibatch <= 0 or any(sums.accepts[unit] != minibatch for sums in owners):
             for owner in range(len(owners)):
                 self._check_open(owner, minibatch, unit, self._rank)
+        assert isinstance(grads, torch.Tensor), "on devices units are staged"
         number, rows = self._sum_of(self._rank), grads.view(len(owners), -1)
         start = number * self._offsets[-1] + self._offsets[unit]
         flags = present or [True] * len(self._units[unit].params)
@@ -266,17 +278,60 @@ class AccumulatorStore(ABC):
         assert sums is not None, "only the owner adds, or those of its host"
         return sums
 
-    def _fill_parts(
-        self, total: torch.Tensor, unit: int, grads: torch.Tensor, present: Sequence[bool], first: bool
+    def _fill(
+        self,
+        owner: int,
+        number: int,
+        unit: int,
+        rows: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        present: Sequence[bool] | None,
+        first: bool,
     ) -> None:
-        """``total += grads``, or ``total = grads`` for the first push, where the ``present`` parameters lie."""
-        for segment in segments(self._units[unit], present):
-            part = total[segment.offset : segment.offset + segment.numel]
-            if segment.source is not None:
-                addend = grads[segment.source : segment.source + segment.numel]
-                (self._engine.copy if first else self._engine.add)(part, addend, self._after_chunk)
-            elif first:
-                self._engine.zero(part, self._after_chunk)
+        """Add a push to one of ``owner``'s sums; or write it there, and zeros where it has nothing, if it is the
+        ``first``. Padding is not written: it stays zero."""
+        total, known = self._of(owner).sums[number][unit], self._of(owner).targets
+        if present is None:
+            key = (number, unit, tuple(numels))
+            targets = known.get(key)
+            if targets is None:
+                targets = known[key] = list(total.split_with_sizes(list(numels)))
+            for index, row in enumerate(rows):
+                if targets[index].shape != row.shape:  # of several dimensions, or short
+                    targets[index] = targets[index].flatten()[: row.numel()].view(row.shape)
+            sources = list(rows)
+        else:
+            targets, sources = self._fill_gaps(total, unit, rows, numels, present, first)
+        (self._engine.copy_all if first else self._engine.add_all)(targets, sources, self._after_chunk)
+
+    def _fill_gaps(
+        self,
+        total: torch.Tensor,
+        unit: int,
+        rows: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        present: Sequence[bool],
+        first: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where in ``total`` goes what, of a push without some parameters; these become zero in the ``first`` one."""
+        targets, sources = [], []
+        pieces = zip(rows, numels, itertools.accumulate(numels, initial=0), strict=False)
+        row, numel, start = next(pieces)
+        for offset, length, source in segments(self._units[unit], present):
+            if source is None:
+                if first:
+                    self._engine.zero(total[offset : offset + length], self._after_chunk)
+                continue
+            end = source + length
+            while source < end:
+                if source >= start + numel:
+                    row, numel, start = next(pieces)
+                size = min(end, start + numel) - source
+                piece = row if size == numel else row[source - start : source - start + size]
+                targets.append(total[offset : offset + piece.numel()].view(piece.shape))
+                sources.append(piece)
+                source, offset = source + size, offset + size
+        return targets, sources
 
     def _note(self, words: _Pushed, unit: int, present: Sequence[bool] | None, minibatch: int) -> None:
         """A push is in the sum."""
@@ -331,6 +386,8 @@ class _OwnerSums:
         words = state.numpy().data.cast("B").cast("q")
         self.accepts = words[:num_units]
         size = 2 * num_units + num_params
+        self.targets: dict[tuple[int, int, tuple[int, ...]], list[torch.Tensor]] = {}
+        """Where the parts of whole pushes go, once they have been looked up."""
         starts = [num_units + client * size for client in range(num_clients)]
         self.pushed = [_Pushed(words[start : start + size], num_units) for start in starts]
 
@@ -345,19 +402,23 @@ class SharedStore(AccumulatorStore):
     def _sum_of(self, client: int) -> int:
         return 0
 
-    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        rows: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        present: Sequence[bool] | None,
+        minibatch: int,
+    ) -> None:
         sums, block = self._of(owner), self._blocks[owner]
-        pushed, total = sums.pushed[0], sums.sums[0][unit]
+        pushed = sums.pushed[0]
         if not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
                 self._check_open(owner, minibatch, unit, self._rank)
-            first = pushed.units[unit] != minibatch
-            if present is None:
-                (self._engine.copy if first else self._engine.add)(total, grads, self._after_chunk)
-            else:
-                self._fill_parts(total, unit, grads, present, first)
+            self._fill(owner, 0, unit, rows, numels, present, pushed.units[unit] != minibatch)
             self._note(pushed, unit, present, minibatch)
         finally:
             block.unlock(unit)
@@ -417,13 +478,19 @@ class PerClientStore(AccumulatorStore):
     def num_bytes(self) -> int:
         return super().num_bytes + self._sum.nbytes
 
-    def add(self, owner: int, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+    def add(
+        self,
+        owner: int,
+        unit: int,
+        rows: Sequence[torch.Tensor],
+        numels: Sequence[int],
+        present: Sequence[bool] | None,
+        minibatch: int,
+    ) -> None:
         client = self._rank
         self._check_open(owner, minibatch, unit, client)
-        sums = self._of(owner)
-        pushed = sums.pushed[client]
-        total, first = sums.sums[client][unit], pushed.units[unit] != minibatch
-        self._fill_parts(total, unit, grads, present or [True] * len(self._units[unit].params), first)
+        pushed = self._of(owner).pushed[client]
+        self._fill(owner, client, unit, rows, numels, present, pushed.units[unit] != minibatch)
         self._note(pushed, unit, present, minibatch)
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:

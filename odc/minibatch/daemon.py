@@ -31,7 +31,7 @@ from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore, Arrived
 from odc.transports.base import aligned
-from odc.units import UnitSpec
+from odc.units import Rows, UnitSpec
 
 logger = logging.getLogger("odc")
 
@@ -46,7 +46,7 @@ class _Push(NamedTuple):
     """One that waits for a slot."""
 
     unit: int
-    grads: torch.Tensor
+    grads: torch.Tensor | Sequence[Rows]
     present: Sequence[bool] | None
     minibatch: int
 
@@ -136,7 +136,9 @@ class AccumulationDaemon:
 
     # The client
 
-    def push(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None, minibatch: int) -> None:
+    def push(
+        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None, minibatch: int
+    ) -> None:
         """Send row r of ``grads`` to rank r for every r, who adds it to its sum of ``unit``. They may be reused on
         return."""
         push = _Push(unit, grads, present, minibatch)
@@ -161,10 +163,12 @@ class AccumulationDaemon:
                 self._patience_s,
                 self._end.name(self._owner_without_room() or 0),
             )
+        grads = push.grads
+        assert isinstance(grads, torch.Tensor), "a host waits for a slot as long as it takes"
         try:
             with self._end.engine.take("kept pushes"):
-                kept = torch.empty_like(push.grads)
-                self._end.engine.copy(kept, push.grads)
+                kept = torch.empty_like(grads)
+                self._end.engine.copy(kept, grads)
         except torch.OutOfMemoryError:  # then it has to wait, as if there were nothing to keep it in
             self.drain()
             self._await_room(float("inf"))
@@ -182,6 +186,7 @@ class AccumulationDaemon:
 
     def _send_kept(self) -> None:
         push = self._kept.popleft()
+        assert isinstance(push.grads, torch.Tensor)
         self._kept_bytes -= push.grads.nbytes
         with self._end.engine.take("kept pushes"):
             self._send(push)
@@ -241,20 +246,24 @@ class AccumulationDaemon:
             self._send_in_order(push)
 
     def _send_in_order(self, push: _Push) -> None:
-        number, transport = self._sent + 1, self._transport
+        number, transport, grads = self._sent + 1, self._transport, push.grads
         slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
-        numel = push.grads.numel() // len(self._world)
+        at = slot * self._slot_bytes
+        numel = (
+            grads.numel() // len(self._world) if isinstance(grads, torch.Tensor) else sum(part.numel for part in grads)
+        )
         header = _HEADER.pack(number, push.unit, push.minibatch, numel, push.present is None)
         header += bytes(push.present or ())
         after_chunk = self._end.waiter.after_scatter_chunk
         try:
-            if self._of_all:
-                at = slot * self._slot_bytes
-                self._end.engine.copy_to_peers(self._of_all, at, push.grads, self._rank, after_chunk)
+            if not isinstance(grads, torch.Tensor):
+                self._fill_slots(grads, at, self._units[push.unit].grad_dtype)
+            elif self._of_all:
+                self._end.engine.copy_to_peers(self._of_all, at, grads, self._rank, after_chunk)
             else:
-                rows = push.grads.view(len(self._world), -1).unbind()
+                rows = grads.view(len(self._world), -1).unbind()
                 for owner in transport.topology.rotation():
-                    transport.write(self._slots, owner, slot * self._slot_bytes, rows[owner], after_chunk)
+                    transport.write(self._slots, owner, at, rows[owner], after_chunk)
             start = number % NUM_SLOTS * self._header_bytes
             self._header_views[self._rank][start : start + len(header)] = header
             for owner in self._elsewhere:
@@ -264,6 +273,26 @@ class AccumulationDaemon:
         self._end.faults.hit("scatter.before_post")
         self._sent, self._num_emptied = number, 0
         transport.post(self._posted, daemon=True)
+
+    def _fill_slots(self, grads: Sequence[Rows], at: int, dtype: torch.dtype) -> None:
+        """Put the parts of a push back to back into one slot at every owner, on host memory."""
+        engine, transport, after_chunk = self._end.engine, self._transport, self._end.waiter.after_scatter_chunk
+        numels = [part.numel for part in grads]
+        num_bytes = sum(numels) * dtype.itemsize
+        rows = list(zip(*(part.unbind(len(self._world)) for part in grads), strict=True))
+        for owner in transport.topology.rotation():
+            is_near = self._slots.reaches(owner)
+            if is_near:
+                slot = self._slots.peer(owner)[at : at + num_bytes].view(dtype)
+            else:
+                slot = torch.empty(sum(numels), dtype=dtype)
+            places = list(slot.split_with_sizes(numels))
+            for index, row in enumerate(rows[owner]):
+                engine.zero(places[index][row.numel() :])  # padding
+                places[index] = places[index][: row.numel()].view(row.shape)
+            engine.copy_all(places, rows[owner], after_chunk)
+            if not is_near:
+                transport.write(self._slots, owner, at, slot, after_chunk)
 
     # The owner
 
@@ -347,7 +376,7 @@ class AccumulationDaemon:
             raise ProtocolError(f"rank {who} pushed to unit {unit_index}: there are {len(units)}. {OUR_FAULT}")
         unit = units[unit_index]
         present = None if whole else [bool(flag) for flag in header[_HEADER.size : _HEADER.size + len(unit.params)]]
-        expected = sum(p.numel for i, p in enumerate(unit.params) if present is None or present[i])
+        expected = unit.pushed_numel(present)
         if numel != expected:
             raise ProtocolError(
                 f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}. {OUR_FAULT}"

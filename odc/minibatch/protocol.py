@@ -25,7 +25,7 @@ from odc.minibatch.state import MinibatchState, Phase
 from odc.timeline import Timeline
 from odc.transports._peers import IN_COLLECTIVE, PeerState
 from odc.transports.base import SymmetricBuffer
-from odc.units import UnitSpec
+from odc.units import Destination, Rows, UnitSpec
 
 
 class EndKind(enum.IntEnum):
@@ -74,6 +74,8 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
+_PushToAll = Callable[[int, torch.Tensor | Sequence[Rows], Sequence[bool] | None, int], None]
+
 _END_WORDS = 4 + NUM_NOTES  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
 _SENT = _END_WORDS - 1
 _END_FORMAT = f"={_END_WORDS}q"
@@ -109,13 +111,16 @@ class MinibatchProtocol:
         self._daemon = daemon
         self._has_streams = end.engine.has_streams
         # Beside it, who sends a push to all owners at once; None: it is added owner by owner, on host memory.
-        self._push_to_all = daemon.push if daemon is not None else store.add_to_all if self._has_streams else None
+        self._push_to_all: _PushToAll | None = daemon.push if daemon is not None else None
+        if daemon is None and self._has_streams:
+            self._push_to_all = store.add_to_all
         self._rank = end.rank
         self._world_size = end.world_size
         self._rotation = end.transport.topology.rotation()
         self._others = [rank for rank in self._rotation if rank != self._rank]
         self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
         self.state = MinibatchState([unit.name for unit in units])
+        self._parts: dict[int, tuple[Destination, list[list[torch.Tensor] | None]]] = {}  # of shards, by unit and owner
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
         self._done, self._open = len(units), len(units) + 1  # signals
         # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
@@ -209,12 +214,13 @@ class MinibatchProtocol:
         self._waiter.check()
         self.state.begin()
 
-    def gather(self, unit: int, out: torch.Tensor, own_in_place: bool = False) -> None:
+    def gather(self, unit: int, out: torch.Tensor | Destination, own_in_place: bool = False) -> None:
         """Read the unit's shards of all owners into ``out``, owner by owner, as each becomes ready.
 
         Args:
-            out: flat, ``world_size * shard_numel`` elements of the unit's dtype; rank r's shard comes r-th.
-            own_in_place: this rank's part of ``out`` is filled already.
+            out: flat, ``world_size * shard_numel`` elements of the unit's dtype; rank r's shard comes r-th. Or several
+                tensors, each for a part of all shards.
+            own_in_place: this rank's part of a flat ``out`` is filled already.
 
         Raises:
             MisuseError: between finish and publish, when other owners may already hold the next version.
@@ -229,21 +235,16 @@ class MinibatchProtocol:
                 self._await_published(unit, self._rotation)
                 self._ready[unit] = self.state.changed[unit]
             self._end.transport.order_after(self._rotation, unit, self.state.changed[unit])
+            assert isinstance(out, torch.Tensor), "on devices units are staged"
             self._gather_at_once(unit, out, owners, own_in_place)
             self._engine.note_use()
         else:
             is_ready = self._ready[unit] == self.state.changed[unit]
-            shards, sizes = self._shards[unit], [self._units[unit].shard_numel] * self._world_size
-            rows = out.split_with_sizes(sizes)  # three quarters of chunk's time
-            copy, after_chunk = self._engine.copy, self._waiter.after_gather_chunk
+            read = self._parts_reader(unit, out) if isinstance(out, Destination) else self._rows_reader(unit, out)
             for owner in owners:
                 if not is_ready:
                     self._await_published(unit, [owner])
-                shard = shards[owner]
-                if shard is None:
-                    self._read_far(unit, [(rows[owner], owner)])
-                else:
-                    copy(rows[owner], shard, after_chunk)
+                read(owner)
             self._ready[unit] = self.state.changed[unit]
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.gathers += 1
@@ -251,6 +252,38 @@ class MinibatchProtocol:
         stats.gather_s += (ended_ns - started_ns) * 1e-9
         if self.timeline is not None:
             self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns, bytes=out.nbytes)
+
+    def _rows_reader(self, unit: int, out: torch.Tensor) -> Callable[[int], None]:
+        """Reads one owner's shard into its row."""
+        shards, copy, after_chunk = self._shards[unit], self._engine.copy, self._waiter.after_gather_chunk
+        rows = out.split_with_sizes([self._units[unit].shard_numel] * self._world_size)  # faster than chunk
+
+        def read(owner: int) -> None:
+            shard = shards[owner]
+            if shard is None:
+                self._read_far(unit, [(rows[owner], owner)])
+            else:
+                copy(rows[owner], shard, after_chunk)
+
+        return read
+
+    def _parts_reader(self, unit: int, out: Destination) -> Callable[[int], None]:
+        """Reads one owner's shard, each part into its place."""
+        if (known := self._parts.get(unit)) is None or known[0] is not out:
+            parts = [None if shard is None else out.parts_of(shard) for shard in self._shards[unit]]
+            self._parts[unit] = known = out, parts
+        rows, parts = out.rows, known[1]
+        copy_all, after_chunk = self._engine.copy_all, self._waiter.after_gather_chunk
+
+        def read(owner: int) -> None:
+            sources = parts[owner]
+            if sources is None:
+                row = torch.empty(out.shard_numel, dtype=out.dtype)
+                self._read_far(unit, [(row, owner)])
+                sources = out.parts_of(row)
+            copy_all(rows[owner], sources, after_chunk)
+
+        return read
 
     def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Shards of owners on other hosts, each into its place."""
@@ -287,12 +320,14 @@ class MinibatchProtocol:
         if late:
             self._waiter.wait(lambda: [owner for owner in late if count(owner, signal) < number], what)
 
-    def scatter_accumulate(self, unit: int, grads: torch.Tensor, present: Sequence[bool] | None = None) -> None:
+    def scatter_accumulate(
+        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None = None
+    ) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
 
         Args:
-            grads: flat, ``world_size`` rows of the present parameters' slices back to back; row r goes to rank r.
-                May be reused on return.
+            grads: flat, ``world_size`` rows of the present parameters' slices back to back; row r goes to rank r. Or
+                in several parts, which are together the present parameters. May be reused on return.
             present: which trainable parameters the push holds, if not all.
 
         Raises:
@@ -304,6 +339,7 @@ class MinibatchProtocol:
         is_welcome = not self.state.push(unit)
         started_ns = time.monotonic_ns()
         self._faults.hit("scatter.before")
+        num_bytes = grads.nbytes if isinstance(grads, torch.Tensor) else sum(part.grads.nbytes for part in grads)
         if self._push_to_all is not None:
             if not is_welcome:
                 self._await_open(unit, self._rotation)
@@ -311,18 +347,21 @@ class MinibatchProtocol:
             self._push_to_all(unit, grads, present, self.state.minibatch)
             self._engine.note_use()
         else:
-            rows = grads.split_with_sizes([grads.numel() // self._world_size] * self._world_size)
+            if isinstance(grads, torch.Tensor):
+                grads = [Rows(grads.view(self._world_size, -1), grads.numel() // self._world_size)]
+            numels = [part.numel for part in grads]
+            rows = list(zip(*(part.unbind(self._world_size) for part in grads), strict=True))
             add, minibatch = self._store.add, self.state.minibatch
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])
-                add(owner, unit, rows[owner], present, minibatch)
+                add(owner, unit, rows[owner], numels, present, minibatch)
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.pushes += 1
-        stats.push_bytes += grads.nbytes
+        stats.push_bytes += num_bytes
         stats.push_s += (ended_ns - started_ns) * 1e-9
         if self.timeline is not None:
-            self.timeline.record("scatter", self._units[unit].name, started_ns, ended_ns, bytes=grads.nbytes)
+            self.timeline.record("scatter", self._units[unit].name, started_ns, ended_ns, bytes=num_bytes)
 
     # The end of a minibatch
 
@@ -479,7 +518,7 @@ class MinibatchProtocol:
 
     def release(self) -> None:
         """Let go of all memory of the transport; the runtime has closed."""
-        self._shards, self._ends_of = [], []
+        self._shards, self._ends_of, self._parts = [], [], {}
         self._store.release()
 
     def _where(self) -> str:

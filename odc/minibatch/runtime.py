@@ -35,7 +35,7 @@ from odc.timeline import Stats, Timeline
 from odc.transports import registry
 from odc.transports._peers import IN_COLLECTIVE
 from odc.transports.base import HOST, Transport, aligned
-from odc.units import UnitSpec
+from odc.units import Destination, Rows, UnitSpec
 
 
 class Runtime(RankContext):
@@ -239,14 +239,20 @@ class Runtime(RankContext):
         with self.reporting:
             self._protocol.begin()
 
-    def gather(self, unit: int, out: torch.Tensor, *, own_in_place: bool = False) -> None:
+    def gather(self, unit: int, out: torch.Tensor | Destination, *, own_in_place: bool = False) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gather`.
 
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
         """
         spec = self.units[unit]
-        _check_flat(out, spec.shard_numel * self._world_size, spec.dtype, "gather of {!r}, out", spec)
+        if isinstance(out, torch.Tensor):
+            _check_flat(out, spec.shard_numel * self._world_size, spec.dtype, "gather of {!r}, out", spec)
+        elif out.shard_numel != spec.shard_numel or out.dtype != spec.dtype:
+            raise ValueError(
+                f"gather of {spec.name!r}: room for {out.shard_numel} x {out.dtype} of each rank, which publishes "
+                f"{spec.shard_numel} x {spec.dtype}. {OUR_FAULT}"
+            )
         self._require_open()
         try:  # as `reporting`, which is slower: this is called for each unit and microbatch
             self._protocol.gather(unit, out, own_in_place)
@@ -254,7 +260,9 @@ class Runtime(RankContext):
             self._report(error)
             raise
 
-    def scatter_accumulate(self, unit: int, grads: torch.Tensor, *, present: Sequence[bool] | None = None) -> None:
+    def scatter_accumulate(
+        self, unit: int, grads: torch.Tensor | Sequence[Rows], *, present: Sequence[bool] | None = None
+    ) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.scatter_accumulate`.
 
         Raises:
@@ -265,10 +273,13 @@ class Runtime(RankContext):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters. {OUR_FAULT}")
         if present is not None and all(present):
             present = None
-        numel = spec.grad_numel if present is None else sum(p.numel for i, p in enumerate(spec.params) if present[i])
+        numel = spec.pushed_numel(present)
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out. {OUR_FAULT}")
-        _check_flat(grads, numel * self._world_size, spec.grad_dtype, "push of {!r}, grads", spec)
+        if isinstance(grads, torch.Tensor):
+            _check_flat(grads, numel * self._world_size, spec.grad_dtype, "push of {!r}, grads", spec)
+        elif (given := sum(part.numel for part in grads)) != numel:
+            raise ValueError(f"push of {spec.name!r}: rows of {given} elements, expected {numel}. {OUR_FAULT}")
         self._require_open()
         try:
             self._protocol.scatter_accumulate(unit, grads, present)

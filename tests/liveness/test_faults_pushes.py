@@ -86,7 +86,7 @@ def push_to(runtime: Runtime, owner: int, unit: int, present: list[bool], miniba
     elif runtime._transport.engine.has_streams:
         runtime._store.add_to_all(unit, gradients(99), present, minibatch)
     else:
-        runtime._store.add(owner, unit, gradients(99)[:NUMEL], present, minibatch)
+        runtime._store.add(owner, unit, [gradients(99)[:NUMEL]], [NUMEL], present, minibatch)
 
 
 def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:

@@ -1,0 +1,163 @@
+"""FSDP2 without staging: a gather writes the parameters, a push reads the gradients.
+
+A collective wants one flat buffer, so FSDP2 copies: its own shard in, what was gathered out into each parameter, and
+all gradients into one buffer before the reduce-scatter. One-sided communication wants none of that. FSDP2's public
+doors (``set_custom_all_gather``) hand over these buffers, so they come too late; but three functions do all of the
+staging, the same ones in torch 2.9 to 2.13. While a session is in a model they are replaced, for its units only
+(:data:`STAGING`). What is around them, states, prefetching, resharding and the freeing of parameters, is FSDP2's own.
+
+A parameter that is sharded on dimension 0 is its owners' slices one after the other, padded to equal length; one that
+is sharded on another dimension is a view of such slices. So both are rows, by owner (:class:`~odc.units.Destination`,
+:class:`~odc.units.Rows`). Many small slices would cost more in calls than in bytes: those, and no others, go through
+one buffer as before (:data:`SMALL_NUMEL`).
+
+On a host all is done when a call returns, so a gather is made where the parameters are needed: a prefetch only asks
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+
+from odc.fsdp_patch.compat import reduced
+from odc.fsdp_patch.fsdp2_param import FsdpParam
+from odc.fsdp_patch.unit import Undo, shadow
+from odc.units import Destination, Rows
+
+SMALL_NUMEL = 4096
+"""Elements of a slice up to which one more call costs more than two more copies (16 KiB of float32: 1 us)."""
+
+
+def is_small(param: FsdpParam) -> bool:
+    """Whether its slices travel with those of others. These parameters are the last ones of a unit."""
+    return param.padded.numel() <= SMALL_NUMEL and param.shard_dim == 0
+
+
+class InPlace:
+    """The parameters of one unit, and their gradients, as rows by owner.
+
+    Args:
+        params: with the dtype each is computed in; small ones last, as in the published shards and in the sums.
+        grad_dtype: of what is pushed.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[FsdpParam, torch.dtype]],
+        grad_dtype: torch.dtype,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        self._params = params
+        self._grad_dtype, self._world_size, self._device = grad_dtype, world_size, device
+        small = [param for param, _ in params if is_small(param)]
+        self._small = small if len(small) > 1 else []
+        self._trainable = [param for param, _ in params if param.sharded.requires_grad]
+        self._small_grads = [param for param in self._trainable if is_small(param)]
+        self._places: Destination | None = None
+        self._small_rows = torch.empty(0, dtype=params[0][1], device=device)
+
+    def allocate(self) -> Destination:
+        """Give the parameters their memory. Where a gather has to put them: the same each time."""
+        for param, dtype in self._params:
+            param.allocate_full(self._world_size, dtype, self._device)
+        if self._places is None:
+            large = self._params[: -len(self._small) or None]
+            rows = [param.rows_of(param.gathered, self._world_size) for param, _ in large]
+            if self._small:
+                numel = sum(param.padded.numel() for param in self._small)
+                self._small_rows = torch.empty(self._world_size, numel, dtype=self._params[0][1], device=self._device)
+                rows.append(self._small_rows)
+            self._places = Destination(rows)
+        elif self._small:
+            self._small_rows.untyped_storage().resize_(self._small_rows.nbytes)
+        return self._places
+
+    def hand_out(self) -> None:
+        """What was gathered into one buffer, the small ones, into each of them."""
+        if self._small:
+            sizes = [param.padded.numel() for param in self._small]
+            outs = [param.gathered.view(self._world_size, -1) for param in self._small]
+            torch.split_with_sizes_copy(self._small_rows, sizes, dim=1, out=outs)
+            self._small_rows.untyped_storage().resize_(0)
+
+    @property
+    def gathered(self) -> tuple[torch.Tensor, ...]:
+        """All memory that a gather writes."""
+        return tuple(param.gathered for param, _ in self._params)
+
+    def rows(self, grads: dict[int, torch.Tensor]) -> list[Rows]:
+        """Gradients as they are pushed; ``grads``: by the id of the FSDPParam, unsharded."""
+        here = [(param, grads[id(param.inner)]) for param in self._trainable if id(param.inner) in grads]
+        small = [(param, grad) for param, grad in here if is_small(param)]
+        if len(small) < 2 or len(small) < len(self._small_grads):
+            small = []
+        rows = []
+        for param, grad in here[: -len(small) or None]:
+            numel = param.padded.numel()
+            if grad.dtype.itemsize > self._grad_dtype.itemsize:  # what is sent is rounded, as by a reduce-scatter
+                grad = grad.to(self._grad_dtype)
+            rows.append(Rows(param.rows_of(grad.contiguous(), self._world_size), numel))
+        if small:
+            numel = sum(param.padded.numel() for param, _ in small)
+            together = torch.empty(self._world_size, numel, dtype=self._grad_dtype, device=self._device)
+            torch._chunk_cat([grad for _, grad in small], 0, self._world_size, out=together)
+            rows.append(Rows(together, numel))
+        return rows
+
+
+_NAMES = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+
+
+class _Staging:
+    """Torch's three functions that stage, as they were, while any unit is entered."""
+
+    def __init__(self) -> None:
+        self._num_units = 0
+        self._undo: Undo | None = None
+        self._originals: list[Any] = []
+
+    def enter(self) -> Undo:
+        """Let FSDP2 call those below for the communication of units that has an ``in_place``; returns the undo."""
+        if self._undo is None:
+            ours = dict(zip(_NAMES, (self._all_gather, self._copy_out, self._reduce), strict=True))
+            self._originals = [getattr(torch_group, name) for name in _NAMES]
+            self._undo = shadow(torch_group, **ours)
+        self._num_units += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._num_units -= 1
+        if not self._num_units and self._undo is not None:
+            self._undo()
+            self._undo = None  # what somebody has wrapped meanwhile goes on calling the originals
+
+    # As FSDP2 calls them, by position. What is not an argument of interest is handed on.
+
+    def _all_gather(self, params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
+        if getattr(comm, "in_place", None) is None:
+            return self._originals[0](params, group, is_async, into, over, device, comm)
+        return AllGatherResult(comm, None, None, [], [], [])  # made by _copy_out, where the parameters are needed
+
+    def _copy_out(self, result: Any, params: Any, group: Any) -> None:
+        comm = result.all_gather_output
+        if isinstance(comm, torch.Tensor):
+            self._originals[1](result, params, group)
+        else:
+            comm.gather_in_place()
+
+    def _reduce(self, params: Any, grads: Any, group: Any, stream: Any, comm: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(comm, "in_place", None) is None:
+            return self._originals[2](params, grads, group, stream, comm, *args, **kwargs)
+        comm.push_in_place({id(param): grad for param, grad in zip(params, grads, strict=True)})
+        grads.clear()
+        return reduced(stream)
+
+
+STAGING = _Staging()
+"""One for the process, as these functions are."""
