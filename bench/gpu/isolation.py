@@ -48,27 +48,26 @@ def run_isolated(name: str, body: str, setting: Setting, limit_s: float) -> Outc
         process.start()
         theirs.close()
         try:
-            kind, payload = _receive(ours, process, limit_s)
+            status, report = _receive(ours, process, limit_s)
         finally:
             _end(process)
             ours.close()
         seconds = time.monotonic() - started
-        if kind == PASSED:
-            return Outcome(name, PASSED, payload.figures, seconds, payload.data, payload.tables)
-        return Outcome(name, kind, payload, seconds, log=_tail(log) if kind == FAILED else "")
+        end = _tail(log) if status == FAILED else ""
+        return Outcome(name, status, report.figures, seconds, report.data, report.tables, end)
 
 
-def _receive(pipe: Connection, process: Any, limit_s: float) -> tuple[str, Any]:
-    """What the check's process has sent: status, and report or reason."""
+def _receive(pipe: Connection, process: Any, limit_s: float) -> tuple[str, Report]:
+    """What the check's process has sent: status, and what was measured or the reason."""
     wait([pipe, process.sentinel], limit_s)
     if pipe.poll():
         with contextlib.suppress(EOFError):
-            message: tuple[str, Any] = pipe.recv()
+            message: tuple[str, Report] = pipe.recv()
             return message
     process.join(1.0)
     if process.exitcode is None:
-        return FAILED, f"no result within {limit_s:g} s: it hung, and was killed"
-    return FAILED, f"its process ended without a result: {_cause(process.exitcode)}"
+        return FAILED, Report(f"no result within {limit_s:g} s: it hung, and was killed")
+    return FAILED, Report(f"its process ended without a result: {_cause(process.exitcode)}")
 
 
 def _cause(exitcode: int) -> str:
@@ -106,12 +105,12 @@ def _main(body: str, setting: Setting, pipe: Connection, log: str) -> None:
             raise CheckFailedError(f"{body} returned {report!r}, not a Report")
         pipe.send((PASSED, report))
     except NotRunError as reason:
-        pipe.send((NOT_RUN, str(reason)))
+        pipe.send((NOT_RUN, Report(str(reason))))
     except CheckFailedError as failure:
         traceback.print_exc()
-        pipe.send((FAILED, str(failure)))
+        pipe.send((FAILED, Report(str(failure), failure.data, failure.tables)))
     except BaseException as error:
         traceback.print_exc()
-        pipe.send((FAILED, f"{type(error).__name__}: {error}"))
+        pipe.send((FAILED, Report(f"{type(error).__name__}: {error}")))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -135,12 +135,6 @@ def report(rows: list[Measured]) -> Report:
     Raises:
         CheckFailedError: naming the kernels and sizes.
     """
-    failed = [f"{row.kernel} at {size_text(row.num_bytes)}: {row.ratio:.2f}" for row in rows if row.failed]
-    if failed:
-        raise CheckFailedError(f"time over floor, at most {LARGEST_RATIO} expected: " + ", ".join(failed))
-    judged = [row.ratio for row in rows if row.judged]
-    worst = f"{max(judged):.2f}" if judged else "nothing judged"
-    bandwidth = max(row.moved_bytes / row.copy_time.median_s for row in rows)
     data = {
         "rows": [
             {
@@ -154,6 +148,13 @@ def report(rows: list[Measured]) -> Report:
             for row in rows
         ]
     }
+    failed = [f"{row.kernel} at {size_text(row.num_bytes)}: {row.ratio:.2f}" for row in rows if row.failed]
+    if failed:
+        text = f"time over floor, at most {LARGEST_RATIO} expected: " + ", ".join(failed)
+        raise CheckFailedError(text, data, (_table(rows),))
+    judged = [row.ratio for row in rows if row.judged]
+    worst = f"{max(judged):.2f}" if judged else "nothing judged"
+    bandwidth = max(row.moved_bytes / row.copy_time.median_s for row in rows)
     text = f"time over floor at most {worst} from 64 MB on; copies reach {bandwidth * 1e-9:.0f} GB/s"
     return Report(text, data, (_table(rows),))
 

@@ -11,7 +11,16 @@ from odc.bench.harness.ranks import BenchError, Place, RankFailedError
 
 
 class CheckFailedError(BenchError):
-    """What was checked is not so; the text says what was found and what was expected."""
+    """What was checked is not so; the text says what was found and what was expected.
+
+    Args:
+        data: what was measured all the same, as that of a :class:`Report`.
+        tables: the same for people.
+    """
+
+    def __init__(self, text: str, data: dict[str, Any] | None = None, tables: tuple[TableData, ...] = ()) -> None:
+        super().__init__(text)
+        self.data, self.tables = data or {}, tables
 
 
 def require(condition: bool, text: str) -> None:
@@ -78,7 +87,7 @@ class TableData:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check that passed has measured."""
+    """What a check has measured."""
 
     figures: str
     """One line for the table."""

@@ -94,7 +94,7 @@ def passing(setting: Setting) -> Report:
 
 def failing(setting: Setting) -> Report:
     print("what it printed")
-    raise CheckFailedError("3 is not 4")
+    raise CheckFailedError("3 is not 4", {"found": 3}, (TableData("what it found", ("x",), (("3",),)),))
 
 
 def erring(setting: Setting) -> Report:
@@ -164,13 +164,14 @@ def test_one_check_stops_no_other(
         (PASSED, "all is well"),
         (NOT_RUN, "one GPU only"),
     ]
-    assert document["checks"][5]["data"] == {"ranks": [2]}
+    data = [row["data"] for row in document["checks"]]
+    assert data == [{"found": 3}, {}, {}, {}, {}, {"ranks": [2]}, {}]
     assert {"date", "torch", "gpus", "driver"} <= set(document["environment"])
     pids = [int(rank.read_text()) for rank in ranks]
     _wait_until(lambda: not [pid for pid in pids if is_running(pid)])  # else a rank of the check that hung is left
     shown = capsys.readouterr()
     assert "what it printed" in shown.out
-    assert shown.out.index("a table") < shown.out.rindex("one GPU only")
+    assert shown.out.index("what it found") < shown.out.index("a table") < shown.out.rindex("one GPU only")
     assert "[y]" in shown.out
     assert "1 passed, 4 failed, 2 not run" in shown.out
     assert "(5/7) hanging" in shown.err
