@@ -5,7 +5,8 @@ the real code. Two minibatches: one rank computes ten times as slowly as the oth
 where the others have four short ones of the same total.
 
     fast ranks   seconds from the first gather to the last push, on the device, of the slowest of all ranks but rank 0
-    of own       the same over what the computation alone takes, beside it in the same run: aim 1.3
+    of own       the same over what the computation alone takes, beside it in the same run, with the same gathers and
+                 pushes on the rank's own memory: aim 1.3
     minibatch    seconds to the moment when gradients are final everywhere
     of longest   the same over the longest computation alone of any rank: aim 1.15
     lockstep     what the minibatch would take if ranks waited for each other at every unit

@@ -4,6 +4,10 @@ Two minibatches: one rank computes ten times as slowly as the others; and one ha
 others have four short ones of the same total. What a rank's device needs from the first gather to its last push is
 compared with what its computation alone takes, beside it, in the same run. So is what the minibatch takes all ranks
 with the longest computation. Computation is a kernel that only takes time, on the stream that gathers and pushes.
+
+"Alone" has the same launches: where the minibatch gathers or pushes, the same operation on memory of this rank only.
+They take microseconds. But ranks that share a GPU take turns on it, each for a slice of time, and a launch may have to
+wait for its rank's next turn: so what the two differ in is what other ranks do to this one's gathers and pushes.
 """
 
 from __future__ import annotations
@@ -62,16 +66,21 @@ def check(setting: Setting) -> Report:
     rows = [
         measure_plan(setting, plan, mode, 3 if setting.quick else 7) for plan in plans(world_size) for mode in MODES
     ]
-    for row in rows:
-        if row["of_own"] > MOST_OF_OWN or row["of_longest"] > MOST_OF_LONGEST:
-            raise CheckFailedError(
-                f"{row['plan']}, {row['accumulate']}: ranks took {row['of_own']:.2f} times their own computation to "
-                f"their last push, expected at most {MOST_OF_OWN}, and the minibatch {row['of_longest']:.2f} times the "
-                f"longest one, expected at most {MOST_OF_LONGEST}"
-            )
+    data, tables = {"cells": rows}, (table(rows),)
+    late = [
+        f"{row['plan']}, {row['accumulate']}: {row['of_own']:.2f} and {row['of_longest']:.2f}"
+        for row in rows
+        if row["of_own"] > MOST_OF_OWN or row["of_longest"] > MOST_OF_LONGEST
+    ]
+    if late:
+        text = (
+            f"times a rank's own computation to its last push, at most {MOST_OF_OWN} expected, and times the longest "
+            f"computation to the end of the minibatch, at most {MOST_OF_LONGEST}: "
+        )
+        raise CheckFailedError(text + "; ".join(late), data, tables)
     worst = max(row["of_own"] for row in rows), max(row["of_longest"] for row in rows)
     figures = f"at most {worst[0]:.2f} times a rank's own computation, {worst[1]:.2f} times the longest"
-    return Report(figures, {"cells": rows}, (table(rows),))
+    return Report(figures, data, tables)
 
 
 def table(rows: list[dict[str, Any]]) -> TableData:
@@ -136,25 +145,58 @@ def run(rank: Rank, plan: Plan, mode: str, repetitions: int) -> list[tuple[float
     streams = streams_of(engine_of(runtime), rank.device)
     out = torch.zeros(NUMEL * rank.world_size, device=rank.device)
     grads = torch.ones_like(out)
+    gather, push = _operations_on_own_memory(rank, mode, streams, out, grads)
     streams.synchronize()
     found = []
     with runtime:
         for repetition in range(WARM_UP + repetitions):
-            alone_s = _compute_alone(rank, plan, streams)
+            _meet(rank, streams)
+            alone_s = _compute(rank, plan, streams, gather, push)
+            streams.synchronize()
             own_s, total_s = _minibatch(rank, plan, streams, runtime, out, grads)
             if repetition >= WARM_UP:
                 found.append((alone_s(), own_s(), total_s()))
     return found
 
 
-def _compute_alone(rank: Rank, plan: Plan, streams: Streams) -> Callable[[], float]:
-    _meet(rank, streams)
+Operation = Callable[[int], object]
+"""With a unit."""
+
+
+def _operations_on_own_memory(
+    rank: Rank, mode: str, streams: Streams, out: torch.Tensor, grads: torch.Tensor
+) -> tuple[Operation, Operation]:
+    """The launches of a gather and of a push, where every owner's memory is this rank's."""
+    shards = [torch.zeros(NUMEL, device=rank.device) for _ in range(rank.world_size)]
+    buffers = [shard.view(torch.uint8) for shard in shards]
+    engine = streams.engine
+
+    def gather(unit: int) -> None:
+        engine.copy_rows(out, shards, rank.rank, own_in_place=False)
+
+    def add(unit: int) -> None:
+        engine.add_to_peers(buffers, 0, grads.view(rank.world_size, NUMEL), rank.rank)
+
+    def fill_slots(unit: int) -> None:
+        engine.copy_to_peers(buffers, 0, grads, rank.rank)
+        streams.mark()  # in place of the word that says so
+
+    return gather, add if mode == "direct" else fill_slots
+
+
+def _compute(rank: Rank, plan: Plan, streams: Streams, gather: Operation, push: Operation) -> Callable[[], float]:
+    """This rank's microbatches; seconds from before the first gather to after the last push, to be asked later."""
+    unit_s = plan.unit_s[rank.rank]
     started = streams.stamp()
-    for _ in range(plan.microbatches[rank.rank] * NUM_UNITS):
-        streams.delay(plan.unit_s[rank.rank] / 3)
-        streams.delay(plan.unit_s[rank.rank] * 2 / 3)
+    for _ in range(plan.microbatches[rank.rank]):
+        for unit in range(NUM_UNITS):
+            gather(unit)
+            streams.delay(unit_s / 3)
+        for unit in reversed(range(NUM_UNITS)):
+            gather(unit)
+            streams.delay(unit_s * 2 / 3)
+            push(unit)
     ended = streams.stamp()
-    streams.synchronize()
     return lambda: ended() - started()
 
 
@@ -166,19 +208,17 @@ def _minibatch(
     _meet(rank, streams)
     runtime.begin()
     started = streams.stamp()
-    for _ in range(plan.microbatches[rank.rank]):
-        for unit in range(NUM_UNITS):
-            runtime.gather(unit, out)
-            streams.delay(plan.unit_s[rank.rank] / 3)
-        for unit in reversed(range(NUM_UNITS)):
-            runtime.gather(unit, out)
-            streams.delay(plan.unit_s[rank.rank] * 2 / 3)
-            runtime.scatter_accumulate(unit, grads)
-    pushed = streams.stamp()
+    own_s = _compute(
+        rank,
+        plan,
+        streams,
+        lambda unit: runtime.gather(unit, out),
+        lambda unit: runtime.scatter_accumulate(unit, grads),
+    )
     runtime.finish()
     ended = streams.stamp()
     streams.synchronize()
-    return lambda: pushed() - started(), lambda: ended() - started()
+    return own_s, lambda: ended() - started()
 
 
 def _meet(rank: Rank, streams: Streams) -> None:

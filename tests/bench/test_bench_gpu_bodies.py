@@ -131,6 +131,35 @@ def test_uneven_minibatches_are_measured_beside_their_computation() -> None:
         assert row["of_own"] >= 1
 
 
+def launches_alone_and_in_a_minibatch(rank: Rank, mode: str) -> list[int]:
+    """What the stream of the computation is given, first beside nothing, then by ODC."""
+    compute, counts = uneven._compute, list[int]()
+
+    def counted(rank: Rank, plan: uneven.Plan, streams: Any, *operations: uneven.Operation) -> Any:
+        before = streams.engine.num_launches()
+        seconds = compute(rank, plan, streams, *operations)
+        counts.append(streams.engine.num_launches() - before)
+        return seconds
+
+    uneven._compute = counted
+    uneven.run(rank, uneven.Plan("tiny", (1, 2), (0.001, 0.0005)), mode, 1)
+    return counts
+
+
+@pytest.mark.parametrize("mode", uneven.MODES)
+def test_a_minibatch_is_compared_with_as_many_launches(mode: str) -> None:
+    """Ranks that share a GPU take turns on it: launches that only one of the two has would be taken for waiting."""
+    for counts in run_ranks(STREAMS, 2, launches_alone_and_in_a_minibatch, mode):
+        assert len(counts) == 2 * (uneven.WARM_UP + 1)
+        assert len(set(counts)) == 1, counts
+
+
+def test_ranks_in_lockstep_exceed_the_limits() -> None:
+    plan = uneven.Plan("one rank 10x slower", (2, 2), (0.02, 0.002))
+    row = uneven.measure_plan(replace(STREAMS, prepare=f"{HERE}:be_in_lockstep"), plan, "direct", 2)
+    assert row["of_own"] > 3 * uneven.MOST_OF_OWN
+
+
 @pytest.mark.parametrize(("of_own", "of_longest"), [(1.31, 1.0), (1.0, 1.16)])
 def test_a_device_that_waits_for_a_slow_one_is_seen(
     of_own: float, of_longest: float, monkeypatch: pytest.MonkeyPatch
@@ -142,8 +171,11 @@ def test_a_device_that_waits_for_a_slow_one_is_seen(
         return {**found, "of_own": ratios[0], "of_longest": ratios[1]}
 
     monkeypatch.setattr(uneven, "measure_plan", measured)
-    with pytest.raises(CheckFailedError, match="one rank 10x slower, daemon: ranks took"):
+    with pytest.raises(CheckFailedError) as failure:
         uneven.check(STREAMS)
+    late = [f"{plan.name}, daemon: {of_own:.2f} and {of_longest:.2f}" for plan in uneven.plans(2)]
+    assert str(failure.value).endswith(f"at most 1.15: {'; '.join(late)}")
+    assert len(failure.value.data["cells"]) == len(failure.value.tables[0].rows) == 4
     of_own = of_longest = 1.0
     assert "at most 1.00 times" in uneven.check(STREAMS).figures
 
@@ -229,8 +261,9 @@ def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:
 
 def test_kernels_are_judged_by_their_floor() -> None:
     assert "at most 1.10" in kernel_speed.report([of_speed(1.1), of_speed(2.0, judged=False)]).figures
-    with pytest.raises(CheckFailedError, match="accumulate at 64 MB: 1.20"):
+    with pytest.raises(CheckFailedError, match="accumulate at 64 MB: 1.20") as failure:
         kernel_speed.report([of_speed(1.1), of_speed(1.2)])
+    assert [row["ratio"] for row in failure.value.data["rows"]] == [1.1, 1.2]
 
 
 @pytest.mark.parametrize("name", [candidate.name for candidate in kernel_speed.candidates()])

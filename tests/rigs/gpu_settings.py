@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from odc.bench.fake import streams
-from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes, register_prompt_fakes
 from odc.bench.gpu.setting import Setting
 from odc.items.channel import Signal
 from odc.minibatch.accumulators import AccumulatorStore, SharedStore
@@ -96,6 +97,21 @@ def wait_in_finish() -> None:
         finish(self, how)
 
     MinibatchProtocol.finish = patient  # type: ignore[method-assign]
+
+
+def be_in_lockstep() -> None:
+    """A gather waits until the devices of all ranks have come to it, as a collective does."""
+    register_prompt_fakes()
+    from odc.minibatch.protocol import MinibatchProtocol
+
+    gather = MinibatchProtocol.gather
+
+    def gather_together(self: MinibatchProtocol, *arguments: Any) -> None:
+        self._end.engine.synchronize(10.0)
+        dist.barrier()
+        gather(self, *arguments)
+
+    MinibatchProtocol.gather = gather_together  # type: ignore[method-assign]
 
 
 STREAMS = Setting(
