@@ -178,13 +178,25 @@ def _cuda_ipc(facts: Facts) -> Finding:
     return cuda.ipc(facts.cuda, version, facts.variables, platform.release(), facts.fix)
 
 
+def _nvshmem4py(facts: Facts) -> Finding:
+    return _for_hosts(facts, software.nvshmem4py(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu))
+
+
 def _nvshmem_library(facts: Facts) -> Finding:
     wheels = {name: facts.versions[name] for name in nvshmem.WHEELS if name in facts.versions}
-    return nvshmem.library(facts.nvshmem_host, wheels, has_gpu=facts.has_gpu, fix=facts.fix)
+    return _for_hosts(facts, nvshmem.library(facts.nvshmem_host, wheels, has_gpu=facts.has_gpu, fix=facts.fix))
 
 
 def _nvshmem_bitcode(facts: Facts) -> Finding:
-    return nvshmem.bitcode(facts.nvshmem_host, facts.nvshmem_device, has_gpu=facts.has_gpu, fix=facts.fix)
+    host, device = facts.nvshmem_host, facts.nvshmem_device
+    return _for_hosts(facts, nvshmem.bitcode(host, device, has_gpu=facts.has_gpu, fix=facts.fix))
+
+
+def _for_hosts(facts: Facts, finding: Finding) -> Finding:
+    """NVSHMEM is for GPUs of several hosts: a machine that has no network for it lacks nothing."""
+    if finding.status is not Status.MISSING or facts.rdma:
+        return finding
+    return not_needed(f"{finding.found}; no InfiniBand or RoCE device", f"For GPUs of several hosts: {finding.advice}")
 
 
 def _nvshmem_options(facts: Facts) -> Finding:
@@ -220,7 +232,7 @@ CHECKS = (
     Check("triton", _triton),
     Check("cupy", lambda facts: software.cupy(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
     Check("CUDA IPC", _cuda_ipc),
-    Check("nvshmem4py", lambda facts: software.nvshmem4py(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),
+    Check("nvshmem4py", _nvshmem4py),
     Check("NVSHMEM library", _nvshmem_library),
     Check("NVSHMEM bitcode", _nvshmem_bitcode),
     Check("NVSHMEM options", _nvshmem_options, gpus_only=True),

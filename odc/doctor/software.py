@@ -118,7 +118,7 @@ _OLDEST_PYTHON = (3, 10)
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 _OLDEST_CUPY = (13,)
 _OLDEST_NVSHMEM4PY = (0, 3)
-_OLDEST_TRANSFORMERS = (5,)
+_OLDEST_TRAINERS = {"transformers": (5, 20), "accelerate": (1, 12), "trl": (1, 10)}
 _OLDEST_KERNEL = (5, 3)  # pidfd_open
 _TESTED_MACHINES = ("x86_64", "aarch64")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -236,6 +236,8 @@ def trainer(name: str, versions: Mapping[str, str]) -> Finding:
         how = install_command("examples") if name == "transformers" else f"pip install {name}"
         return not_needed("not installed", f"To train with it: {how}")
     found = versions[name]
-    if name == "transformers" and release(found) < _OLDEST_TRANSFORMERS:
-        return warning(found, f"The examples need version 5 or newer: {install_command('examples')}")
+    oldest = _OLDEST_TRAINERS[name]
+    if release(found) < oldest:
+        newer = f"Older than any tested. {'.'.join(map(str, oldest))} or newer: {install_command('examples')}"
+        return warning(found, newer)
     return ok(found)

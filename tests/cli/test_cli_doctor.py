@@ -209,6 +209,18 @@ def test_a_machine_with_gpus_and_nothing_installed() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
+def test_nvshmem_is_not_asked_for_where_there_is_no_network_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.doctor.nvshmem.read_ports", tuple)
+    monkeypatch.setattr("odc.doctor.nvshmem.find_host", lambda *_: None)
+    monkeypatch.setattr("odc.doctor.nvshmem.find_bitcode", lambda *_: None)
+    found = rows(call("--json").stdout)
+    for name in ("nvshmem4py", "NVSHMEM library", "NVSHMEM bitcode"):
+        assert found[name]["status"] == "not needed"
+        assert found[name]["advice"].startswith("For GPUs of several hosts: pip install ")
+    assert found["cupy"]["status"] == "missing"
+
+
+@pytest.mark.usefixtures("gpus")
 def test_the_table_fits_80_columns() -> None:
     result = call()
     assert result.exit_code == 0, result.output

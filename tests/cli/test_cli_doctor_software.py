@@ -89,11 +89,17 @@ def test_triton_and_trainers() -> None:
     says(software.triton({"triton": "3.5.0"}, "no gcc", has_gpu=True), MISSING, "in C, but no gcc", "gcc python3-dev")
     says(software.triton({}, None, has_gpu=False), NOT_NEEDED, "not installed")
     says(software.triton({}, None, has_gpu=True), MISSING, "not installed", "pip install triton")
-    says(software.trainer("transformers", {"transformers": "5.1.0"}), OK, "5.1.0")
-    says(software.trainer("transformers", {"transformers": "4.57.0"}), WARNING, "4.57.0", "odc-fsdp[examples]")
+    says(software.trainer("transformers", {"transformers": "5.20.0"}), OK, "5.20.0")
+    says(software.trainer("transformers", {"transformers": "5.17.0"}), WARNING, "5.17.0", "odc-fsdp[examples]")
     says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc-fsdp[examples]")
     says(software.trainer("trl", {}), NOT_NEEDED, "not installed", "pip install trl")
-    says(software.trainer("trl", {"trl": "0.9"}), OK, "0.9")
+    says(software.trainer("trl", {"trl": "1.9.2"}), WARNING, "1.9.2", "1.10 or newer")
+
+
+def test_trainers_are_warned_about_below_what_the_extra_installs() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    for name, oldest in software._OLDEST_TRAINERS.items():
+        assert f'"{name}>={".".join(map(str, oldest))}' in text
 
 
 def test_what_triton_compiles_with(tmp_path: Path) -> None:
