@@ -32,6 +32,7 @@ def check(setting: Setting) -> Report:
     world_size = max(setting.worlds)
     waits = run_ranks(setting, world_size, synchronize_anywhere)
     freed = run_ranks(setting, 2, survive, expendable=[1])[0]
+    require(freed["was_waiting"], "the stream had waited for the killed rank already, so synchronize() shows nothing")
     require(freed["seconds"] < FREED_LIMIT_S, f"{freed['how']} only after {freed['seconds']:.1f} s")
     require("PeerDiedError" in freed["next"], f"the next operation said nothing of the death, but {freed['next']!r}")
     text = (
@@ -65,15 +66,25 @@ def survive(rank: Rank) -> dict[str, Any]:
     numel = 1000
     runtime = create_runtime(rank, [UnitSpec("u", numel, torch.float32, (ParamSlice("w", numel),))], "daemon")
     streams = streams_of(engine_of(runtime), rank.device)
+    out = torch.zeros(numel * rank.world_size, device=rank.device)
+
+    def publish_and_gather() -> None:
+        runtime.publish(0, lambda shard: shard.fill_(1.0))
+        runtime.begin()
+        runtime.gather(0, out)
+
+    publish_and_gather()  # the first gather sends the device a table of addresses, for which its host waits
+    runtime.finish()
+    streams.synchronize()
     if rank.rank == 1:
         for _ in range(int(_QUEUED_S / _PIECE_S)):
             streams.delay(_PIECE_S)
-    runtime.publish(0, lambda shard: shard.fill_(1.0))
-    if rank.rank == 1:
+        runtime.publish(0, lambda shard: shard.fill_(1.0))
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
-    runtime.begin()
-    runtime.gather(0, torch.zeros(numel * rank.world_size, device=rank.device))
+    publish_and_gather()
+    has_gathered = streams.mark()
+    was_waiting = not has_gathered()
     started = time.monotonic()
     how = "synchronize returned"
     try:
@@ -87,4 +98,4 @@ def survive(rank: Rank) -> dict[str, Any]:
     except (OdcError, RuntimeError) as error:
         following = f"{type(error).__name__}: {error}"
     runtime.close()
-    return {"how": how, "seconds": seconds, "next": following}
+    return {"was_waiting": was_waiting, "how": how, "seconds": seconds, "next": following}

@@ -21,7 +21,6 @@ from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
 from kernel_cases import interpreted
 from process_ranks import _start_server
 
-from odc import Runtime
 from odc.bench.gpu import (
     bandwidth,
     hangs,
@@ -37,6 +36,7 @@ from odc.bench.gpu import (
 )
 from odc.bench.gpu.minibatches import Case, RandomRun
 from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
+from odc.bench.gpu.streams import HostStreams
 from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
 from odc.bench.harness.ranks import Rank
@@ -191,18 +191,20 @@ def test_a_host_that_waits_is_seen() -> None:
 
 
 def survive_when_awaited(waiting: str, rank: Rank) -> dict[str, Any]:
-    """``hangs.survive``, where rank 1 dies when rank 0's stream waits for it, however long that takes."""
-    gather = Runtime.gather
+    """``hangs.survive``, where rank 1 dies when rank 0's host waits for its stream, however long that takes."""
+    synchronize, calls = HostStreams.synchronize, list[int]()
 
-    def gather_and_tell(self: Runtime, *arguments: Any, **options: Any) -> None:
-        gather(self, *arguments, **options)
-        Path(waiting).touch()
+    def tell_and_synchronize(self: HostStreams) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            Path(waiting).touch()
+        synchronize(self)
 
     def sleep(_: float) -> None:
         while not Path(waiting).exists():
             time.sleep(0.01)
 
-    Runtime.gather = gather_and_tell  # type: ignore[method-assign]
+    HostStreams.synchronize = tell_and_synchronize  # type: ignore[method-assign]
     hangs.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
     return hangs.survive(rank)
 
