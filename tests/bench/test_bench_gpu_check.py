@@ -287,11 +287,56 @@ def test_every_check_is_explained(path: str) -> None:
     assert [check.name for check in CHECKS if f"`{check.name}`" not in text] == []
 
 
-def test_what_is_unproven_exists() -> None:
-    rows = [line for line in (ROOT / "bench/results/UNPROVEN.md").read_text().splitlines() if line.startswith("| ")]
-    named = {name for row in rows[2:] for name in re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", row.split("|")[2])}
+RESULTS = ROOT / "bench/results"
+
+
+def sections() -> dict[str, tuple[str, list[list[str]]]]:
+    """Of UNPROVEN.md, by heading: the text, and the cells of its table's rows."""
+    _, *parts = (RESULTS / "UNPROVEN.md").read_text().split("\n## ")
+    found = {}
+    for part in parts:
+        heading, _, text = part.partition("\n")
+        lines = [line for line in text.splitlines() if line.startswith("| ")]
+        found[heading] = text, [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    return found
+
+
+def statuses(text: str) -> dict[str, str]:
+    """Check by check, in the one result that a section links to."""
+    (name,) = set(re.findall(r"\((gpu_check_\w+\.json)\)", text))
+    return {row["name"]: row["status"] for row in json.loads((RESULTS / name).read_text())["checks"]}
+
+
+PROVEN = [heading for heading in sections() if heading.startswith("Proven on ")]
+
+
+def test_what_is_proven_or_not_exists() -> None:
+    rows = [row for _, rows in sections().values() for row in rows]
+    assert {len(row) for row in rows} == {4}
+    named = {name for row in rows for name in re.findall(r"`([a-z_0-9/]+(?:\.py|/))`", row[1])}
     assert len(named) > 10
     assert [name for name in named if "/" in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("heading", PROVEN)
+def test_what_is_said_to_be_proven_names_checks_that_have_passed(heading: str) -> None:
+    text, rows = sections()[heading]
+    status = statuses(text)
+    assert len(rows) > 10
+    for row in rows:
+        checks = re.findall(r"`(\w+)`", row[-1])
+        assert checks, row[0]
+        assert {status[check] for check in checks} == {PASSED}, row[0]
+
+
+def test_a_check_that_has_passed_nowhere_is_listed_as_unproven() -> None:
+    assert PROVEN
+    _, rows = sections()["Unproven"]
+    listed = {check for row in rows for check in re.findall(r"`(\w+)`", row[-1])}
+    passed = [
+        {name for name, status in statuses(sections()[heading][0]).items() if status == PASSED} for heading in PROVEN
+    ]
+    assert [check.name for check in CHECKS if check.name not in listed.union(*passed)] == []
 
 
 JOBS = {"8xa100": 1, "8xh100": 1, "2x8": 2}
