@@ -26,7 +26,7 @@ from typing import Annotated
 import torch
 import typer
 
-from odc.bench.gpu import machine
+from odc.bench.gpu import documents, machine
 from odc.bench.gpu.catalogue import CHECKS, Check, select
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
 from odc.bench.gpu.setting import Setting
@@ -100,5 +100,12 @@ def exit_code(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> int:
 
 
 BENCHMARK = Benchmark(
-    measure, "1 h, quick a few min", quick={"minibatches": 50}, needs="a GPU; one for each rank for a part"
+    measure,
+    "5 min on one GPU, up to 1 h on several; quick less",
+    quick={"minibatches": 50},
+    needs="a GPU; one for each rank for a part",
+    figures=(
+        ("README.md", documents.passed, ["gpu_check_h200"]),
+        ("docs/gpu.md", documents.measured, ["gpu_check_h200"]),
+    ),
 )

@@ -335,7 +335,7 @@ shrinks with the packing ratio), and what planning costs (`odc bench planning`).
   than here.
 - Costs are those of the cost model, exactly. Real kernels have noise, and ranks whose speeds differ.
 - Hosts are poses: what goes between them goes over loopback.
-- No GPU, no NVLink, no InfiniBand, no driver: see `bench/results/UNPROVEN.md`.""",
+- No GPU, NVLink, InfiniBand or driver takes part: `bench/results/UNPROVEN.md` says what has run on a GPU.""",
         None,
     ),
 )
