@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc.kernels import accumulate, fill, gather, scatter, slots
+from odc.kernels import accumulate, fill, gather, parts, scatter, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.nvshmem import signals, transfer
 
@@ -16,5 +16,6 @@ def entries() -> list[AotEntry]:
         *accumulate.aot_entries(),
         *slots.aot_entries(),
         *scatter.aot_entries(),
+        *parts.aot_entries(),
         *fill.aot_entries(),
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +56,15 @@ class PeerTable:
     @property
     def world_size(self) -> int:
         return len(self.addresses)
+
+    @functools.cached_property
+    def address_bits(self) -> int:
+        """The bits that are set in any address: all addresses are multiples of what divides it.
+
+        >>> PeerTable.build([4096, 8200], "cpu").address_bits % 8
+        0
+        """
+        return functools.reduce(operator.or_, self.addresses)
 
     def host_view(self, owner: int, byte_offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of ``owner``'s buffer as a tensor on the memory itself: host addresses only.

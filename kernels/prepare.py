@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from odc.kernels import accumulate, fill, gather, scatter, slots
+from odc.kernels import accumulate, fill, gather, parts, scatter, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.arguments import FLOATS
 from odc.kernels.launching import DTYPES
@@ -56,9 +56,10 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
             accumulate.aot_entries(sums, atomic),
             slots.aot_entries(sums),
             scatter.aot_entries(),
+            parts.aot_entries(atomic),
             fill.aot_entries(known, casts),
         )
-        found |= {entry.name: entry for part in entries for entry in part}
+        found |= {entry.name: entry for group in entries for entry in group}
     return list(found.values())
 
 

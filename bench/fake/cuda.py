@@ -27,7 +27,7 @@ import torch
 
 from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
-from odc.engines.base import Addition, AfterChunk, Engine, no_op
+from odc.engines.base import Addition, AfterChunk, Engine, Part, no_op
 from odc.errors import OdcError, SetupError
 from odc.kernels import add_chunked, copy_chunked, zero_chunked
 from odc.setup.topology import Topology
@@ -172,6 +172,31 @@ class FakeEngine(Engine):
         for buffer, row in zip(buffers, rows, strict=True):
             total = buffer[offset_bytes : offset_bytes + 4 * row.numel()].view(torch.float32)
             self._add_alone(total, row)
+
+    def copy_parts(
+        self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        self.run(lambda: _AT_ONCE.copy_parts(outs, shards, rank))
+        after_chunk()
+
+    def copy_parts_to_peers(
+        self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        self.run(lambda: _AT_ONCE.copy_parts_to_peers(buffers, parts, rank))
+        after_chunk()
+
+    def add_parts_to_peers(
+        self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        self.run(lambda: self._add_parts_to_peers(buffers, parts))
+        after_chunk()
+
+    def _add_parts_to_peers(self, buffers: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+        for owner, buffer in enumerate(buffers):
+            for part in parts:
+                row = part.row(owner)
+                total = buffer[part.offset_bytes : part.offset_bytes + 4 * row.numel()].view(torch.float32)
+                self._add_alone(total, row)
 
     def add_slots(
         self,

@@ -102,6 +102,25 @@ class Addition(NamedTuple):
     """The sum is overwritten; without any slot it becomes zero."""
 
 
+class Part(NamedTuple):
+    """One parameter's gradient in a push; see :meth:`Engine.copy_parts_to_peers`."""
+
+    grads: torch.Tensor
+    """Flat, dense. Row r begins at element ``r * numel``; the last rows may be short or missing."""
+    offset_bytes: int
+    """Of this parameter in each owner's buffer."""
+    numel: int
+    """Elements of a row."""
+
+    def row(self, owner: int) -> torch.Tensor:
+        """As much as there is of an owner's row.
+
+        >>> [Part(torch.tensor([1, 2, 3]), 0, 2).row(owner).tolist() for owner in range(3)]
+        [[1, 2], [3], []]
+        """
+        return self.grads[owner * self.numel : (owner + 1) * self.numel]
+
+
 def no_op() -> None:
     """The default of ``after_chunk``."""
 
@@ -157,6 +176,49 @@ class Engine:
 
         Args:
             rows: [len(buffers), numel]; rows may lie apart, elements of a row do not.
+
+        Raises:
+            UnsupportedError: this engine has no such operation.
+        """
+        raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
+
+    # The same for all parameters of a unit, each of which has memory of its own: row r of it is a slice of rank r's.
+
+    def copy_parts(
+        self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        """Row r of ``outs[i]`` from slice i of ``shards[r]``, for every r and i, beginning after ``rank``.
+
+        Args:
+            outs: flat, dense, each of ``len(shards)`` equal rows.
+            shards: flat; the slices lie in them back to back.
+        """
+        for step in range(len(shards)):
+            row, low = (rank + 1 + step) % len(shards), 0
+            for out in outs:
+                numel = out.numel() // len(shards)
+                self.copy(out[row * numel : (row + 1) * numel], shards[row][low : low + numel], after_chunk)
+                low += numel
+
+    def copy_parts_to_peers(
+        self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        """Row r of every part into ``buffers[r]`` at the part's offset, for every r, beginning after ``rank``. What a
+        row lacks is zeros there."""
+        for step in range(len(buffers)):
+            owner = (rank + 1 + step) % len(buffers)
+            for part in parts:
+                row, size = part.row(owner), part.grads.itemsize
+                target = buffers[owner][part.offset_bytes : part.offset_bytes + part.numel * size].view(row.dtype)
+                self.copy(target[: row.numel()], row, after_chunk)
+                if row.numel() < part.numel:
+                    self.zero(target[row.numel() :], after_chunk)
+
+    def add_parts_to_peers(
+        self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
+    ) -> None:
+        """Row r of every part to the float32 sums that lie in ``buffers[r]`` from the part's offset on, for every r,
+        element by element, whoever else adds there at the same time.
 
         Raises:
             UnsupportedError: this engine has no such operation.

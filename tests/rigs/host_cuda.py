@@ -34,14 +34,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from kernel_cases import interpreted, rounding_casts
+from kernel_cases import amended_interpreter, interpreted
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from odc.bench.fake.cuda import FakeCuda, FakeCudaTransport
 from odc.cuda.runtime import CudaRuntime
 
-KERNEL_MODULES = ("gather", "accumulate", "slots", "scatter", "fill")
+KERNEL_MODULES = ("gather", "accumulate", "slots", "scatter", "parts", "fill")
 _ALIGNED = 512  # as cudaMalloc aligns
 _PAUSE_S, _SLOW_S = 50e-6, 2e-3
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")
@@ -383,7 +383,8 @@ class HostCuda:
             if isinstance(argument, torch.Tensor):
                 where = self.device_of(argument)
                 assert where == device, f"{kernel.__name__} on device {device} is given memory of {where}"
-        assert "slots" not in kernel.__name__ or self.is_pinned(arguments[0])
+        reads_host = "slots" in kernel.__name__ or "parts" in kernel.__name__
+        assert not reads_host or self.is_pinned(arguments[0])
         aliases = [self._alias(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         self.launches.append(kernel.__name__)
         self.submit(self.current_stream(), lambda: kernel[grid](*aliases, **words))
@@ -442,7 +443,7 @@ def interpreted_engine() -> Iterator[SimpleNamespace]:
         del sys.modules[name], package.cuda
         if before is not None:
             sys.modules[name] = package.cuda = before
-    with rounding_casts():
+    with amended_interpreter():
         yield kernels
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "fill")
+MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "parts", "fill")
 NVSHMEM_MODULES = ("nvshmem.modules", "nvshmem.transfer", "nvshmem.signals")
 
 
@@ -36,7 +37,7 @@ def interpreted() -> Iterator[SimpleNamespace]:
     try:
         loaded = {name: importlib.import_module(f"odc.kernels.{name}") for name in (*MODULES, *NVSHMEM_MODULES)}
         _restore_variable(variable)
-        with rounding_casts():
+        with amended_interpreter():
             yield SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in loaded.items()})
     finally:
         _restore_variable(variable)
@@ -50,10 +51,12 @@ def interpreted() -> Iterator[SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def rounding_casts() -> Iterator[None]:
-    """Casts from fp32 to bf16 that round to nearest even: the interpreter's own cuts the low bits off.
+def amended_interpreter() -> Iterator[None]:
+    """Inside, interpreted kernels do what compiled ones do.
 
-    Compiled kernels round (``cvt.rn.bf16``, which test_kernels_aot.py looks for).
+    Casts from fp32 to bf16 round to nearest even: the interpreter's own cut the low bits off. Compiled kernels round
+    (``cvt.rn.bf16``, which test_kernels_aot.py looks for). And what of Triton's own library is written in Triton's
+    language, which nobody interprets (see `interpreted`), is written in Python.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -66,11 +69,12 @@ def rounding_casts() -> Iterator[None]:
             return TensorHandle(rounded.view(torch.uint16).numpy(), target.scalar)
         return original(self, source, target)
 
-    InterpreterBuilder.cast_impl = cast_impl
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+        patch.setattr(tl, "sum", lambda values, axis: tl.reduce(values, axis, tl.standard._sum_combine))
+        patch.setattr(tl, "max", lambda values, axis: tl.reduce(values, axis, tl.standard._elementwise_max))
+        patch.setattr(tl, "cumsum", lambda values, axis: tl.associative_scan(values, axis, tl.standard._sum_combine))
         yield
-    finally:
-        InterpreterBuilder.cast_impl = original
 
 
 def _ours(name: str) -> bool:

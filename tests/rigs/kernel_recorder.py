@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from odc.kernels import accumulate, fill, gather, scatter, slots
+from odc.kernels import accumulate, fill, gather, parts, scatter, slots
 from odc.kernels.nvshmem import signals, transfer
 
 Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
@@ -18,6 +18,7 @@ KERNELS = {
     accumulate: ("_accumulate_kernel", "_scatter_accumulate_kernel"),
     slots: ("_accumulate_slots_kernel",),
     scatter: ("_scatter_kernel",),
+    parts: ("_gather_parts_kernel", "_scatter_accumulate_parts_kernel", "_scatter_parts_kernel"),
     fill: ("_fill_kernel", "_copy_cast_kernel"),
     transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),
     signals: ("_nvshmem_wait_kernel", "_nvshmem_order_kernel", "_nvshmem_pes_kernel"),

@@ -1,0 +1,603 @@
+"""All parameters of a unit at once: gathered each to its own memory, and pushed out of each gradient.
+
+Three kernels, each with its launcher and its plain-torch twin: `_gather_parts_kernel` (`gather_parts`),
+`_scatter_accumulate_parts_kernel` (`scatter_accumulate_parts`) and `_scatter_parts_kernel` (`scatter_parts`). One
+launch is for all owners and all parameters. The shard of an owner is the parameters' slices back to back, and a
+parameter's memory is dense: row r is the slice of owner r. Which parameters, where and how long, is said by a table of
+rows in host memory, which the launcher writes and the kernel reads.
+"""
+
+# mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from odc.kernels.accumulate import GRADIENTS
+from odc.kernels.aot_entry import AotEntry, alignment, entry
+from odc.kernels.arguments import FLOATS, check_positive, check_rank, check_same_device
+from odc.kernels.launching import (
+    BLOCK,
+    DTYPES,
+    NUM_WARPS,
+    REMOTE_PROGRAMS,
+    VECTOR_ATOMICS,
+    blocks,
+    device_of,
+    grid,
+    has_vector_atomics,
+    vector,
+)
+from odc.kernels.peers import PeerTable, rotated
+
+COLUMNS = 4
+"""int64 words of a row: address of the parameter's memory; and in bytes, the slice's place in an owner's buffer, its
+length, and the length of the parameter's memory."""
+MAX_PARTS = 256
+"""Parameters of one launch."""
+
+
+class PartRows:
+    """Host memory for the rows of one launch: its launcher writes them, and they must stay until the kernel is done."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """``memory``: int64 [MAX_PARTS, COLUMNS], dense, on the host; pinned and mapped, where a GPU reads it."""
+        if memory.dtype != torch.int64 or memory.shape != (MAX_PARTS, COLUMNS) or not memory.is_contiguous():
+            raise ValueError(
+                f"memory is {memory.dtype} {tuple(memory.shape)}, expected dense torch.int64 ({MAX_PARTS}, {COLUMNS})"
+            )
+        if memory.device.type != "cpu":
+            raise ValueError(f"memory is on {memory.device}, expected the host's: the launcher writes it")
+        self._memory = memory
+        self.address = memory.data_ptr()
+        words = (ctypes.c_int64 * (MAX_PARTS * COLUMNS)).from_address(self.address)
+        self._words = memoryview(words).cast("B").cast("q")
+
+    def write(self, rows: array[int], addresses: Sequence[int]) -> None:
+        self._words[: len(rows)] = rows
+        self._words[: len(rows) : COLUMNS] = array("q", addresses)
+
+
+# [Note: Rows are found, not walked]
+# The table lies in host memory, a microsecond away. A program loads the lengths of all rows by one load, whose sectors
+# bring the rows' other words into L1 as well; nobody writes the table while the kernel runs. The blocks of all rows are
+# numbered, and the row of a block is found by counting the rows that end before it: a program looks at the rows that
+# it has blocks of, and not at all others. The counting takes a few words of shared memory.
+@triton.jit
+def _ends_of_rows(words: tl.tensor, num_rows: tl.tensor, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr) -> Any:
+    """The number of blocks of each row and of those before it."""
+    numbers = tl.arange(0, ROWS)
+    lengths = tl.load(words + numbers * 4 + 2, mask=numbers < num_rows, other=0)
+    return tl.cumsum(((lengths + BLOCK_BYTES - 1) // BLOCK_BYTES).to(tl.int32), 0)
+
+
+# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
+# launching.py.
+@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
+def _gather_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    offset: tl.int64,
+    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    SIZE: tl.constexpr = WORD.primitive_bitwidth // 8
+    lanes = tl.arange(0, BLOCK)
+    words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
+    ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
+    num_blocks = tl.max(ends, 0)
+    block = tl.program_id(0)
+    owner = rank
+    step = 0
+    # All programs are with the same owner, then with the next: what the ranks do is in step if the ranks are.
+    while step < world_size:
+        owner = tl.where(owner + 1 < world_size, owner + 1, 0)
+        shard = tl.load(table + owner) + offset
+        while block < num_blocks:
+            before = ends <= block
+            word = words + tl.sum(before.to(tl.int32), 0) * 4
+            start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
+            numel = tl.load(word + 2) // SIZE
+            slice = (shard + tl.load(word + 1)).to(tl.pointer_type(WORD))
+            row = tl.load(word).to(tl.pointer_type(WORD)) + owner * numel
+            while start < numel:
+                left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+                whole = left // VECTOR * VECTOR
+                source = tl.multiple_of(slice + start + lanes, VECTOR * SIZE)
+                target = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
+                inside = tl.max_constancy(lanes < whole, VECTOR)
+                # .cg: the owner writes this memory, so this GPU's L1 must not keep what it read before.
+                tl.store(target, tl.load(source, mask=inside, cache_modifier=".cg"), mask=inside)
+                if VECTOR > 1 and whole < left:
+                    rest = whole + tl.arange(0, VECTOR)
+                    last = tl.load(slice + start + rest, mask=rest < left, cache_modifier=".cg")
+                    tl.store(row + start + rest, last, mask=rest < left)
+                start += tl.num_programs(0).to(tl.int64) * BLOCK
+                block += tl.num_programs(0)
+        block -= num_blocks  # the blocks of all rows of all owners are dealt out in turn
+        step += 1
+
+
+@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size"])
+def _scatter_accumulate_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    GRAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    SIZE: tl.constexpr = GRAD.primitive_bitwidth // 8
+    lanes = tl.arange(0, BLOCK)
+    words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
+    ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
+    num_blocks = tl.max(ends, 0)
+    block = tl.program_id(0)
+    owner = rank
+    step = 0
+    while step < world_size:
+        owner = tl.where(owner + 1 < world_size, owner + 1, 0)
+        sums = tl.load(table + owner)
+        while block < num_blocks:
+            before = ends <= block
+            word = words + tl.sum(before.to(tl.int32), 0) * 4
+            start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
+            numel = tl.load(word + 2) // SIZE
+            present = tl.load(word + 3) // SIZE - owner * numel  # of this row: the memory may end early
+            total = (sums + tl.load(word + 1)).to(tl.pointer_type(tl.float32))
+            row = tl.load(word).to(tl.pointer_type(GRAD)) + owner * numel
+            while start < numel:
+                left = tl.maximum(tl.minimum(tl.minimum(numel, present) - start, BLOCK), 0).to(tl.int32)
+                whole = left // VECTOR * VECTOR
+                source = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
+                target = tl.multiple_of(total + start + lanes, VECTOR * 4)
+                inside = tl.max_constancy(lanes < whole, VECTOR)
+                # .cg: read once, and L1 is for the table. Relaxed, system scope: see accumulate.py.
+                values = tl.load(source, mask=inside, cache_modifier=".cg").to(tl.float32)
+                tl.atomic_add(target, values, mask=inside, sem="relaxed", scope="sys")
+                if VECTOR > 1 and whole < left:
+                    rest = whole + tl.arange(0, VECTOR)
+                    last = tl.load(row + start + rest, mask=rest < left, cache_modifier=".cg").to(tl.float32)
+                    tl.atomic_add(total + start + rest, last, mask=rest < left, sem="relaxed", scope="sys")
+                start += tl.num_programs(0).to(tl.int64) * BLOCK
+                block += tl.num_programs(0)
+        block -= num_blocks
+        step += 1
+
+
+@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size"])
+def _scatter_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    SIZE: tl.constexpr = WORD.primitive_bitwidth // 8
+    lanes = tl.arange(0, BLOCK)
+    words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
+    ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
+    num_blocks = tl.max(ends, 0)
+    block = tl.program_id(0)
+    owner = rank
+    step = 0
+    while step < world_size:
+        owner = tl.where(owner + 1 < world_size, owner + 1, 0)
+        buffer = tl.load(table + owner)
+        while block < num_blocks:
+            before = ends <= block
+            word = words + tl.sum(before.to(tl.int32), 0) * 4
+            start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
+            numel = tl.load(word + 2) // SIZE
+            present = tl.load(word + 3) // SIZE - owner * numel
+            slot = (buffer + tl.load(word + 1)).to(tl.pointer_type(WORD))
+            row = tl.load(word).to(tl.pointer_type(WORD)) + owner * numel
+            while start < numel:
+                room = tl.minimum(numel - start, BLOCK).to(tl.int32)
+                left = tl.maximum(tl.minimum(room, present - start), 0).to(tl.int32)
+                whole = left // VECTOR * VECTOR
+                source = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
+                target = tl.multiple_of(slot + start + lanes, VECTOR * SIZE)
+                inside = tl.max_constancy(lanes < whole, VECTOR)
+                tl.store(target, tl.load(source, mask=inside, cache_modifier=".cg"), mask=inside)
+                if VECTOR > 1 and whole < left:
+                    rest = whole + tl.arange(0, VECTOR)
+                    last = tl.load(row + start + rest, mask=rest < left, cache_modifier=".cg")
+                    tl.store(slot + start + rest, last, mask=rest < left)
+                if left < room:  # what the row lacks; rare, so one by one
+                    tl.store(slot + start + lanes, tl.full([BLOCK], 0, WORD), mask=(lanes >= left) & (lanes < room))
+                start += tl.num_programs(0).to(tl.int64) * BLOCK
+                block += tl.num_programs(0)
+        block -= num_blocks
+        step += 1
+
+
+class _Layout(NamedTuple):
+    """What is the same in each step: all but addresses."""
+
+    rows: array[int]
+    """The table, with addresses to be filled in."""
+    lengths: int
+    """Bits that are set in any slice's length, in bytes; so the addresses of rows are as aligned as their parameter's
+    and this."""
+    offsets: int
+    """Bits that are set in any slice's place, in bytes."""
+    totals: int
+    """Bits that are set in any parameter's length, in bytes."""
+    num_blocks: int
+    """Of one owner."""
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    """
+    >>> _bits([8, 16, 32])
+    56
+    """
+    return functools.reduce(operator.or_, numbers, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_gather(totals: tuple[int, ...], world_size: int, itemsize: int) -> _Layout:
+    """Slices back to back, of parameters of so many elements."""
+    numels, offsets, low = [], [], 0
+    for number, total in enumerate(totals):
+        if total % world_size:
+            raise ValueError(
+                f"outs[{number}] has {total} elements, expected a multiple of the world size {world_size}: "
+                f"one row per owner"
+            )
+        numels.append(total // world_size)
+        offsets.append(low * itemsize)
+        low += numels[-1]
+    return _layout(offsets, numels, totals, itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_push(
+    offsets: tuple[int, ...],
+    numels: tuple[int, ...],
+    totals: tuple[int, ...],
+    world_size: int,
+    itemsize: int,
+    target_itemsize: int,
+) -> _Layout:
+    """Slices at byte ``offsets`` of the owners' buffers, of gradients of ``totals`` elements."""
+    for number, (offset, numel, total) in enumerate(zip(offsets, numels, totals, strict=True)):
+        if numel < 0 or total > world_size * numel:
+            raise ValueError(
+                f"grads[{number}] has {total} elements, expected at most {world_size * numel}: one row of {numel} per "
+                f"owner"
+            )
+        if offset < 0 or offset % target_itemsize:
+            raise ValueError(f"offset {number} is {offset} bytes, expected a multiple of {target_itemsize}, 0 or more")
+    return _layout(offsets, numels, totals, itemsize)
+
+
+def _layout(offsets: Sequence[int], numels: Sequence[int], totals: Sequence[int], itemsize: int) -> _Layout:
+    words = array("q")
+    for offset, numel, total in zip(offsets, numels, totals, strict=True):
+        words.extend((0, offset, numel * itemsize, total * itemsize))
+    small = max(itemsize // _LARGEST_WORD, 1)  # words per element
+    num_blocks = sum(blocks(numel * small) for numel in numels)
+    return _Layout(words, _bits(numels) * itemsize, _bits(offsets), _bits(totals) * itemsize, num_blocks)
+
+
+def _check_parts(
+    name: str, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], table: PeerTable, rank: int
+) -> torch.dtype:
+    """The dtype of all ``tensors``."""
+    check_rank(rank, table.world_size)
+    if not 0 < len(tensors) <= MAX_PARTS:
+        raise ValueError(f"{name} has {len(tensors)} tensors, expected 1 to {MAX_PARTS}")
+    found = {tensor.dtype for tensor in tensors}
+    if len(found) > 1 or not found <= set(dtypes):
+        raise ValueError(
+            f"{name} has tensors of {', '.join(sorted(map(str, found)))}, expected one of {', '.join(map(str, dtypes))}"
+        )
+    for number, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}[{number}] has strides {tensor.stride()}, expected a dense tensor")
+    if len({tensor.get_device() for tensor in tensors}) > 1:
+        places = sorted({str(tensor.device) for tensor in tensors})
+        raise ValueError(f"{name} is on {' and '.join(places)}, expected one device for all")
+    check_same_device(**{name: tensors[0], "table": table.tensor})
+    return found.pop()
+
+
+def _check_buffers(table: PeerTable, offset_bytes: int, itemsize: int) -> None:
+    if offset_bytes < 0 or (table.address_bits | offset_bytes) % itemsize:
+        raise ValueError(
+            f"byte {offset_bytes} of buffers at {', '.join(map(hex, table.addresses))}, expected all to be multiples "
+            f"of {itemsize}, and 0 or more"
+        )
+
+
+_LARGEST_WORD = torch.int32.itemsize
+_WORDS: tuple[tuple[int, torch.dtype, int], ...] = (
+    (16, torch.int32, vector((0, torch.int32))),
+    (4, torch.int32, 1),
+    (2, torch.int16, 1),
+)
+"""Bytes that all places are multiples of, the word by which they are copied, and how many of them at once."""
+_WORD_NAMES = {torch.int32: tl.int32, torch.int16: tl.int16}
+
+
+def _words(places: int) -> tuple[Any, int]:
+    """Triton's word, and how many at once, for places in which these bits are set."""
+    dtype, elements = next((dtype, elements) for size, dtype, elements in _WORDS if places % size == 0)
+    return _WORD_NAMES[dtype], elements
+
+
+def gather_parts(
+    rows: PartRows,
+    outs: Sequence[torch.Tensor],
+    table: PeerTable,
+    *,
+    rank: int,
+    offset_bytes: int = 0,
+    num_programs: int = REMOTE_PROGRAMS,
+) -> None:
+    """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie back to back from byte
+    ``offset_bytes`` on.
+
+    ``outs``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64), each of ``world_size`` rows; ``table``
+    holds buffers of the same dtype. Bytes are copied as they are. Owners are visited from ``rank + 1`` on, the own rank
+    last. The outputs must not overlap, which is not checked.
+
+    On return the kernel is enqueued on the current stream; ``outs`` are complete for what is enqueued there next.
+    ``rows`` has been written and must stay as it is until then. The caller has made sure that every owner's buffer is
+    readable until then; the kernel waits for nobody.
+
+    With shards [1, 2, 3] and [4, 5, 6] of ranks 0 and 1, ``outs`` of 2 and 4 elements are [1, 4] and [2, 3, 5, 6].
+
+    Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
+    """
+    dtype = _check_parts("outs", outs, FLOATS, table, rank)
+    check_positive(num_programs=num_programs)
+    layout = _layout_of_gather(tuple([out.numel() for out in outs]), table.world_size, dtype.itemsize)
+    _check_buffers(table, offset_bytes, dtype.itemsize)
+    if layout.num_blocks == 0:
+        return
+    addresses = [out.data_ptr() for out in outs]
+    word, elements = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
+    with device_of(_gather_parts_kernel, outs[0], "use gather_parts_reference for host memory"):
+        rows.write(layout.rows, addresses)
+        _gather_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
+            rows.address,
+            len(outs),
+            table.tensor,
+            rank,
+            table.world_size,
+            offset_bytes,
+            WORD=word,
+            VECTOR=elements,
+            ROWS=MAX_PARTS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+def gather_parts_reference(outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0) -> None:
+    """`gather_parts` in plain torch on host memory; complete on return.
+
+    >>> shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
+    >>> outs = [torch.zeros(2), torch.zeros(4)]
+    >>> gather_parts_reference(outs, PeerTable.of(shards), rank=0)
+    >>> outs
+    [tensor([1., 4.]), tensor([2., 3., 5., 6.])]
+    """
+    dtype = _check_parts("outs", outs, FLOATS, table, rank)
+    layout = _layout_of_gather(tuple(out.numel() for out in outs), table.world_size, dtype.itemsize)
+    _check_buffers(table, offset_bytes, dtype.itemsize)
+    for owner in rotated(rank, table.world_size):
+        for number, out in enumerate(outs):
+            if out.numel():
+                low = offset_bytes + layout.rows[number * COLUMNS + 1]
+                row = out.view(table.world_size, -1)[owner]
+                row.copy_(table.host_view(owner, low, row.numel(), dtype))
+
+
+def _check_push(
+    table: PeerTable,
+    grads: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    rank: int,
+    dtypes: Sequence[torch.dtype],
+    target_itemsize: int | None,
+) -> tuple[torch.dtype, _Layout]:
+    """The gradients' dtype, and what is known without their addresses."""
+    dtype = _check_parts("grads", grads, dtypes, table, rank)
+    if not len(grads) == len(offsets) == len(numels):
+        raise ValueError(f"{len(grads)} grads, {len(offsets)} offsets, {len(numels)} numels, expected as many of each")
+    size = dtype.itemsize if target_itemsize is None else target_itemsize
+    totals = tuple([grad.numel() for grad in grads])
+    layout = _layout_of_push(tuple(offsets), tuple(numels), totals, table.world_size, dtype.itemsize, size)
+    _check_buffers(table, 0, size)
+    return dtype, layout
+
+
+def scatter_accumulate_parts(
+    rows: PartRows,
+    table: PeerTable,
+    grads: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    *,
+    rank: int,
+    num_programs: int = REMOTE_PROGRAMS,
+) -> None:
+    """Add row r of ``grads[i]`` to the fp32 sums at byte ``offsets[i]`` of rank r's buffer, for every r and i.
+
+    ``grads``: up to 256 dense tensors of one dtype (bf16, fp16 or fp32); row r of ``grads[i]`` begins at element ``r *
+    numels[i]`` and has as many, or fewer where the memory ends: nothing is read behind it. ``table`` holds the ranks'
+    buffers. Owners, the order of additions and subnormal numbers: as for `scatter_accumulate_direct`. The sums must not
+    overlap, which is not checked.
+
+    On return the kernel is enqueued on the current stream, and what is enqueued there next finds all additions made,
+    also at the peers. ``rows`` has been written and must stay as it is until then. The owners' sums must be open for
+    this push (the kernel waits for nobody), and nobody but atomics may write them meanwhile.
+
+    Two ranks that both push [1, 2] and [3, 4, 5] with numels 1 and 2 add 2 and 6, 8 to the sums of rank 0, and 4 and 10
+    to those of rank 1.
+
+    Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
+    """
+    dtype, layout = _check_push(table, grads, offsets, numels, rank, GRADIENTS, torch.float32.itemsize)
+    check_positive(num_programs=num_programs)
+    if layout.num_blocks == 0:
+        return
+    addresses = [grad.data_ptr() for grad in grads]
+    elements = vector((_bits(addresses) | layout.lengths, dtype), (layout.offsets | table.address_bits, torch.float32))
+    with device_of(
+        _scatter_accumulate_parts_kernel, grads[0], "use scatter_accumulate_parts_reference for host memory"
+    ):
+        rows.write(layout.rows, addresses)
+        _scatter_accumulate_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
+            rows.address,
+            len(grads),
+            table.tensor,
+            rank,
+            table.world_size,
+            GRAD=DTYPES[dtype],
+            VECTOR=elements if has_vector_atomics(grads[0].device) else 1,
+            ROWS=MAX_PARTS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+def scatter_accumulate_parts_reference(
+    table: PeerTable, grads: Sequence[torch.Tensor], offsets: Sequence[int], numels: Sequence[int], *, rank: int
+) -> None:
+    """`scatter_accumulate_parts` in plain torch on host memory, for one client at a time; complete on return.
+
+    >>> sums = [torch.zeros(3), torch.zeros(3)]
+    >>> grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])]
+    >>> scatter_accumulate_parts_reference(PeerTable.of(sums), grads, [0, 4], [1, 2], rank=0)
+    >>> sums
+    [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
+    """
+    _check_push(table, grads, offsets, numels, rank, GRADIENTS, torch.float32.itemsize)
+    for owner in rotated(rank, table.world_size):
+        for grad, offset, numel in zip(grads, offsets, numels, strict=True):
+            row = grad.view(-1)[owner * numel : (owner + 1) * numel]
+            if row.numel():
+                table.host_view(owner, offset, row.numel(), torch.float32).add_(row.to(torch.float32))
+
+
+def scatter_parts(
+    rows: PartRows,
+    table: PeerTable,
+    grads: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    *,
+    rank: int,
+    num_programs: int = REMOTE_PROGRAMS,
+) -> None:
+    """Copy row r of ``grads[i]``, bytes as they are, to byte ``offsets[i]`` of rank r's buffer, for every r and i.
+
+    ``grads``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64); row r of ``grads[i]`` begins at element
+    ``r * numels[i]`` and has as many, or fewer where the memory ends: the others are zeros at the owner. ``table``
+    holds buffers of bytes. Owners are visited from ``rank + 1`` on, the own rank last. The places must not overlap,
+    which is not checked.
+
+    On return the kernel is enqueued on the current stream; what is enqueued there next finds all rows at the owners,
+    and ``grads`` free. ``rows`` has been written and must stay as it is until then. The places must be this rank's to
+    write until then; the kernel waits for nobody.
+
+    A rank that scatters [1, 2] and [3, 4, 5] with numels 1 and 2 leaves 1 and 3, 4 with rank 0, and 2 and 5, 0 with
+    rank 1.
+
+    Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
+    """
+    _, layout = _check_push(table, grads, offsets, numels, rank, FLOATS, None)
+    check_positive(num_programs=num_programs)
+    if layout.num_blocks == 0:
+        return
+    addresses = [grad.data_ptr() for grad in grads]
+    places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits
+    word, elements = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
+    with device_of(_scatter_parts_kernel, grads[0], "use scatter_parts_reference for host memory"):
+        rows.write(layout.rows, addresses)
+        _scatter_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
+            rows.address,
+            len(grads),
+            table.tensor,
+            rank,
+            table.world_size,
+            WORD=word,
+            VECTOR=elements,
+            ROWS=MAX_PARTS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
+def scatter_parts_reference(
+    table: PeerTable, grads: Sequence[torch.Tensor], offsets: Sequence[int], numels: Sequence[int], *, rank: int
+) -> None:
+    """`scatter_parts` in plain torch on host memory; complete on return.
+
+    >>> slots = [torch.ones(3), torch.ones(3)]
+    >>> grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])]
+    >>> scatter_parts_reference(PeerTable.of(slots), grads, [0, 4], [1, 2], rank=0)
+    >>> slots
+    [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
+    """
+    dtype, _ = _check_push(table, grads, offsets, numels, rank, FLOATS, None)
+    for owner in rotated(rank, table.world_size):
+        for grad, offset, numel in zip(grads, offsets, numels, strict=True):
+            row = grad.view(-1)[owner * numel : (owner + 1) * numel]
+            if numel:
+                slot = table.host_view(owner, offset, numel, dtype)
+                slot[: row.numel()].copy_(row)
+                slot[row.numel() :].zero_()
+
+
+def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS) -> list[AotEntry]:
+    table, room = {"table": "*i64"}, {"ROWS": MAX_PARTS, "BLOCK": BLOCK}
+    copies = [
+        entry(
+            f"{name}[{'i32' if word == torch.int32 else 'i16'}, {alignment(elements > 1)}]",
+            kernel,
+            table,
+            {"WORD": _WORD_NAMES[word], "VECTOR": elements, **room},
+            NUM_WARPS,
+        )
+        for name, kernel in (("gather_parts", _gather_parts_kernel), ("scatter_parts", _scatter_parts_kernel))
+        for _, word, elements in _WORDS
+    ]
+    return copies + [
+        entry(
+            f"scatter_accumulate_parts[{DTYPES[grads]}->fp32, {alignment(aligned)}]",
+            _scatter_accumulate_parts_kernel,
+            table,
+            {"GRAD": DTYPES[grads], "VECTOR": vector((int(not aligned), torch.float32), (0, grads)), **room},
+            NUM_WARPS,
+            since=VECTOR_ATOMICS if aligned else (8, 0),
+        )
+        for grads in atomic
+        for aligned in (True, False)
+    ]
