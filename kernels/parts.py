@@ -131,13 +131,14 @@ def _gather_parts_kernel(
         step += 1
 
 
-@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size"])
+@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
 def _scatter_accumulate_parts_kernel(
     rows: tl.int64,
     num_rows: tl.int32,
     table: tl.tensor,
     rank: tl.int32,
     world_size: tl.int32,
+    offset: tl.int64,
     GRAD: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -153,7 +154,7 @@ def _scatter_accumulate_parts_kernel(
     step = 0
     while step < world_size:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
-        sums = tl.load(table + owner)
+        sums = tl.load(table + owner) + offset
         while block < num_blocks:
             before = ends <= block
             word = words + tl.sum(before.to(tl.int32), 0) * 4
@@ -181,13 +182,14 @@ def _scatter_accumulate_parts_kernel(
         step += 1
 
 
-@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size"])
+@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
 def _scatter_parts_kernel(
     rows: tl.int64,
     num_rows: tl.int32,
     table: tl.tensor,
     rank: tl.int32,
     world_size: tl.int32,
+    offset: tl.int64,
     WORD: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -203,7 +205,7 @@ def _scatter_parts_kernel(
     step = 0
     while step < world_size:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
-        buffer = tl.load(table + owner)
+        buffer = tl.load(table + owner) + offset
         while block < num_blocks:
             before = ends <= block
             word = words + tl.sum(before.to(tl.int32), 0) * 4
@@ -303,25 +305,30 @@ def _layout(offsets: Sequence[int], numels: Sequence[int], totals: Sequence[int]
 
 
 def _check_parts(
-    name: str, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], table: PeerTable, rank: int
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    table: PeerTable,
+    rank: int,
+    num_programs: int = 1,
 ) -> torch.dtype:
     """The dtype of all ``tensors``."""
-    check_rank(rank, table.world_size)
+    if not 0 <= rank < table.world_size or num_programs <= 0:
+        check_rank(rank, table.world_size)
+        check_positive(num_programs=num_programs)
     if not 0 < len(tensors) <= MAX_PARTS:
         raise ValueError(f"{name} has {len(tensors)} tensors, expected 1 to {MAX_PARTS}")
     found = {tensor.dtype for tensor in tensors}
-    if len(found) > 1 or not found <= set(dtypes):
-        raise ValueError(
-            f"{name} has tensors of {', '.join(sorted(map(str, found)))}, expected one of {', '.join(map(str, dtypes))}"
-        )
-    for number, tensor in enumerate(tensors):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}[{number}] has strides {tensor.stride()}, expected a dense tensor")
-    if len({tensor.get_device() for tensor in tensors}) > 1:
-        places = sorted({str(tensor.device) for tensor in tensors})
-        raise ValueError(f"{name} is on {' and '.join(places)}, expected one device for all")
-    check_same_device(**{name: tensors[0], "table": table.tensor})
-    return found.pop()
+    dtype = found.pop()
+    if found or dtype not in dtypes:
+        names = ", ".join(sorted(str(one) for one in {dtype, *found}))
+        raise ValueError(f"{name} has tensors of {names}, expected one of {', '.join(map(str, dtypes))}")
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        strides = [(number, one.stride()) for number, one in enumerate(tensors) if not one.is_contiguous()]
+        raise ValueError(f"{name}[{strides[0][0]}] has strides {strides[0][1]}, expected a dense tensor")
+    if len(set(map(torch.Tensor.get_device, tensors))) > 1 or tensors[0].device != table.tensor.device:
+        check_same_device(**{f"{name}[{number}]": one for number, one in enumerate(tensors)}, table=table.tensor)
+    return dtype
 
 
 def _check_buffers(table: PeerTable, offset_bytes: int, itemsize: int) -> None:
@@ -372,13 +379,12 @@ def gather_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
     """
-    dtype = _check_parts("outs", outs, FLOATS, table, rank)
-    check_positive(num_programs=num_programs)
-    layout = _layout_of_gather(tuple([out.numel() for out in outs]), table.world_size, dtype.itemsize)
+    dtype = _check_parts("outs", outs, FLOATS, table, rank, num_programs)
+    layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
     _check_buffers(table, offset_bytes, dtype.itemsize)
     if layout.num_blocks == 0:
         return
-    addresses = [out.data_ptr() for out in outs]
+    addresses = list(map(torch.Tensor.data_ptr, outs))
     word, elements = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
     with device_of(_gather_parts_kernel, outs[0], "use gather_parts_reference for host memory"):
         rows.write(layout.rows, addresses)
@@ -407,7 +413,7 @@ def gather_parts_reference(outs: Sequence[torch.Tensor], table: PeerTable, *, ra
     [tensor([1., 4.]), tensor([2., 3., 5., 6.])]
     """
     dtype = _check_parts("outs", outs, FLOATS, table, rank)
-    layout = _layout_of_gather(tuple(out.numel() for out in outs), table.world_size, dtype.itemsize)
+    layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
     _check_buffers(table, offset_bytes, dtype.itemsize)
     for owner in rotated(rank, table.world_size):
         for number, out in enumerate(outs):
@@ -423,17 +429,19 @@ def _check_push(
     offsets: Sequence[int],
     numels: Sequence[int],
     rank: int,
+    offset_bytes: int,
     dtypes: Sequence[torch.dtype],
-    target_itemsize: int | None,
+    target: torch.dtype | None = None,
+    num_programs: int = 1,
 ) -> tuple[torch.dtype, _Layout]:
-    """The gradients' dtype, and what is known without their addresses."""
-    dtype = _check_parts("grads", grads, dtypes, table, rank)
+    """The gradients' dtype, and what is known without their addresses. ``target``: dtype at the owners, if another."""
+    dtype = _check_parts("grads", grads, dtypes, table, rank, num_programs)
     if not len(grads) == len(offsets) == len(numels):
         raise ValueError(f"{len(grads)} grads, {len(offsets)} offsets, {len(numels)} numels, expected as many of each")
-    size = dtype.itemsize if target_itemsize is None else target_itemsize
-    totals = tuple([grad.numel() for grad in grads])
+    size = (target or dtype).itemsize
+    totals = tuple(map(torch.Tensor.numel, grads))
     layout = _layout_of_push(tuple(offsets), tuple(numels), totals, table.world_size, dtype.itemsize, size)
-    _check_buffers(table, 0, size)
+    _check_buffers(table, offset_bytes, size)
     return dtype, layout
 
 
@@ -445,9 +453,11 @@ def scatter_accumulate_parts(
     numels: Sequence[int],
     *,
     rank: int,
+    offset_bytes: int = 0,
     num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
-    """Add row r of ``grads[i]`` to the fp32 sums at byte ``offsets[i]`` of rank r's buffer, for every r and i.
+    """Add row r of ``grads[i]`` to the fp32 sums at byte ``offset_bytes + offsets[i]`` of rank r's buffer, for every r
+    and i.
 
     ``grads``: up to 256 dense tensors of one dtype (bf16, fp16 or fp32); row r of ``grads[i]`` begins at element ``r *
     numels[i]`` and has as many, or fewer where the memory ends: nothing is read behind it. ``table`` holds the ranks'
@@ -463,12 +473,15 @@ def scatter_accumulate_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    dtype, layout = _check_push(table, grads, offsets, numels, rank, GRADIENTS, torch.float32.itemsize)
-    check_positive(num_programs=num_programs)
+    dtype, layout = _check_push(
+        table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, num_programs
+    )
     if layout.num_blocks == 0:
         return
-    addresses = [grad.data_ptr() for grad in grads]
-    elements = vector((_bits(addresses) | layout.lengths, dtype), (layout.offsets | table.address_bits, torch.float32))
+    addresses = list(map(torch.Tensor.data_ptr, grads))
+    elements = vector(
+        (_bits(addresses) | layout.lengths, dtype), (layout.offsets | table.address_bits | offset_bytes, torch.float32)
+    )
     with device_of(
         _scatter_accumulate_parts_kernel, grads[0], "use scatter_accumulate_parts_reference for host memory"
     ):
@@ -479,6 +492,7 @@ def scatter_accumulate_parts(
             table.tensor,
             rank,
             table.world_size,
+            offset_bytes,
             GRAD=DTYPES[dtype],
             VECTOR=elements if has_vector_atomics(grads[0].device) else 1,
             ROWS=MAX_PARTS,
@@ -488,7 +502,13 @@ def scatter_accumulate_parts(
 
 
 def scatter_accumulate_parts_reference(
-    table: PeerTable, grads: Sequence[torch.Tensor], offsets: Sequence[int], numels: Sequence[int], *, rank: int
+    table: PeerTable,
+    grads: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    *,
+    rank: int,
+    offset_bytes: int = 0,
 ) -> None:
     """`scatter_accumulate_parts` in plain torch on host memory, for one client at a time; complete on return.
 
@@ -498,12 +518,12 @@ def scatter_accumulate_parts_reference(
     >>> sums
     [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
     """
-    _check_push(table, grads, offsets, numels, rank, GRADIENTS, torch.float32.itemsize)
+    _check_push(table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32)
     for owner in rotated(rank, table.world_size):
         for grad, offset, numel in zip(grads, offsets, numels, strict=True):
             row = grad.view(-1)[owner * numel : (owner + 1) * numel]
             if row.numel():
-                table.host_view(owner, offset, row.numel(), torch.float32).add_(row.to(torch.float32))
+                table.host_view(owner, offset_bytes + offset, row.numel(), torch.float32).add_(row.to(torch.float32))
 
 
 def scatter_parts(
@@ -514,9 +534,11 @@ def scatter_parts(
     numels: Sequence[int],
     *,
     rank: int,
+    offset_bytes: int = 0,
     num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
-    """Copy row r of ``grads[i]``, bytes as they are, to byte ``offsets[i]`` of rank r's buffer, for every r and i.
+    """Copy row r of ``grads[i]``, bytes as they are, to byte ``offset_bytes + offsets[i]`` of rank r's buffer, for
+    every r and i.
 
     ``grads``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64); row r of ``grads[i]`` begins at element
     ``r * numels[i]`` and has as many, or fewer where the memory ends: the others are zeros at the owner. ``table``
@@ -532,12 +554,11 @@ def scatter_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    _, layout = _check_push(table, grads, offsets, numels, rank, FLOATS, None)
-    check_positive(num_programs=num_programs)
+    _, layout = _check_push(table, grads, offsets, numels, rank, offset_bytes, FLOATS, num_programs=num_programs)
     if layout.num_blocks == 0:
         return
-    addresses = [grad.data_ptr() for grad in grads]
-    places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits
+    addresses = list(map(torch.Tensor.data_ptr, grads))
+    places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes
     word, elements = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
     with device_of(_scatter_parts_kernel, grads[0], "use scatter_parts_reference for host memory"):
         rows.write(layout.rows, addresses)
@@ -547,6 +568,7 @@ def scatter_parts(
             table.tensor,
             rank,
             table.world_size,
+            offset_bytes,
             WORD=word,
             VECTOR=elements,
             ROWS=MAX_PARTS,
@@ -556,7 +578,13 @@ def scatter_parts(
 
 
 def scatter_parts_reference(
-    table: PeerTable, grads: Sequence[torch.Tensor], offsets: Sequence[int], numels: Sequence[int], *, rank: int
+    table: PeerTable,
+    grads: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    *,
+    rank: int,
+    offset_bytes: int = 0,
 ) -> None:
     """`scatter_parts` in plain torch on host memory; complete on return.
 
@@ -566,12 +594,12 @@ def scatter_parts_reference(
     >>> slots
     [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
     """
-    dtype, _ = _check_push(table, grads, offsets, numels, rank, FLOATS, None)
+    dtype, _ = _check_push(table, grads, offsets, numels, rank, offset_bytes, FLOATS)
     for owner in rotated(rank, table.world_size):
         for grad, offset, numel in zip(grads, offsets, numels, strict=True):
             row = grad.view(-1)[owner * numel : (owner + 1) * numel]
             if numel:
-                slot = table.host_view(owner, offset, numel, dtype)
+                slot = table.host_view(owner, offset_bytes + offset, numel, dtype)
                 slot[: row.numel()].copy_(row)
                 slot[row.numel() :].zero_()
 

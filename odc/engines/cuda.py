@@ -46,27 +46,29 @@ def _row(addition: Addition, low: int) -> SlotRow | None:
     return SlotRow(total.data_ptr(), addition.offset_bytes, total.numel(), sum(1 << slot for slot in here), is_first)
 
 
-class _Ring(Generic[Memory]):
-    """Host memory that kernels read: nothing is copied to the device, which would wait for it."""
+class _Piece(Generic[Memory]):
+    """Host memory that kernels read: nothing is copied to the device, which would wait for it. ``with`` this, a kernel
+    that reads it is launched on the current stream of ``device``."""
 
-    def __init__(self, memory: Sequence[Memory]) -> None:
-        self._free = deque((one, torch.cuda.Event()) for one in memory)  # type: ignore[no-untyped-call]
+    def __init__(self, memory: Memory, device: torch.device, free: deque[_Piece[Memory]]) -> None:
+        self._memory, self._device, self._free = memory, device, free
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def __len__(self) -> int:
-        return len(self._free)
+    def __enter__(self) -> Memory:
+        while not self._done.query():  # type: ignore[no-untyped-call]  # as many launches ago as there are pieces
+            time.sleep(limits.STREAM_PAUSE_S)
+        return self._memory
 
-    @contextmanager
-    def next(self, device: torch.device) -> Iterator[Memory]:
-        """Memory for what is launched inside, which nothing reads any more: the host waits for its last launch, which
-        is as many launches ago as there are pieces."""
-        memory, done = self._free.popleft()
-        try:
-            while not done.query():  # type: ignore[no-untyped-call]
-                time.sleep(limits.STREAM_PAUSE_S)
-            yield memory
-            done.record(torch.cuda.current_stream(device))
-        finally:
-            self._free.append((memory, done))
+    def __exit__(self, *_: object) -> None:
+        self._done.record(torch.cuda.current_stream(self._device))
+        self._free.append(self)
+
+
+def _pieces(memory: Iterable[Memory], device: torch.device) -> deque[_Piece[Memory]]:
+    """The least recently used one is on the left."""
+    free: deque[_Piece[Memory]] = deque()
+    free.extend([_Piece(one, device, free) for one in memory])
+    return free
 
 
 class CudaEngine(Engine):
@@ -90,9 +92,10 @@ class CudaEngine(Engine):
         self._lock = threading.Lock()  # backward runs in a thread of its own
         self._tables: dict[tuple[int, ...], PeerTable] = {}
         self._places: dict[tuple[int, ...], tuple[PeerTable, int]] = {}
-        self._row_tables = _Ring(list(torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, pin_memory=True)))
+        memory = torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, pin_memory=True)
+        self._row_tables = _pieces(memory, device)
         memory = torch.zeros(_PART_TABLES, MAX_PARTS, PART_COLUMNS, dtype=torch.int64, pin_memory=True)
-        self._part_rows = _Ring([PartRows(table) for table in memory])
+        self._part_rows = _pieces(map(PartRows, memory), device)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         if out.dtype != source.dtype and _has_kernels(source.dtype, out.dtype):
@@ -192,7 +195,7 @@ class CudaEngine(Engine):
         low = offset * dtype.itemsize
         for start in range(0, len(outs), MAX_PARTS):
             chunk = outs[start : start + MAX_PARTS]
-            with self._part_rows.next(self._device) as rows:
+            with self._part_rows.popleft() as rows:
                 gather_parts(rows, chunk, table, rank=rank, offset_bytes=low)
             if start + MAX_PARTS < len(outs):
                 low += sum(out.nbytes for out in chunk) // len(shards)
@@ -209,7 +212,7 @@ class CudaEngine(Engine):
     def copy_parts_to_peers(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        num_bytes = len(buffers) * sum([part.numel * part.grads.itemsize for part in parts])
+        num_bytes = len(buffers) * sum([numel * grads.itemsize for grads, _, numel in parts])
         is_known = {part.grads.dtype for part in parts}.issubset(FLOATS)
         if not is_known or not self._transfers.by_kernel(num_bytes):
             super().copy_parts_to_peers(buffers, parts, rank, after_chunk)
@@ -238,8 +241,8 @@ class CudaEngine(Engine):
         for group in [parts] if len(dtypes) == 1 else [[p for p in parts if p.grads.dtype == one] for one in dtypes]:
             for start in range(0, len(group), MAX_PARTS):
                 grads, offsets, numels = zip(*group[start : start + MAX_PARTS], strict=True)
-                with self._part_rows.next(self._device) as rows:
-                    launch(rows, table, grads, [offset + at for at in offsets], numels, rank=rank)
+                with self._part_rows.popleft() as rows:
+                    launch(rows, table, grads, offsets, numels, rank=rank, offset_bytes=offset)
 
     def add_slots(
         self,
@@ -263,7 +266,7 @@ class CudaEngine(Engine):
     def _launch_rows(
         self, rows: Sequence[SlotRow], slots: torch.Tensor, slot_bytes: int, total: torch.dtype, addend: torch.dtype
     ) -> None:
-        with self._row_tables.next(self._device) as table:
+        with self._row_tables.popleft() as table:
             aligned = write_rows(table, rows, slots, slot_bytes, total_dtype=total, addend_dtype=addend)
             accumulate_slots(
                 table.data_ptr(),
