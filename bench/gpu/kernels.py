@@ -27,6 +27,17 @@ from odc.kernels.accumulate import (
 from odc.kernels.arguments import FLOATS, MASTER_FLOATS
 from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
 from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
+from odc.kernels.parts import (
+    COLUMNS,
+    MAX_PARTS,
+    PartRows,
+    gather_parts,
+    gather_parts_reference,
+    scatter_accumulate_parts,
+    scatter_accumulate_parts_reference,
+    scatter_parts,
+    scatter_parts_reference,
+)
 from odc.kernels.peers import PeerTable
 from odc.kernels.scatter import scatter_to_peers, scatter_to_peers_reference
 from odc.kernels.slots import SlotRow, accumulate_slots, accumulate_slots_reference, write_rows
@@ -73,8 +84,9 @@ class Guarded:
         guards = torch.cat([found[: self._inner.start], found[self._inner.stop :]])
         require(bool((guards == _POISON).all()), f"{what} wrote outside of its output")
         same = (_bits(inside) == _bits(wanted)) | (inside.isnan() & wanted.isnan())
-        at = int((~same).nonzero()[0]) if not bool(same.all()) else -1
-        require(at < 0, f"{what}: element {at} is {float(inside[at])!r}, expected {float(wanted[at])!r}")
+        if not bool(same.all()):
+            at = int((~same).nonzero()[0])
+            require(False, f"{what}: element {at} is {float(inside[at])!r}, expected {float(wanted[at])!r}")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,6 +254,83 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _part_rows(device: torch.device) -> PartRows:
+    return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+
+
+def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
+    """Slices, with two offsets as in :func:`_cases`; the last case is aligned in all places."""
+    for numel, offset, other in _cases(sizes):
+        yield [5 + offset, numel, 0, *range(1, 12), 4097], offset, other
+    yield [8, 40_000, 4096], 0, 8
+
+
+def _gather_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    rows = _part_rows(device)
+    for numels, offset, other in _part_cases(sizes):
+        for dtype in FLOATS:
+            values = [_values(other + sum(numels), dtype) for _ in range(_CLIENTS)]
+            shards = [Guarded(len(v), dtype, 0, device).filled(v) for v in values]
+            outs = [Guarded(_CLIENTS * n, dtype, offset, device) for n in numels]
+            wanted = [torch.full((_CLIENTS * n,), _POISON).to(dtype) for n in numels]
+            words = {"rank": 1, "offset_bytes": other * dtype.itemsize}
+            gather_parts(rows, [out.view for out in outs], PeerTable.of([s.view for s in shards]), **words)
+            gather_parts_reference(wanted, PeerTable.of(values), **words)
+            for number, out in enumerate(outs):
+                out.expect(wanted[number], f"gather_parts of {numels[number]} x {dtype} at {other}, {offset}")
+            yield
+
+
+class _Push:
+    """Gradients, some of which end early: there, NaN follows that must not be read."""
+
+    def __init__(self, numels: list[int], dtype: torch.dtype, offset: int, device: torch.device) -> None:
+        self.numels = numels
+        totals = [_CLIENTS * n - (n + n // 3) * (i % 2) for i, n in enumerate(numels)]
+        rooms = [torch.cat([_values(n, dtype), torch.full((_GUARD,), torch.nan, dtype=dtype)]) for n in totals]
+        self.grads = [room[:n] for room, n in zip(rooms, totals, strict=True)]
+        self.on_device = [
+            Guarded(len(room), dtype, offset, device).filled(room).view[:n]
+            for room, n in zip(rooms, totals, strict=True)
+        ]
+
+    def offsets(self, itemsize: int) -> list[int]:
+        return [sum(self.numels[:i]) * itemsize for i in range(len(self.numels))]
+
+
+def _scatter_accumulate_parts_of_unit(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    rows = _part_rows(device)
+    for numels, offset, other in _part_cases(sizes):
+        for dtype in _GRADIENTS:
+            push = _Push(numels, dtype, offset, device)
+            totals = [torch.randn(other + sum(push.numels)) for _ in range(_CLIENTS)]
+            found = [Guarded(len(total), torch.float32, 0, device).filled(total) for total in totals]
+            words = {"rank": 1, "offset_bytes": other * 4}
+            table = PeerTable.of([total.view for total in found])
+            scatter_accumulate_parts(rows, table, push.on_device, push.offsets(4), push.numels, **words)
+            table = PeerTable.of(totals)
+            scatter_accumulate_parts_reference(table, push.grads, push.offsets(4), push.numels, **words)
+            for owner in range(_CLIENTS):
+                found[owner].expect(totals[owner], f"scatter_accumulate_parts of {numels} x {dtype} to owner {owner}")
+            yield
+
+
+def _scatter_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    rows = _part_rows(device)
+    for numels, offset, other in _part_cases(sizes):
+        for dtype in FLOATS:
+            push = _Push(numels, dtype, offset, device)
+            found = [Guarded(other + sum(push.numels), dtype, 0, device) for _ in range(_CLIENTS)]
+            wanted = [torch.full((other + sum(push.numels),), _POISON).to(dtype) for _ in range(_CLIENTS)]
+            offsets, words = push.offsets(dtype.itemsize), {"rank": 1, "offset_bytes": other * dtype.itemsize}
+            table = PeerTable.of([out.view for out in found])
+            scatter_parts(rows, table, push.on_device, offsets, push.numels, **words)
+            scatter_parts_reference(PeerTable.of(wanted), push.grads, offsets, push.numels, **words)
+            for owner in range(_CLIENTS):
+                found[owner].expect(wanted[owner], f"scatter_parts of {numels} x {dtype} at {offset} to {owner}")
+            yield
+
+
 def _concurrent_atomics(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
     """Launches on many streams add to the same sums at the same time; whole numbers, so any order is exact."""
     for numel in sizes:
@@ -278,5 +367,8 @@ PARTS: tuple[Callable[[torch.device, tuple[int, ...]], Iterator[None]], ...] = (
     _scatter_accumulate_parts,
     _scatter,
     _accumulate_slots,
+    _gather_parts,
+    _scatter_accumulate_parts_of_unit,
+    _scatter_parts,
     _concurrent_atomics,
 )
