@@ -6,7 +6,8 @@ in caches, and are shown only). Buffers take turns, so that no operation finds i
 
 Not covered: peers' memory (see ``peer_bandwidth``): all tables of addresses point to this GPU. ``gather`` and
 ``scatter_accumulate`` launch few programs by default, to leave multiprocessors to the model; the gather that must pass
-is launched as wide as local kernels are, the default width is shown beside it.
+is launched as wide as local kernels are, the default width is shown beside it. Kernels that take all parameters of a
+unit have one parameter, or twelve, of which four are small.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from odc.bench.gpu.timing import Operation, Spread, interleaved
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
-from odc.kernels.launching import LOCAL_PROGRAMS
+from odc.kernels.launching import LOCAL_PROGRAMS, REMOTE_PROGRAMS
+from odc.kernels.parts import COLUMNS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
 from odc.kernels.peers import PeerTable
 
 SIZES = (1 << 20, 1 << 23, 1 << 26, 1 << 28, 1 << 30)
@@ -32,6 +34,7 @@ JUDGED_BYTES = 64 << 20
 REPETITIONS, QUICK_REPETITIONS = 30, 8
 _ROTATE_BYTES = 1 << 30  # buffers take turns over so much memory
 _OWNERS = 4
+_SMALL = 512  # elements of the small ones of twelve parameters, per owner
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,35 @@ class Tables:
         return self._known[key]
 
 
+class Parts:
+    """A buffer as the memory of ``count`` parameters, each with a row per owner."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._known: dict[tuple[int, int], tuple[PartRows, list[torch.Tensor], list[int], list[int]]] = {}
+
+    def numels(self, length: int) -> list[int]:
+        """Of slices of a shard of ``length`` elements: four small ones, if there is more than one.
+
+        >>> Parts(1).numels(80_000), Parts(12).numels(80_000)[:6]
+        ([80000], [512, 512, 512, 512, 9744, 9744])
+        """
+        small = [_SMALL] * min(4, self._count - 1)
+        left, large = length - sum(small), self._count - len(small)
+        return [*small, *[left // large // 8 * 8] * (large - 1), left - left // large // 8 * 8 * (large - 1)]
+
+    def of(self, buffer: torch.Tensor) -> tuple[PartRows, list[torch.Tensor], list[int], list[int]]:
+        """A table for its launches, the parameters, where their slices begin in a shard, and how long these are."""
+        key = (buffer.data_ptr(), buffer.numel())
+        if key not in self._known:
+            numels = self.numels(buffer.numel() // _OWNERS)
+            starts = [sum(numels[:i]) for i in range(len(numels))]
+            memory = torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=buffer.is_cuda)
+            parts = [buffer[_OWNERS * low : _OWNERS * (low + n)] for low, n in zip(starts, numels, strict=True)]
+            self._known[key] = PartRows(memory), parts, starts, numels
+        return self._known[key]
+
+
 def candidates() -> list[Candidate]:
     """Kernels with the bytes they must move."""
     tables = Tables()
@@ -106,6 +138,24 @@ def candidates() -> list[Candidate]:
     def scatter(out: torch.Tensor, source: torch.Tensor) -> None:
         scatter_accumulate_direct(tables.of(out), source, rank=0)
 
+    def gather_of(count: int, programs: int = REMOTE_PROGRAMS) -> Launch:
+        parts = Parts(count)
+
+        def launch(out: torch.Tensor, source: torch.Tensor) -> None:
+            rows, outs, _, _ = parts.of(out)
+            gather_parts(rows, outs, tables.of(source), rank=0, num_programs=programs)
+
+        return launch
+
+    def push_of(count: int, push: Callable[..., None]) -> Launch:
+        parts = Parts(count)
+
+        def launch(out: torch.Tensor, source: torch.Tensor) -> None:
+            rows, grads, starts, numels = parts.of(source)
+            push(rows, tables.of(out), grads, [out.itemsize * start for start in starts], numels, rank=0)
+
+        return launch
+
     fp32, bf16 = torch.float32, torch.bfloat16
     return [
         Candidate("accumulate fp32", accumulate, fp32, reads_out=True, judged=True),
@@ -113,6 +163,13 @@ def candidates() -> list[Candidate]:
         Candidate(f"gather, {LOCAL_PROGRAMS} programs", gather(LOCAL_PROGRAMS), fp32, reads_out=False, judged=True),
         Candidate("gather, default", default_gather, fp32, reads_out=False),
         Candidate("scatter_accumulate", scatter, bf16, reads_out=True),
+        *[Candidate(f"gather_parts, {n}", gather_of(n), fp32, reads_out=False) for n in (1, 12)],
+        Candidate(f"gather_parts, 12, {LOCAL_PROGRAMS} programs", gather_of(12, LOCAL_PROGRAMS), fp32, reads_out=False),
+        *[
+            Candidate(f"scatter_accumulate_parts, {n}", push_of(n, scatter_accumulate_parts), bf16, reads_out=True)
+            for n in (1, 12)
+        ],
+        *[Candidate(f"scatter_parts, {n}", push_of(n, scatter_parts), fp32, reads_out=False) for n in (1, 12)],
         Candidate("copy_cast bf16->fp32", copy_cast, bf16, reads_out=False),
         Candidate("fill", lambda out, source: fill(out), fp32, reads_out=False, reads_source=False),
     ]

@@ -10,6 +10,7 @@ from odc.bench.gpu.setting import require
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
+from odc.kernels.parts import COLUMNS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts
 from odc.kernels.peers import PeerTable
 
 NEEDED_BYTES = 16 << 30
@@ -20,7 +21,15 @@ _PERIOD = 251  # of the pattern: whole numbers that bf16 holds
 
 def check_large(device: torch.device) -> str:
     """Every kernel once; which ones, for people."""
-    parts: tuple[Callable[[torch.device], None], ...] = (_fill, _copy_cast, _accumulate, _gather, _scatter)
+    parts: tuple[Callable[[torch.device], None], ...] = (
+        _fill,
+        _copy_cast,
+        _accumulate,
+        _gather,
+        _scatter,
+        _gather_parts,
+        _push_parts,
+    )
     for part in parts:
         part(device)
         torch.cuda.empty_cache()  # the next one needs the memory
@@ -90,3 +99,29 @@ def _scatter(device: torch.device) -> None:
     scatter_accumulate_direct(PeerTable.of(totals), grads, rank=0)
     for owner, total in enumerate(totals):
         _expect(total, 1.0, 1.0, f"scatter_accumulate, owner {owner}", first=owner * numel)
+
+
+def _rows(device: torch.device) -> PartRows:
+    return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+
+
+def _gather_parts(device: torch.device) -> None:
+    """As :func:`_gather`, with a small parameter before the large one."""
+    numel, before = NUMEL // 2, 1 << 10
+    buffer = _patterned((1 << 30) + numel, torch.bfloat16, device)
+    outs = [torch.empty(2 * n, dtype=torch.bfloat16, device=device) for n in (before, numel)]
+    rows, table = _rows(device), PeerTable.of([buffer, buffer])
+    gather_parts(rows, outs, table, rank=0, offset_bytes=2 * ((1 << 30) - before))
+    for row in range(2):
+        _expect(outs[1][row * numel : (row + 1) * numel], 1.0, 0.0, f"gather_parts, row {row}", first=1 << 30)
+
+
+def _push_parts(device: torch.device) -> None:
+    numel = NUMEL // 2
+    grads = _patterned(2 * numel, torch.bfloat16, device)
+    totals = [torch.ones(numel, device=device) for _ in range(2)]
+    rows, table = _rows(device), PeerTable.of(totals)
+    scatter_accumulate_parts(rows, table, [grads[:-9]], [0], [numel], rank=0)
+    _expect(totals[0], 1.0, 1.0, "scatter_accumulate_parts, owner 0")
+    _expect(totals[1][:-9], 1.0, 1.0, "scatter_accumulate_parts, owner 1", first=numel)
+    _expect(totals[1][-9:], 0.0, 1.0, "scatter_accumulate_parts, missing elements")

@@ -272,6 +272,7 @@ def test_kernels_are_judged_by_their_floor() -> None:
 def test_bytes_that_a_kernel_must_move(name: str) -> None:
     candidate = next(c for c in kernel_speed.candidates() if c.name == name)
     per_element = {"accumulate fp32": 12, "accumulate bf16": 10, "scatter_accumulate": 10, "fill": 4}
+    per_element |= {f"scatter_accumulate_parts, {count}": 10 for count in (1, 12)}
     expected = per_element.get(name, 6 if "bf16" in name else 8)
     assert candidate.moved_bytes(10) == 10 * expected
 
