@@ -55,12 +55,12 @@ def is_tested() -> bool:
     return COMPARED_WITH[0] <= torch_version() <= COMPARED_WITH[1]
 
 
-def reduced(stream: Any) -> tuple[Any, ...]:
-    """What FSDP2's ``foreach_reduce`` returns where gradients have been sent elsewhere: nothing to keep, to add or to
-    all-reduce; and when ``stream`` has done what it was given."""
+def reduced(stream: Any, sent: object) -> tuple[Any, ...]:
+    """What FSDP2's ``foreach_reduce`` returns where gradients were sent elsewhere: nothing to add or all-reduce, but
+    ``sent``, to be kept until ``stream`` has done what it was given."""
     event = stream.record_event()
     ended = (stream, event) if torch_version() >= (2, 13) else (event,)
-    return (None, event, *ended, None, None, None)
+    return (sent, event, *ended, None, None, None)
 
 
 def param_groups(module: nn.Module) -> list[Any]:

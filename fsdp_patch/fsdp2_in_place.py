@@ -12,15 +12,25 @@ is sharded on another dimension is a view of such slices. So both are rows, by o
 one buffer as before (:data:`SMALL_NUMEL`).
 
 On a host all is done when a call returns, so a gather is made where the parameters are needed: a prefetch only asks
-for it.
+for it. On a device it is made on FSDP2's stream for all-gathers, beside the computation of another unit.
+
+[Note: Memory that is read until later] FSDP2 frees parameters when the host has launched what computes with them. That
+is safe for memory of the computing stream; but that of a gather belongs to the stream that gathers, which would write
+the next unit's parameters there, beside the computation. So memory that FSDP2 frees is kept (:class:`Held`) until the
+gathering stream has waited for the computation. In a forward that is after the next gather, which thus overlaps with
+it; in a backward before it, since the gather in question is a prefetch for the unit after the one that computes. So
+the parameters of two units are there at a time, where FSDP2 has those of one and two buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
@@ -38,12 +48,41 @@ def is_small(param: FsdpParam) -> bool:
     return param.padded.numel() <= SMALL_NUMEL and param.shard_dim == 0
 
 
+class Held:
+    """Units of one model that FSDP2 has freed, and whose memory is there still, the earliest first."""
+
+    def __init__(self) -> None:
+        self._units: deque[tuple[InPlace, Any]] = deque()
+
+    def has(self, unit: InPlace) -> bool:
+        return any(one is unit for one, _ in self._units)
+
+    def keep(self, unit: InPlace, event: Any) -> None:
+        """``event``: behind it nothing reads that memory."""
+        self._units.append((unit, event))
+
+    def make_room(self, keep: int) -> None:
+        """Free all but the ``keep`` last ones."""
+        while len(self._units) > keep:
+            unit, event = self._units.popleft()
+            unit.free(event)
+
+    def take_back(self, unit: InPlace) -> Any:
+        """The event behind which the memory of this one may be written again; None if it is not held."""
+        for index, (one, event) in enumerate(self._units):
+            if one is unit:
+                del self._units[index]
+                return event
+        return None
+
+
 class InPlace:
     """The parameters of one unit, and their gradients, as rows by owner.
 
     Args:
         params: with the dtype each is computed in; small ones last, as in the published shards and in the sums.
         grad_dtype: of what is pushed.
+        held: the model's, for memory that a device may still read.
     """
 
     def __init__(
@@ -52,15 +91,64 @@ class InPlace:
         grad_dtype: torch.dtype,
         world_size: int,
         device: torch.device,
+        held: Held,
     ) -> None:
         self._params = params
         self._grad_dtype, self._world_size, self._device = grad_dtype, world_size, device
-        small = [param for param, _ in params if is_small(param)]
+        self._held = held
+        self._stream: Any = None  # whose memory it is, on a device
+        small = [param for param, _ in params if self._is_small(param)]
         self._small = small if len(small) > 1 else []
         self._trainable = [param for param, _ in params if param.sharded.requires_grad]
-        self._small_grads = [param for param in self._trainable if is_small(param)]
+        self._small_grads = [param for param in self._trainable if self._is_small(param)]
         self._places: Destination | None = None
         self._small_rows = torch.empty(0, dtype=params[0][1], device=device)
+
+    def _is_small(self, param: FsdpParam) -> bool:
+        return self._device.type == "cpu" and is_small(param)  # a device takes one launch for all parts, however small
+
+    def enter(self) -> Undo:
+        """On a device, keep memory that FSDP2 frees. See [Note: Memory that is read until later]."""
+        if self._device.type == "cpu":
+            return lambda: None
+        undos = []
+        for inner in [param.inner for param, _ in self._params]:
+            free_later = functools.partial(self._free_later, inner.free_unsharded_param)
+            undos.append(shadow(inner, free_unsharded_param=free_later))
+
+        def undo() -> None:
+            self.free_held()
+            for one in undos:
+                one()
+
+        return undo
+
+    def _free_later(self, free_now: Callable[[], None]) -> None:
+        """FSDP2 calls it for each parameter."""
+        if self._stream is None:  # gathered before the session came
+            free_now()
+        elif not self._held.has(self):
+            self._held.keep(self, _get_device_handle(self._device.type).current_stream().record_event())
+
+    def free_held(self) -> None:
+        """What FSDP2 has freed before, of all units."""
+        self._held.make_room(keep=0)
+
+    def free(self, event: Any) -> None:
+        """The parameters' memory, which nothing reads behind ``event``."""
+        self._stream.wait_event(event)
+        self._stream = None
+        for tensor in self.gathered:
+            tensor.untyped_storage().resize_(0)
+
+    def make_room(self, stream: Any, *, is_forward: bool) -> None:
+        """Before :meth:`allocate` on this stream of a device."""
+        event = self._held.take_back(self)
+        self._held.make_room(keep=1 if is_forward else 0)
+        if event is not None:
+            stream.wait_event(event)
+        elif self._stream is None:
+            self._stream = stream
 
     def allocate(self) -> Destination:
         """Give the parameters their memory. Where a gather has to put them: the same each time."""
@@ -94,7 +182,7 @@ class InPlace:
     def rows(self, grads: dict[int, torch.Tensor]) -> list[Rows]:
         """Gradients as they are pushed; ``grads``: by the id of the FSDPParam, unsharded."""
         here = [(param, grads[id(param.inner)]) for param in self._trainable if id(param.inner) in grads]
-        small = [(param, grad) for param, grad in here if is_small(param)]
+        small = [(param, grad) for param, grad in here if self._is_small(param)]
         if len(small) < 2 or len(small) < len(self._small_grads):
             small = []
         rows = []
@@ -142,21 +230,35 @@ class _Staging:
     def _all_gather(self, params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
         if getattr(comm, "in_place", None) is None:
             return self._originals[0](params, group, is_async, into, over, device, comm)
-        return AllGatherResult(comm, None, None, [], [], [])  # made by _copy_out, where the parameters are needed
+        if device.type == "cpu":
+            return AllGatherResult(comm, None, None, [], [], [])  # made by _copy_out, where the parameters are needed
+        with _get_device_handle(device.type).stream(over):
+            comm.in_place.make_room(over, is_forward=comm.is_in_forward)
+            comm.gather_in_place()
+            return AllGatherResult(comm, over.record_event(), None, [], [], [])
 
     def _copy_out(self, result: Any, params: Any, group: Any) -> None:
         comm = result.all_gather_output
         if isinstance(comm, torch.Tensor):
             self._originals[1](result, params, group)
-        else:
+        elif result.all_gather_event is None:
             comm.gather_in_place()
+        else:
+            _get_device_handle(comm.device.type).current_stream().wait_event(result.all_gather_event)
 
     def _reduce(self, params: Any, grads: Any, group: Any, stream: Any, comm: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(comm, "in_place", None) is None:
             return self._originals[2](params, grads, group, stream, comm, *args, **kwargs)
-        comm.push_in_place({id(param): grad for param, grad in zip(params, grads, strict=True)})
+        by_param = {id(param): grad for param, grad in zip(params, grads, strict=True)}
         grads.clear()
-        return reduced(stream)
+        if comm.device.type == "cpu":
+            comm.push_in_place(by_param)
+            return reduced(stream, None)
+        handle = _get_device_handle(comm.device.type)
+        stream.wait_stream(handle.current_stream())
+        with handle.stream(stream):
+            comm.push_in_place(by_param)
+            return reduced(stream, by_param)
 
 
 STAGING = _Staging()

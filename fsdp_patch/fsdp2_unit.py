@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import is_tested, mp_policy
-from odc.fsdp_patch.fsdp2_in_place import STAGING, InPlace, is_small
+from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients
 from odc.fsdp_patch.pending import stand_alone
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, shadow, waiting_gradients
@@ -44,6 +44,10 @@ class _OfUnit:
         """How the unit does without staging, if it does."""
         return self._unit.in_place
 
+    @property
+    def device(self) -> torch.device:
+        return self._unit.device
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -62,6 +66,11 @@ class OdcAllGather(_OfUnit, AllGather):
         # FSDP has put this rank's shard (input_tensor) into its place in output_tensor.
         self._communication.gather(self._index, output_tensor, own_in_place=True)
         return None  # complete, or in the order of the stream
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether FSDP gathers for a forward."""
+        return bool(self._unit.group._training_state == TrainingState.FORWARD)
 
     def gather_in_place(self) -> None:
         """The same without staging: into the parameters."""
@@ -133,20 +142,18 @@ class Fsdp2Unit(Unit):
         self._frozen = [p for p in self.params if not p.sharded.requires_grad]
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
 
-    def do_without_staging(self) -> None:
+    def do_without_staging(self, held: Held) -> None:
         if self.why_staged():
             return
         self.params.sort(key=is_small)
         self._sort()
         params = list(zip(self.params, self.compute_dtypes, strict=True))
-        self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device)
+        self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device, held)
 
     def why_staged(self) -> str:
         """What keeps this unit from :meth:`do_without_staging`; or nothing."""
         if not is_tested():
             return f"nobody has tried torch {torch.__version__}"
-        if self.device.type != "cpu":
-            return "on devices"
         if self._is_offloaded:
             return "with CPU offload"
         if self.gather_dtype == torch.uint8:
@@ -318,6 +325,8 @@ class Fsdp2Unit(Unit):
         self._forget_interrupted_pass()
         if not self.group.is_sharded:
             self.module.reshard()
+        if self.in_place is not None:
+            self.in_place.free_held()
 
     @property
     def is_left_full(self) -> bool:
@@ -358,13 +367,13 @@ class Fsdp2Unit(Unit):
             self.all_gather_type(self, index, communication), self.reduce_scatter_type(self, index, communication)
         )
         undo_post_backward = self._shadow_post_backward(communication)
-        undo_staging = STAGING.enter() if self.in_place is not None else None
+        undos = [undo_comms, undo_post_backward]
+        if self.in_place is not None:
+            undos += [STAGING.enter(), self.in_place.enter()]
 
         def undo() -> None:
-            if undo_staging is not None:
-                undo_staging()
-            undo_post_backward()
-            undo_comms()
+            while undos:
+                undos.pop()()
 
         return undo
 

@@ -17,6 +17,7 @@ from odc.errors import ConfigError, UnsupportedError
 from odc.fsdp_patch.compat import warn_if_untested
 from odc.fsdp_patch.fsdp1 import check_fsdp1_model, check_fsdp1_units, find_fsdp1_roots, find_fsdp1_units
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
+from odc.fsdp_patch.fsdp2_in_place import Held
 from odc.fsdp_patch.session import Connection, Session
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
@@ -132,8 +133,9 @@ def _connect(
     units = list[Unit]()
     try:
         units = units if problem else supported_units(model)
+        held = Held()
         for unit in units if config.staging == "auto" else ():
-            unit.do_without_staging()
+            unit.do_without_staging(held)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
     raise_together(exchange, problem)

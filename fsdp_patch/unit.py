@@ -108,8 +108,11 @@ class Unit(ABC):
         """Whether a backward that gathers this unit will surely push its gradients."""
         return False
 
-    def do_without_staging(self) -> None:
-        """From now on gather into the parameters and push from the gradients, if that can be. Before :meth:`spec`."""
+    def do_without_staging(self, held: Any) -> None:
+        """From now on gather into the parameters and push from the gradients, if that can be. Before :meth:`spec`.
+
+        ``held``: the :class:`~odc.fsdp_patch.fsdp2_in_place.Held` of the model.
+        """
         return
 
     @abstractmethod

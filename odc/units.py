@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,11 @@ class Destination:
         """By rank: the row of each part."""
         return [list(rows) for rows in zip(*(out.unbind() for out in self.outs), strict=True)]
 
+    @cached_property
+    def flat(self) -> list[torch.Tensor | None]:
+        """Each of them as one dense row of elements; None where its rows are not dense."""
+        return [out.view(-1) if out.is_contiguous() else None for out in self.outs]
+
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a flat shard, each shaped as a row."""
         parts = shard.split_with_sizes(self.numels)
@@ -136,6 +142,25 @@ class Segment(NamedTuple):
     offset: int
     numel: int
     source: int | None
+
+
+def offsets_of(unit: UnitSpec, parts: Sequence[Rows], present: Sequence[bool] | None) -> list[int]:
+    """Where in the unit's accumulator each part of a push goes, none of which spans a parameter that is left out.
+
+    >>> spec = UnitSpec("u", 8, torch.float32, (ParamSlice("a", 2), ParamSlice("b", 3), ParamSlice("c", 1)))
+    >>> offsets_of(spec, [Rows(torch.zeros(4), 2), Rows(torch.zeros(2), 1)], [True, False, True])
+    [0, 5]
+    """
+    starts = itertools.accumulate((part.numel for part in parts), initial=0)
+    if present is None:
+        return list(starts)[:-1]
+    filled = [segment for segment in segments(unit, present) if segment.source is not None]
+    found = []
+    for start in itertools.islice(starts, len(parts)):
+        offset, _, source = next(s for s in reversed(filled) if s.source is not None and s.source <= start)
+        assert source is not None
+        found.append(offset + start - source)
+    return found
 
 
 def segments(unit: UnitSpec, present: Sequence[bool]) -> list[Segment]:

@@ -188,7 +188,7 @@ class CudaEngine(Engine):
     ) -> None:
         dtype = shards[0].dtype
         is_known = dtype in FLOATS and {out.dtype for out in outs} <= {dtype}
-        if not is_known or not self._transfers.by_kernel(len(shards) * shards[0].nbytes):
+        if not is_known or not self._transfers.by_kernel(len(shards) * shards[0].nbytes // len(outs)):
             super().copy_parts(outs, shards, rank, after_chunk)
             return
         table, offset = self._place_of(shards)
@@ -214,7 +214,7 @@ class CudaEngine(Engine):
     ) -> None:
         num_bytes = len(buffers) * sum([numel * grads.itemsize for grads, _, numel in parts])
         is_known = {part.grads.dtype for part in parts}.issubset(FLOATS)
-        if not is_known or not self._transfers.by_kernel(num_bytes):
+        if not is_known or not self._transfers.by_kernel(num_bytes // len(parts)):
             super().copy_parts_to_peers(buffers, parts, rank, after_chunk)
             return
         self._launch_parts(scatter_parts, buffers, parts, rank)

@@ -22,11 +22,11 @@ import torch
 
 from odc import limits
 from odc.config import RuntimeConfig
-from odc.engines.base import Addition, Engine
+from odc.engines.base import Addition, Engine, Part
 from odc.errors import ConfigError, ProtocolError
 from odc.liveness.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
-from odc.units import Rows, UnitSpec, segments
+from odc.units import Rows, UnitSpec, offsets_of, segments
 
 _WORD_BYTES = 8
 
@@ -196,15 +196,19 @@ class AccumulatorStore(ABC):
         if minibatch <= 0 or any(sums.accepts[unit] != minibatch for sums in owners):
             for owner in range(len(owners)):
                 self._check_open(owner, minibatch, unit, self._rank)
-        assert isinstance(grads, torch.Tensor), "on devices units are staged"
-        number, rows = self._sum_of(self._rank), grads.view(len(owners), -1)
+        number, spec = self._sum_of(self._rank), self._units[unit]
         start = number * self._offsets[-1] + self._offsets[unit]
-        flags = present or [True] * len(self._units[unit].params)
-        for offset, numel, source in segments(self._units[unit], flags):
-            if source is not None:
-                part = rows if numel == rows.shape[1] else rows[:, source : source + numel]
-                at = (start + offset) * self._dtype.itemsize
-                self._engine.add_to_peers(self._of_all, at, part, self._rank, self._after_chunk)
+        if isinstance(grads, torch.Tensor):
+            rows = grads.view(len(owners), -1)
+            for offset, numel, source in segments(spec, present or [True] * len(spec.params)):
+                if source is not None:
+                    part = rows if numel == rows.shape[1] else rows[:, source : source + numel]
+                    at = (start + offset) * self._dtype.itemsize
+                    self._engine.add_to_peers(self._of_all, at, part, self._rank, self._after_chunk)
+        else:
+            places = [(start + offset) * self._dtype.itemsize for offset in offsets_of(spec, grads, present)]
+            parts = [Part(part.grads.reshape(-1), at, part.numel) for part, at in zip(grads, places, strict=True)]
+            self._engine.add_parts_to_peers(self._of_all, parts, self._rank, self._after_chunk)
         for sums in owners:  # each sum has several writers, who all write the same number
             self._note(sums.pushed[number], unit, present, minibatch)
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from odc import limits
+from odc.engines.base import Engine, Part
 from odc.errors import OUR_FAULT, ProtocolError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import GONE, Endpoint
@@ -49,6 +50,25 @@ class _Push(NamedTuple):
     grads: torch.Tensor | Sequence[Rows]
     present: Sequence[bool] | None
     minibatch: int
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.grads] if isinstance(self.grads, torch.Tensor) else [part.grads for part in self.grads]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def copied(self, engine: Engine) -> _Push:
+        """The same, in memory of its own."""
+        copies = [torch.empty_like(tensor) for tensor in self.tensors]
+        for copy, tensor in zip(copies, self.tensors, strict=True):
+            engine.copy(copy, tensor)
+        grads: torch.Tensor | list[Rows] = copies[0]
+        if not isinstance(self.grads, torch.Tensor):
+            grads = [part._replace(grads=copy) for part, copy in zip(self.grads, copies, strict=True)]
+        present = None if self.present is None else tuple(self.present)  # a list of the caller's
+        return self._replace(grads=grads, present=present)
 
 
 class AccumulationDaemon:
@@ -86,6 +106,7 @@ class AccumulationDaemon:
         self._headers = end.transport.allocate_host(num_slots * self._header_bytes, "slot headers")
         is_near = all(self._slots.reaches(rank) for rank in self._world)
         self._of_all = [self._slots.peer(rank) for rank in self._world] if is_near else []
+        self._rows: list[torch.Tensor] = []  # for each owner, of a push in parts that goes to other hosts
         self._elsewhere = end.transport.topology.ranks_elsewhere()
         self._header_views = [self._header_view(client) for client in self._world]
         self._sent = 0  # pushes of this rank; each goes to all owners
@@ -163,20 +184,16 @@ class AccumulationDaemon:
                 self._patience_s,
                 self._end.name(self._owner_without_room() or 0),
             )
-        grads = push.grads
-        assert isinstance(grads, torch.Tensor), "a host waits for a slot as long as it takes"
         try:
             with self._end.engine.take("kept pushes"):
-                kept = torch.empty_like(grads)
-                self._end.engine.copy(kept, grads)
+                kept = push.copied(self._end.engine)
         except torch.OutOfMemoryError:  # then it has to wait, as if there were nothing to keep it in
             self.drain()
             self._await_room(float("inf"))
             self._send(push)
         else:
-            present = None if push.present is None else tuple(push.present)  # a list of the caller's
-            self._kept.append(push._replace(grads=kept, present=present))
-            self._kept_bytes += kept.nbytes
+            self._kept.append(kept)
+            self._kept_bytes += kept.num_bytes
 
     def drain(self) -> None:
         """Return when this rank has sent all its pushes."""
@@ -186,11 +203,11 @@ class AccumulationDaemon:
 
     def _send_kept(self) -> None:
         push = self._kept.popleft()
-        assert isinstance(push.grads, torch.Tensor)
-        self._kept_bytes -= push.grads.nbytes
+        self._kept_bytes -= push.num_bytes
         with self._end.engine.take("kept pushes"):
             self._send(push)
-            self._end.engine.hold(push.grads)
+            for tensor in push.tensors:
+                self._end.engine.hold(tensor)
 
     def _has_room(self) -> bool:
         """Whether all owners have emptied the slot that comes next."""
@@ -257,7 +274,8 @@ class AccumulationDaemon:
         after_chunk = self._end.waiter.after_scatter_chunk
         try:
             if not isinstance(grads, torch.Tensor):
-                self._fill_slots(grads, at, self._units[push.unit].grad_dtype)
+                send = self._send_parts_at_once if self._end.engine.has_streams else self._send_parts
+                send(self._units[push.unit], grads, at)
             elif self._of_all:
                 self._end.engine.copy_to_peers(self._of_all, at, grads, self._rank, after_chunk)
             else:
@@ -274,18 +292,18 @@ class AccumulationDaemon:
         self._sent, self._num_emptied = number, 0
         transport.post(self._posted, daemon=True)
 
-    def _fill_slots(self, grads: Sequence[Rows], at: int, dtype: torch.dtype) -> None:
+    def _send_parts(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
         """Put the parts of a push back to back into one slot at every owner, on host memory."""
         engine, transport, after_chunk = self._end.engine, self._transport, self._end.waiter.after_scatter_chunk
         numels = [part.numel for part in grads]
-        num_bytes = sum(numels) * dtype.itemsize
+        num_bytes = sum(numels) * unit.grad_dtype.itemsize
         rows = list(zip(*(part.unbind(len(self._world)) for part in grads), strict=True))
         for owner in transport.topology.rotation():
             is_near = self._slots.reaches(owner)
             if is_near:
-                slot = self._slots.peer(owner)[at : at + num_bytes].view(dtype)
+                slot = self._slots.peer(owner)[at : at + num_bytes].view(unit.grad_dtype)
             else:
-                slot = torch.empty(sum(numels), dtype=dtype)
+                slot = torch.empty(sum(numels), dtype=unit.grad_dtype)
             places = list(slot.split_with_sizes(numels))
             for index, row in enumerate(rows[owner]):
                 engine.zero(places[index][row.numel() :])  # padding
@@ -293,6 +311,22 @@ class AccumulationDaemon:
             engine.copy_all(places, rows[owner], after_chunk)
             if not is_near:
                 transport.write(self._slots, owner, at, slot, after_chunk)
+
+    def _send_parts_at_once(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
+        """The same from a device's memory: where the slots of other hosts have no address, by way of rows here."""
+        engine, after_chunk = self._end.engine, self._end.waiter.after_scatter_chunk
+        if not self._of_all and not self._rows:
+            rows = torch.empty(len(self._world), self._slot_bytes, dtype=torch.uint8, device=self._transport.device)
+            self._rows = list(rows.unbind())
+        buffers, start = (self._of_all, at) if self._of_all else (self._rows, 0)
+        parts = []
+        for part in grads:
+            row = part.grads.reshape(-1).to(unit.grad_dtype)
+            parts.append(Part(row, start, part.numel))
+            start += part.numel * row.itemsize
+        engine.copy_parts_to_peers(buffers, parts, self._rank, after_chunk)
+        for owner in () if self._of_all else self._transport.topology.rotation():
+            self._transport.write(self._slots, owner, at, self._rows[owner][:start].view(unit.grad_dtype), after_chunk)
 
     # The owner
 

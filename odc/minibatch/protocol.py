@@ -235,8 +235,10 @@ class MinibatchProtocol:
                 self._await_published(unit, self._rotation)
                 self._ready[unit] = self.state.changed[unit]
             self._end.transport.order_after(self._rotation, unit, self.state.changed[unit])
-            assert isinstance(out, torch.Tensor), "on devices units are staged"
-            self._gather_at_once(unit, out, owners, own_in_place)
+            if isinstance(out, Destination):
+                self._gather_parts_at_once(unit, out)
+            else:
+                self._gather_at_once(unit, out, owners, own_in_place)
             self._engine.note_use()
         else:
             is_ready = self._ready[unit] == self.state.changed[unit]
@@ -302,6 +304,23 @@ class MinibatchProtocol:
         else:
             rows = out.view(self._world_size, -1).unbind()
             self._read_far(unit, [(rows[owner], owner) for owner in owners])
+
+    def _gather_parts_at_once(self, unit: int, out: Destination) -> None:
+        """As :meth:`_gather_at_once`, each part into its place."""
+        engine, device = self._engine, out.outs[0].device
+        shards = [shard for shard in self._shards[unit] if shard is not None]
+        if len(shards) < self._world_size:
+            whole = torch.empty(self._world_size * out.shard_numel, dtype=out.dtype, device=device)
+            shards = list(whole.view(self._world_size, -1).unbind())
+            self._read_far(unit, [(shards[owner], owner) for owner in self._rotation])
+        dense = [
+            torch.empty(there.numel(), dtype=out.dtype, device=device) if flat is None else flat
+            for there, flat in zip(out.outs, out.flat, strict=True)
+        ]
+        engine.copy_parts(dense, shards, self._rank, self._waiter.after_gather_chunk)
+        apart = [(there, tmp) for there, tmp, flat in zip(out.outs, dense, out.flat, strict=True) if flat is None]
+        if apart:
+            engine.run(lambda: [there.copy_(tmp.view(there.shape)) for there, tmp in apart])
 
     def _gather_of(self, unit: int) -> str:
         return f"gather of unit {self._units[unit].name!r} ({self._units[unit].shard_bytes} bytes)"
