@@ -115,7 +115,7 @@ class SparseMemory:
     def __init__(self, nbytes: int) -> None:
         no_reserve = 0x4000  # MAP_NORESERVE, which mmap does not name before Python 3.13
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address, self.nbytes = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), nbytes
 
     def __enter__(self) -> SparseMemory:
         return self

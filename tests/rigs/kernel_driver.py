@@ -51,10 +51,14 @@ class NoGpu:
 
 @contextlib.contextmanager
 def no_gpu(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, capability: int = 90, others: Sequence[Any] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    capability: int = 90,
+    others: Sequence[Any] = (),
+    driver: NoGpu | None = None,
 ) -> Iterator[NoGpu]:
     """The driver while Triton has it; afterwards Triton and the kernels, ODC's and ``others``, are as before."""
-    driver = NoGpu(capability)
+    driver = driver or NoGpu(capability)
     for kernel in {entry.kernel for entry in aot_list.entries()} | set(others):
         monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.device_caches.default_factory))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)  # Triton can set one, but not unset it again
