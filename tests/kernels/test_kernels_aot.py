@@ -4,7 +4,7 @@ of those that are linked with NVSHMEM, for sm_90; with `-m extended`, all for al
 One command that compiles, no GPU; what it says of kernels that fail is shown in this process. It shows that every
 kernel compiles, is linked with NVSHMEM's device library, spills nothing, and uses the instructions it is meant to use,
 with which widths and lanes. It cannot show that a GPU computes what it should: the same kernels do in the interpreter
-(test_kernels_interpreted.py).
+(test_kernels_interpreted.py), and their PTX does on a CPU (test_kernels_ptx.py).
 
 The NVSHMEM kernels need a device library that Triton can read (the release in constraints.txt). ``NVSHMEM_LIB`` names
 the folder of another one.

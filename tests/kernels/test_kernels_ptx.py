@@ -3,8 +3,8 @@ runs thread by thread: the project's own checks of each kernel against its twin,
 
 No GPU. This shows what the compiled code computes, for each thread, and that every access is aligned to its size and
 stays in memory that belongs to the launch. It cannot show the order of memory between threads and GPUs, atomics that
-race, what ptxas makes of the PTX (test_kernels_aot.py reads that), scheduling, or any speed. Kernels that are linked
-with NVSHMEM's device library are not among them (`ptx_driver.NOT_COVERED`).
+race, a barrier that is missing, what ptxas makes of the PTX (test_kernels_aot.py reads that), scheduling, or any speed.
+Kernels that are linked with NVSHMEM's device library are not among them (`ptx_driver.NOT_COVERED`).
 """
 
 from __future__ import annotations
@@ -90,10 +90,12 @@ def test_every_number_of_16_bits(driver: PtxDriver, source: torch.dtype, out: to
 
 # The tests of kernels in the interpreter, with compiled ones
 
+INTERPRETED = (test_kernels_interpreted, test_kernels_one_launch)
+
 
 @pytest.fixture
 def k(driver: PtxDriver, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    for module in (test_kernels_interpreted, test_kernels_one_launch):
+    for module in INTERPRETED:
         monkeypatch.setattr(module, "only_program", driver.only_program)
 
     def enter(memory: SparseMemory) -> SparseMemory:
@@ -105,10 +107,11 @@ def k(driver: PtxDriver, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 far = test_kernels_interpreted.far  # a fixture
-for _module in (test_kernels_interpreted, test_kernels_one_launch):
+for _module in INTERPRETED:
     for _name, _class in inspect.getmembers(_module, inspect.isclass):
         if _name.startswith("Test"):
-            globals()[_name] = pytest.mark.extended(type(_name, (_class,), {}))
+            _compiled = f"{_name}_{_module.__name__.removeprefix('test_kernels_')}"
+            globals()[_compiled] = pytest.mark.extended(type(_compiled, (_class,), {}))
 
 
 # Faults that are planted
@@ -166,13 +169,20 @@ TEMPLATE = """\
 	ret;
 }
 """
+OF_TWO_WARPS = ".extern .shared .align 16 .b8 global_smem[];\n" + TEMPLATE.replace(".reqntid 2", ".reqntid 64")
 
 REFUSED = [
-    "bar.sync 0;",
-    "shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;",
+    "bar.sync 1;",
+    "bar.sync 0, 64;",
+    "@%p1 bar.sync 0;",
+    "bar.warp.sync -1;",
+    "shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;",  # of two threads
+    "redux.sync.add.s32 %r1, %r2, -1;",
     "vote.sync.any.pred %p1, %p2, -1;",
     "ld.shared.b32 %r1, [%rd1];",
     "st.shared.b32 [%rd1], %r1;",
+    "ld.global.b32 %r1, [global_smem];",
+    "atom.shared.add.f32 %r1, [%r2], %r3;",
     ".shared .align 16 .b8 room[64];",
     "ld.volatile.global.b32 %r1, [%rd1];",
     "ld.global.nc.b32 %r1, [%rd1];",
@@ -213,17 +223,29 @@ REFUSED = [
     "{",
 ]
 
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_what_is_not_known_is_refused(text: str, tmp_path: Path) -> None:
-    number = TEMPLATE[: TEMPLATE.index("@BODY@")].count("\n") + 1
-    with pytest.raises(PtxError, match=re.escape(f"line {number} of the PTX, {text!r}: ")):
-        Program(TEMPLATE.replace("@BODY@", text), tmp_path)
+REFUSED_IN_WARPS = [
+    "shfl.sync.bfly.b32 %r1, %r2, 1, 31, 15;",
+    "shfl.sync.bfly.b32 %r1, %r2, 1, 15, -1;",
+    "shfl.sync.up.b32 %r1, %r2, %r3, 0, -1;",
+    "shfl.sync.up.b32 %r1|%p1, %r2, 1, 0, -1;",
+    "shfl.sync.idx.b32 %r1, %r2, 0, 31, -1;",
+    "@%p1 redux.sync.add.s32 %r1, %r2, -1;",
+    "redux.sync.min.s32 %r1, %r2, -1;",
+    "redux.sync.max.u32 %r1, %r2, -1;",
+]
 
 
 @pytest.mark.parametrize(
-    "text", [".extern .shared .align 16 .b8 global_smem[];", ".func somewhere()", ".const .align 8 .b8 state[776];"]
+    ("template", "text"),
+    [(TEMPLATE, text) for text in REFUSED] + [(OF_TWO_WARPS, text) for text in REFUSED_IN_WARPS],
 )
+def test_what_is_not_known_is_refused(template: str, text: str, tmp_path: Path) -> None:
+    number = template[: template.index("@BODY@")].count("\n") + 1
+    with pytest.raises(PtxError, match=re.escape(f"line {number} of the PTX, {text!r}: ")):
+        Program(template.replace("@BODY@", text), tmp_path)
+
+
+@pytest.mark.parametrize("text", [".shared .align 4 .b8 a[4];", ".func somewhere()", ".const .align 8 .b8 state[776];"])
 def test_nothing_else_may_be_beside_the_kernel(text: str, tmp_path: Path) -> None:
     for ptx in (TEMPLATE.replace(".visible", f"{text}\n.visible"), f"{TEMPLATE}{text}\n"):
         with pytest.raises(PtxError, match=r"line \d+ of the PTX, .* not known here"):
@@ -268,8 +290,10 @@ INSTRUCTIONS: list[tuple[str, tuple[int, ...], int]] = [
     ("setp.eq.b32 %p0, %r1, %r2; not.pred %p0, %p0; selp.b32 %r0, 1, 0, %p0;", (2**32, 0), 0),
     ("and.pred %p0, %p1, %p2; selp.b32 %r0, 1, 0, %p0;", (1, 0), 0),
     ("or.pred %p0, %p1, %p2; selp.b32 %r0, 1, 0, %p0;", (1, 0), 1),
+    ("bfe.u32 %r0, %r1, 5, 3;", (0b1101_00000,), 0b101),
     ("mov.b32 %r0, {%rs1, %rs2};", (0x1234, 0x5678), 0x56781234),
     ("mov.b64 {%r3, %r0}, %rd1;", (0x5678_0000_1234,), 0x5678),
+    ("mov.b64 {_, %r0}, %rd1;", (0x5678_0000_1234,), 0x5678),
     ("mov.b32 %r0, 0f3F800000;", (), bits(1.0, FP32)),
     ("mov.u32 %r0, %tid.x;", (), 1),
     ("mov.u32 %r0, %ntid.x;", (), 2),
@@ -278,6 +302,7 @@ INSTRUCTIONS: list[tuple[str, tuple[int, ...], int]] = [
     ("ld.param.b32 %r0, [kernel_param_1];", (), -3),
     ("cvt.s64.s32 %rd0, %r1;", (-2,), -2),
     ("cvt.u64.u32 %rd0, %r1;", (-2,), 2**32 - 2),
+    ("cvt.s64.s32 %rd0, %rd1;", (2**40 + 2**32 - 2,), -2),
     ("cvt.u32.u64 %r0, %rd1;", (2**32 + 5,), 5),
     ("cvt.rn.f32.f64 %r0, %rd1;", (bits(1 + 2**-24, FP64),), bits(1.0, FP32)),
     ("cvt.f64.f32 %rd0, %r1;", (bits(0.1, FP32),), bits(torch.tensor(0.1).item(), FP64)),
@@ -351,3 +376,52 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     program.run([64, -(2**31)], [], 1)
     with pytest.raises(ValueError, match="4294967296 for a parameter of type u32"):
         program.run([64, 2**32], [], 1)
+
+
+def of_two_warps(body: str, tmp_path: Path, shared_bytes: int = 256) -> list[int]:
+    """What 64 threads leave in %r1, which begins as their number, as does %r0."""
+    room = (ctypes.c_int32 * 64)()
+    address = ctypes.addressof(room)
+    begin = "mov.u32 %r0, %tid.x; mov.b32 %r1, %r0; setp.lt.u32 %p0, %r0, 40; shl.b32 %r2, %r0, 2;"
+    end = "ld.param.b64 %rd1, [kernel_param_0]; mad.wide.u32 %rd1, %r0, 4, %rd1; st.global.b32 [%rd1], %r1;"
+    program = Program(OF_TWO_WARPS.replace("@BODY@", f"{begin}\n{body}\n$end: {end}"), tmp_path, shared_bytes)
+    program.run([address, 0], [(address, address + ctypes.sizeof(room))], 1)
+    return list(room)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("shfl.sync.up.b32 %r1, %r0, 4, 0, -1;", [t - 4 if t % 32 >= 4 else t for t in range(64)]),
+        ("shfl.sync.bfly.b32 %r1, %r0, 5, 31, -1;", [t ^ 5 for t in range(64)]),
+        ("redux.sync.add.s32 %r1, %r0, -1;", [496] * 32 + [1520] * 32),
+        ("neg.s32 %r1, %r0; mov.b32 %r3, -1; redux.sync.max.s32 %r1, %r1, %r3;", [0] * 32 + [-32] * 32),
+        (  # reversed by way of shared memory
+            "st.shared.b32 [ %r2 + 0 ], %r0; bar.sync 0; sub.s32 %r3, 252, %r2; ld.shared.b32 %r1, [%r3];",
+            list(range(63, -1, -1)),
+        ),
+        (
+            "mov.b32 %r3, global_smem; add.s32 %r3, %r3, %r2; st.shared.b32 [%r3], %r0; bar.sync 0; "
+            "ld.shared.v2.b32 {%r4, %r1}, [global_smem+16];",
+            [5] * 64,
+        ),
+    ],
+)
+def test_threads_exchange(body: str, expected: list[int], tmp_path: Path) -> None:
+    assert of_two_warps(body, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("@%p0 bra $end; bar.sync 0;", "not for all threads; program 0, thread 40"),
+        ("@%p0 bra $other; bar.sync 0; bra $end; $other: bar.sync 0;", "not for all threads"),
+        ("@%p0 bra $end; redux.sync.add.s32 %r1, %r0, -1;", "not for all threads"),
+        ("redux.sync.add.s32 %r1, %r0, %r0;", "not for all threads; program 0, thread 0"),
+        ("st.shared.b32 [%r2+4], %r0;", "outside of the memory of this launch; program 0, thread 63"),
+        ("st.shared.v2.b32 [%r2], {%r0, %r1};", "misaligned; program 0, thread 1"),
+    ],
+)
+def test_threads_that_part_and_shared_memory_that_is_none_are_seen(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AccessError, match=message):
+        of_two_warps(body, tmp_path)

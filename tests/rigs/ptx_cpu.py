@@ -1,9 +1,9 @@
 """Compiled kernels on the CPU: the PTX that Triton makes of a kernel, translated to C thread by thread.
 
-Threads and programs run one after the other, each to its end, so what exchanges anything between threads (shared
-memory, barriers, shuffles, votes) is refused, as is every other instruction, modifier, type or special register that
-is not known here. Each access of global memory must be a multiple of its size, and lie in memory that was named to
-`Program.run`. NaN is some NaN: payloads are not the GPU's.
+Programs run one after the other. So do the threads of a program, each to its end, or to the next barrier or exchange
+between the lanes of a warp: all threads must come to the same one. Every instruction, modifier, type or special
+register that is not known here is refused. Each access must be a multiple of its size, and lie in shared memory, or in
+memory that was named to `Program.run`. NaN is some NaN: payloads are not the GPU's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _PRELUDE = r"""
 #include <string.h>
 
 typedef struct { uint64_t low, high; } range;
-typedef struct { uint64_t address, size, line, program, thread, misaligned; } fault;
+typedef struct { uint64_t address, size, line, program, thread, why; } fault;
+enum { OUTSIDE, MISALIGNED, APART };
+static range own; /* shared memory */
 static const range *ranges, *last;
 static uint64_t num_ranges;
 static fault *refusal;
@@ -32,13 +34,14 @@ static fault *refusal;
 static int inside(const range *r, uint64_t address, uint64_t size) {
     return r->low <= address && address <= r->high && size <= r->high - address;
 }
-static int refused(uint64_t address, uint64_t size, uint64_t line) {
+static int refused(uint64_t address, uint64_t size, uint64_t line, int is_shared) {
     if (address % size == 0) {
-        if (inside(last, address, size)) return 0;
-        for (uint64_t i = 0; i < num_ranges; i++)
+        if (inside(is_shared ? &own : last, address, size)) return 0;
+        for (uint64_t i = 0; i < num_ranges && !is_shared; i++)
             if (inside(&ranges[i], address, size)) { last = &ranges[i]; return 0; }
     }
-    refusal->address = address; refusal->size = size; refusal->line = line; refusal->misaligned = address % size != 0;
+    refusal->address = address; refusal->size = size; refusal->line = line;
+    refusal->why = address % size ? MISALIGNED : OUTSIDE;
     return 1;
 }
 
@@ -65,17 +68,51 @@ static uint16_t to_f16(float x) {
     if (bits < 0x38800000) return sign | (uint16_t)rintf(fabsf(x) * 16777216.0f); /* in units of 2**-24 */
     return sign | (bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13;
 }
+static uint32_t bfe(uint32_t x, uint32_t from, uint32_t count) {
+    return from > 31 ? 0 : x >> from & (count > 31 ? ~0u : (1u << count) - 1);
+}
 /* Atomics on global memory flush subnormal numbers, keeping the sign. */
 static float flushed(float x) { return fabsf(x) < FLT_MIN ? copysignf(0.0f, x) : x; }
 static float atomically_added(float x, float y) { return flushed(flushed(x) + flushed(y)); }
 """
+_GIVEN = r"""
+static uint32_t given(uint32_t tid, uint32_t lane) { return states[tid & ~31u | lane].given; }
+static uint32_t reduced_add(uint32_t tid) {
+    uint32_t sum = 0;
+    for (uint32_t lane = 0; lane < 32; lane++) sum += given(tid, lane);
+    return sum;
+}
+static uint32_t reduced_max(uint32_t tid) {
+    int32_t most = given(tid, 0);
+    for (uint32_t lane = 1; lane < 32; lane++) if ((int32_t)given(tid, lane) > most) most = given(tid, lane);
+    return most;
+}
+"""
 _DRIVE = r"""
-int run(const uint64_t *params, uint32_t first, uint32_t end, uint32_t programs, const range *given, uint64_t num_given,
-        fault *report) {
-    ranges = last = given; num_ranges = num_given; refusal = report;
-    for (uint32_t program = first; program < end; program++)
-        for (uint32_t tid = 0; tid < THREADS; tid++)
-            if (thread(params, program, programs, tid)) { report->program = program; report->thread = tid; return 1; }
+int run(const uint64_t *params, uint32_t first, uint32_t end, uint32_t programs,
+        const range *where, uint64_t num_where, fault *report) {
+    ranges = last = where; num_ranges = num_where; refusal = report;
+    own.low = (uint64_t)shared; own.high = own.low + SHARED;
+    for (uint32_t program = first; program < end; program++) {
+        /* Not zero: what is read before it is written should be seen. */
+        memset(states, 0x8b, sizeof states);
+        memset(shared, 0x8b, sizeof shared);
+        for (uint32_t tid = 0; tid < THREADS; tid++) states[tid].at = 0;
+        int point = 0;
+        do {
+            for (uint32_t tid = 0; tid < THREADS; tid++) {
+                int reached = thread(&states[tid], params, program, programs, tid);
+                report->program = program; report->thread = tid;
+                if (reached < 0) return 1;
+                if (tid && reached != point) {
+                    report->why = APART; report->line = states[reached ? tid : 0].line;
+                    return 1;
+                }
+                point = reached;
+            }
+            for (uint32_t tid = 0; tid < THREADS; tid++) states[tid].taken = exchange(point, tid, tid % 32);
+        } while (point);
+    }
     return 0;
 }
 """
@@ -91,6 +128,7 @@ _SIMPLE: dict[str, str] = {
     r"(?:and|or|xor)\.(?:b16|b32|b64|pred)": "{a} {op} {b}",
     r"not\.(?:b16|b32|b64)": "~{a}",
     r"not\.pred": "!{a}",
+    r"bfe\.u32": "bfe({a}, {b}, {c})",
     r"neg\.s(?:16|32|64)": "-{a}",
     rf"min\.{_INT}": "{a} < {b} ? {a} : {b}",
     rf"max\.{_INT}": "{a} > {b} ? {a} : {b}",
@@ -113,6 +151,12 @@ _CASTS = {
     },
 }
 """Types of result and operands, and the cast."""
+_SHARED = ".extern .shared .align 16 .b8 global_smem[];"
+_EXCHANGES = {
+    r"shfl\.sync\.up\.b32": ("0", "given(tid, lane < {by} ? lane : lane - {by})"),
+    r"shfl\.sync\.bfly\.b32": ("31", "given(tid, lane ^ {by})"),
+}
+"""Shuffles of whole warps: the operand that says where they end, and what a lane takes."""
 
 
 class PtxError(ValueError):
@@ -124,7 +168,7 @@ class AccessError(RuntimeError):
 
 
 class _Translation:
-    """From the text of one kernel to C."""
+    """From the text of one kernel to C, in which a thread has its registers in ``t``."""
 
     def __init__(self, ptx: str) -> None:
         self.lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
@@ -135,13 +179,15 @@ class _Translation:
         self.widths = {"pred": 0}
         self.declarations: list[str] = []
         self.body: list[str] = []
+        self.exchanges: list[str] = []
+        """What a thread, ``tid``, takes at each point where all come together."""
         self._read()
 
     def refuse(self, why: str) -> PtxError:
         return PtxError(f"line {self.number} of the PTX, {self.lines[self.number - 1]!r}: {why}")
 
     def _read(self) -> None:
-        """One entry, with nothing before it, and nothing but debugging information behind it."""
+        """One entry; before it shared memory at most, and nothing but debugging information behind it."""
         part = "head"
         for number, line in enumerate(self.lines, 1):
             self.number = number
@@ -162,7 +208,7 @@ class _Translation:
                 self.params.append((found[2], found[1]))
             elif part == "limits" and (found := re.fullmatch(r"\.(?:req|max)ntid (\d+)(?:, 1)*", line)):
                 self.threads = int(found[1])
-            elif part == "head" and re.match(r"\.(version|target|address_size) ", line):
+            elif part == "head" and re.match(r"\.(version|target|address_size) |" + re.escape(_SHARED) + "$", line):
                 pass
             elif part != "tail" or not re.match(r"\.(file|section|b8|b16|b32|b64)\s|[{}]|[$\w]+:", line):
                 raise self.refuse("not known here")
@@ -178,6 +224,8 @@ class _Translation:
             self.body.append(f"{found[1]}:;")
         elif found := re.fullmatch(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", text):
             code = self._instruction(found[3], _operands(found[4]))
+            if found[2] and "case " in code:
+                raise self.refuse("only for some threads")
             self.body.append(f"if ({found[1]}{self._register(found[2], 'pred')}) {{ {code} }}" if found[2] else code)
         else:
             raise self.refuse("not known here")
@@ -185,21 +233,23 @@ class _Translation:
     def _declare(self, kind: str, prefix: str, count: int) -> None:
         width = 0 if kind == "pred" else int(kind[1:])
         self.widths[prefix] = width
-        # Not zero: what is read before it is written should be seen.
-        names = ", ".join(f"{prefix}{i} = (uint64_t)0x8badf00d8badf00d" for i in range(count))
-        self.declarations.append(f"{'_Bool' if kind == 'pred' else f'uint{width}_t'} {names};")
+        names = ", ".join(f"{prefix}{i}" for i in range(count))
+        self.declarations.append(f"uint{width or 8}_t {names};")
 
-    def _register(self, operand: str, kind: str) -> str:
+    def _register(self, operand: str, kind: str, or_wider: bool = False) -> str:
         found = re.fullmatch(r"%([a-z]+)\d+", operand)
-        width = {"pred": 0, "f16": 16, "bf16": 16}.get(kind, -1)
-        if not found or self.widths.get(found[1]) != (int(kind[1:]) if width < 0 else width):
+        width = 0 if kind == "pred" else int(re.sub(r"\D", "", kind))
+        has = self.widths.get(found[1], -1) if found else -1
+        if has != width and not (or_wider and has > width > 0):
             raise self.refuse(f"{operand} is no register of type {kind}")
-        return operand[1:]
+        return f"t.{operand[1:]}"
 
     def _value(self, operand: str, kind: str) -> str:
         """The operand as an expression of this type."""
         if operand in _SPECIAL and kind == "u32":
             return _SPECIAL[operand]
+        if operand == "global_smem" and kind == "b32":
+            return "0"
         ctype = {"s": "int{}_t", "u": "uint{}_t", "b": "uint{}_t"}.get(kind[0] if kind != "bf16" else "f", "")
         if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)", operand) and ctype:
             return f"({ctype.format(kind[1:])}){int(operand, 0) & (1 << 64) - 1:#x}u"
@@ -269,8 +319,10 @@ class _Translation:
         return self._assign(to, kind, form.format(**values))
 
     def _convert(self, found: re.Match[str], to: str, a: str) -> str:
-        """Between integers: the operand's type says whether the sign is carried on."""
-        return self._assign(to, found[1], self._value(a, found[2]))
+        """Between integers: the operand's type says how many bits count, and whether the sign is carried on."""
+        kind = found[2]
+        low = f"({'u' if kind[0] == 'u' else ''}int{kind[1:]}_t){self._register(a, kind, or_wider=True)}"
+        return self._assign(to, found[1], low)
 
     def _pack(self, found: re.Match[str], to: str, a: str) -> str:
         """``{low, high}`` on one side."""
@@ -291,13 +343,15 @@ class _Translation:
                 return self._assign(to, f"b{kind[1:]}", f"params[{number}]")
         raise self.refuse("no parameter of this type")
 
-    def _place(self, operand: str, size: int) -> tuple[str, str]:
-        """An address, and the check of what is there."""
-        found = re.fullmatch(r"\[\s*(%\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", operand)
-        if not found:
+    def _place(self, operand: str, size: int, space: str) -> tuple[str, str]:
+        """Where in the host's memory an access is, and its check; shared memory has addresses from 0 on."""
+        found = re.fullmatch(r"\[\s*(%\w+|global_smem)\s*(?:\+\s*(-?\d+)\s*)?\]", operand)
+        if not found or (found[1] == "global_smem" and space == "global"):
             raise self.refuse(f"{operand} is no address")
-        address = f"({self._register(found[1], 'b64')} + (int64_t){found[2] or 0})"
-        return address, f"if (refused({address}, {size}, {self.number})) return 1;"
+        address = f"({self._value(found[1], 'b64' if space == 'global' else 'b32')} + (int64_t){found[2] or 0})"
+        if space == "shared":
+            address = f"((uint64_t)shared + {address})"
+        return address, f"if (refused({address}, {size}, {self.number}, {int(space == 'shared')})) return -1;"
 
     def _registers(self, operand: str, found: re.Match[str]) -> tuple[list[str], int]:
         """Those of a vector, and the size of each in bytes."""
@@ -309,13 +363,13 @@ class _Translation:
 
     def _load(self, found: re.Match[str], to: str, place: str) -> str:
         registers, size = self._registers(to, found)
-        address, check = self._place(place, size * len(registers))
+        address, check = self._place(place, size * len(registers), found["space"])
         reads = (f"memcpy(&{r}, (void *)(place + {i * size}), {size});" for i, r in enumerate(registers))
         return f"{{ uint64_t place = {address}; {check} {' '.join(reads)} }}"
 
     def _store(self, found: re.Match[str], place: str, values: str) -> str:
         registers, size = self._registers(values, found)
-        address, check = self._place(place, size * len(registers))
+        address, check = self._place(place, size * len(registers), found["space"])
         writes = (f"memcpy((void *){address[:-1]} + {i * size}), &{r}, {size});" for i, r in enumerate(registers))
         return f"{check} {' '.join(writes)}"
 
@@ -325,7 +379,7 @@ class _Translation:
             raise self.refuse("this kind is not known here")
         *to, place, values = operands
         addends, size = self._registers(values, found)
-        address, check = self._place(place, size * len(addends))
+        address, check = self._place(place, size * len(addends), "global")
         code = [f"uint64_t place = {address}; {check}"]
         for i, addend in enumerate(addends):
             code.append(f"uint32_t old{i}; memcpy(&old{i}, (void *)(place + {i * size}), {size});")
@@ -340,10 +394,58 @@ class _Translation:
     def _branch(self, found: re.Match[str], label: str) -> str:
         return f"goto {label.lstrip('$')};"
 
-    def source(self) -> str:
-        body = "\n".join(f"    {line}" for line in [*self.declarations, *self.body])
-        head = "static int thread(const uint64_t *params, uint32_t program, uint32_t programs, uint32_t tid)"
-        return f"{_PRELUDE}\n#define THREADS {self.threads}\n{head} {{\n{body}\n}}\n{_DRIVE}"
+    def _meet(self, given: str, taken: str) -> str:
+        """All threads come to this point, each with something; none goes on before."""
+        self.exchanges.append(taken)
+        point = len(self.exchanges)
+        return f"t.given = {given}; t.at = {point}; t.line = {self.number}; *state = t; return {point}; case {point}:;"
+
+    def _barrier(self, found: re.Match[str], number: str) -> str:
+        if number != "0":
+            raise self.refuse("not for all threads")
+        return self._meet("0", "0")
+
+    def _shuffle(self, found: re.Match[str], to: str, a: str, by: str, end: str, lanes: str) -> str:
+        wanted, form = _EXCHANGES[found.re.pattern]
+        if (end, lanes) != (wanted, "-1") or not by.isdigit() or self.threads % 32:
+            raise self.refuse("not for whole warps")
+        return self._meet(self._value(a, "b32"), form.format(by=by)) + self._assign(to, "b32", "t.taken")
+
+    def _reduce(self, found: re.Match[str], to: str, a: str, lanes: str) -> str:
+        if self.threads % 32:
+            raise self.refuse("not for whole warps")
+        check = (
+            f"if (~{self._value(lanes, 'b32')}) {{ refusal->why = APART; refusal->line = {self.number}; return -1; }}"
+        )
+        taken = f"reduced_{found[1]}(tid)"
+        return check + self._meet(self._value(a, "b32"), taken) + self._assign(to, "b32", "t.taken")
+
+    def source(self, shared_bytes: int) -> str:
+        return "\n".join(
+            [
+                _PRELUDE,
+                f"#define THREADS {self.threads}",
+                f"#define SHARED {shared_bytes}",
+                "static _Alignas(16) uint8_t shared[SHARED + 1];",
+                "static struct state { int at; uint32_t given, taken, line;",
+                *self.declarations,
+                "} states[THREADS];",
+                "static int thread(struct state *state, const uint64_t *params, uint32_t program, uint32_t programs,",
+                "                  uint32_t tid) {",
+                "struct state t = *state;",
+                "switch (t.at) { case 0:;",
+                *self.body,
+                "}",
+                "return -1; }",
+                _GIVEN,
+                "static uint32_t exchange(int point, uint32_t tid, uint32_t lane) {",
+                "switch (point) {",
+                *(f"case {point}: return {taken};" for point, taken in enumerate(self.exchanges, 1)),
+                "}",
+                "return 0; }",
+                _DRIVE,
+            ]
+        )
 
 
 def _simple(form: str) -> Callable[..., str]:
@@ -362,9 +464,12 @@ _TRANSLATIONS: dict[str, Callable[..., str]] = {
     **{re.escape(name): _Translation._cast for name in _CASTS},
     rf"cvt\.({_INT})\.({_INT})": _Translation._convert,
     r"ld\.param\.([bfsu](?:32|64))": _Translation._param,
-    rf"ld\.global{_CACHING}(?:\.v(?P<count>2|4))?\.(?P<kind>{_BITS}|{_FLOAT})": _Translation._load,
-    rf"st\.global{_CACHING}(?:\.v(?P<count>2|4))?\.(?P<kind>{_BITS}|{_FLOAT})": _Translation._store,
+    rf"ld\.(?P<space>global|shared){_CACHING}(?:\.v(?P<count>2|4))?\.(?P<kind>{_BITS}|{_FLOAT})": _Translation._load,
+    rf"st\.(?P<space>global|shared){_CACHING}(?:\.v(?P<count>2|4))?\.(?P<kind>{_BITS}|{_FLOAT})": _Translation._store,
     r"(?P<op>atom|red)(?P<how>(?:\.[a-z]+)+)(?:\.v(?P<count>2|4))?\.(?P<kind>f32)": _Translation._atomic,
+    r"bar\.sync": _Translation._barrier,
+    **dict.fromkeys(_EXCHANGES, _Translation._shuffle),
+    r"redux\.sync\.(add|max)\.s32": _Translation._reduce,
     r"bra(?:\.uni)?": _Translation._branch,
     r"ret": lambda translation, found: "return 0;",
 }
@@ -381,11 +486,11 @@ def _operands(text: str) -> list[str]:
 class Program:
     """A kernel that was compiled to PTX, as a function of the host."""
 
-    def __init__(self, ptx: str, folder: Path) -> None:
-        """The shared library is made in ``folder``, unless it is there."""
+    def __init__(self, ptx: str, folder: Path, shared_bytes: int = 0) -> None:
+        """The library is made in ``folder``, unless it is there; ``shared_bytes``: of memory that threads share."""
         translation = _Translation(ptx)
         self.lines, self.params = ptx.splitlines(), [kind for _, kind in translation.params]
-        source = translation.source()
+        source = translation.source(shared_bytes)
         path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:32]}.so"
         if not path.exists():
             compiler = shutil.which("gcc") or shutil.which("cc") or "gcc"
@@ -416,11 +521,13 @@ class Program:
         given = (ctypes.c_uint64 * len(ranges))(*ranges)
         words = (ctypes.c_uint64 * len(params))(*params)
         if self._run(words, first, end, programs, given, ctypes.c_uint64(len(memory) + 1), fault):
-            address, size, line, program, thread, misaligned = fault
-            why = "misaligned" if misaligned else "outside of the memory of this launch"
+            address, size, line, program, thread, why = fault
+            place = f"{size} bytes at {address:#x}"
+            what = (f"{place}: outside of the memory of this launch", f"{place}: misaligned", "not for all threads")[
+                why
+            ]
             raise AccessError(
-                f"{size} bytes at {address:#x}: {why}; program {program}, thread {thread}, "
-                f"line {line} of the PTX, {self.lines[line - 1].strip()!r}"
+                f"{what}; program {program}, thread {thread}, line {line} of the PTX, {self.lines[line - 1].strip()!r}"
             )
 
 

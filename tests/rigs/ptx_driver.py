@@ -75,9 +75,8 @@ class PtxDriver(NoGpu):
         self._ptx = Path(files[f"{name}.ptx"]).read_text()
 
     def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        assert shared == 0, f"{name} has {shared} bytes of shared memory: threads would have to run side by side"
         module, _, *rest = super()._load(name, binary, shared, device)
-        return module, Program(self.change(self._ptx), self._folder), *rest
+        return module, Program(self.change(self._ptx), self._folder, shared), *rest
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
