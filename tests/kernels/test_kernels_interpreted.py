@@ -3,7 +3,8 @@ against float64.
 
 No GPU. This shows which elements a kernel touches, in which order and with which arithmetic. It cannot show what needs
 a GPU or the compiled code (that it exists: test_kernels_aot.py; that it does the same, as far as a CPU can tell:
-test_kernels_ptx.py, which runs these tests too): that peers' memory is visible when it should be, that programs which really run side by side do not disturb each other, nor any speed.
+test_kernels_ptx.py, which runs these tests too): that peers' memory is visible when it should be, that programs which
+really run side by side do not disturb each other, nor any speed.
 """
 
 from __future__ import annotations
