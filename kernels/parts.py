@@ -326,7 +326,7 @@ def _check_parts(
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         strides = [(number, one.stride()) for number, one in enumerate(tensors) if not one.is_contiguous()]
         raise ValueError(f"{name}[{strides[0][0]}] has strides {strides[0][1]}, expected a dense tensor")
-    if len(set(map(torch.Tensor.get_device, tensors))) > 1 or tensors[0].device != table.tensor.device:
+    if {tensor.device for tensor in tensors} != {table.tensor.device}:
         check_same_device(**{f"{name}[{number}]": one for number, one in enumerate(tensors)}, table=table.tensor)
     return dtype
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from kernel_recorder import Launches, record_launches
 
-from odc.kernels import accumulate, aot_list, fill, gather, launching, scatter, slots
+from odc.kernels import accumulate, aot_list, fill, gather, launching, parts, scatter, slots
 from odc.kernels.launching import DTYPES
 from odc.kernels.nvshmem import modules, signals, transfer
 from odc.kernels.peers import PeerTable
@@ -205,12 +206,68 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "rows: misaligned addend": ("one of 2 ", lambda: _rows(offset_bytes=1)),
     "rows: no room": ("1 rows for 0 on cpu", lambda: _rows(torch.zeros(0, 4, dtype=I64))),
     "rows: shape": ("expected dense torch.int64 rows of 4", lambda: _rows(torch.zeros(1, 3, dtype=I64))),
+    "parts: none": ("outs has 0 tensors, expected 1 to 256", lambda: _gather(outs=[])),
+    "parts: too many": ("outs has 257 tensors", lambda: _gather(outs=[room(2, FP32)] * 257)),
+    "parts: dtypes": ("tensors of torch.bfloat16, torch.float32", lambda: _gather(outs=[room(2, FP32), room(2, BF16)])),
+    "parts: integers": ("tensors of torch.int32, expected one of", lambda: _gather(outs=[room(2, I32)])),
+    "parts: strides": (r"outs\[1\] has strides \(2,\)", lambda: _gather(outs=[room(2, FP32), room(4, FP32)[::2]])),
+    "parts: remainder": ("outs.2. has 5 elements, expected a multiple", lambda: _gather(outs=[*OUTS, room(5, FP32)])),
+    "parts: device": ("table is on cpu, expected one device", lambda: _gather(outs=[torch.zeros(4, device="meta")])),
+    "parts: devices": ("expected one device", lambda: _gather(outs=[*OUTS, torch.zeros(4, device="meta")])),
+    "parts: rank": ("rank=2, expected 0 <= rank < 2", lambda: _gather(rank=2)),
+    "parts: programs": ("num_programs=0", lambda: _gather(num_programs=0)),
+    "parts: offset": ("byte -4 of buffers", lambda: _gather(offset_bytes=-4)),
+    "parts: misaligned offset": ("expected all to be multiples of 4", lambda: _gather(offset_bytes=2)),
+    "parts: misaligned buffer": ("buffers at 0x40, 0x42, expected all to be", lambda: _gather(table=ODD)),
+    "push of parts: fp64": ("grads has tensors of torch.float64", lambda: _push(grads=[room(4, FP64)])),
+    "push of parts: counts": ("1 grads, 2 offsets, 1 numels", lambda: _push(offsets=[0, 4])),
+    "push of parts: too long": (
+        "grads.0. has 5 elements, expected at most 4: one row of 2 per owner",
+        lambda: _push(grads=[room(5, BF16)]),
+    ),
+    "push of parts: negative": ("expected at most -2", lambda: _push(numels=[-1])),
+    "push of parts: offset": ("offset 0 is -4 bytes", lambda: _push(offsets=[-4])),
+    "push of parts: misaligned": ("offset 0 is 2 bytes, expected a multiple of 4", lambda: _push(offsets=[2])),
+    "push of parts: all misaligned": ("byte 6 of buffers", lambda: _push(offset_bytes=6)),
+    "push of parts: rank": ("rank=-1", lambda: _push(rank=-1)),
+    "push of parts: programs": ("num_programs=-1", lambda: _push(num_programs=-1)),
+    "scatter of parts: integers": ("grads has tensors of torch.int64", lambda: _scatter(grads=[room(4, I64)])),
+    "scatter of parts: offset": ("offset 0 is 1 bytes, expected a multiple of 2", lambda: _scatter(offsets=[1])),
+    "scatter of parts: programs": ("num_programs=0", lambda: _scatter(num_programs=0)),
+    "rows of parts: shape": (r"memory is torch.int64 \(1, 4\), expected dense", lambda: _part_rows(1, 4)),
+    "rows of parts: dtype": ("memory is torch.float32", lambda: _part_rows(256, 4, dtype=FP32)),
+    "rows of parts: device": ("memory is on meta", lambda: _part_rows(256, 4, device="meta")),
     "fill: value": ("not an fp32 number", lambda: fill.fill(room(3, FP32), 0.1)),
     "fill: integers": ("out is torch.int64", lambda: fill.fill(room(3, I64))),
     "copy: length": ("4 elements, expected 3", lambda: fill.copy_cast(room(3, FP32), room(4, FP32))),
     "copy: overlap": ("overlap", lambda: _overlapping(fill.copy_cast)),
     "copy: cast": ("rounded twice", lambda: fill.copy_cast(room(3, FP16), room(3, FP64))),
 }
+
+
+OUTS = [room(4, FP32), room(6, FP32)]
+
+
+def _part_rows(*shape: int, dtype: torch.dtype = I64, device: str = "cpu") -> parts.PartRows:
+    return parts.PartRows(torch.zeros(*shape, dtype=dtype, device=device))
+
+
+def _gather(**change: Any) -> None:
+    good = {"rows": _part_rows(256, 4), "outs": OUTS, "table": table(5, 5), "rank": 0}
+    parts.gather_parts(**(good | change))
+
+
+GOOD_PUSH: dict[str, Any] = {"grads": [room(4, BF16)], "offsets": [0], "numels": [2], "rank": 1}
+
+
+def _push(**change: Any) -> None:
+    good = {"rows": _part_rows(256, 4), "table": table(8, 8)} | GOOD_PUSH
+    parts.scatter_accumulate_parts(**(good | change))
+
+
+def _scatter(**change: Any) -> None:
+    good = {"rows": _part_rows(256, 4), "table": table(8, 8)} | GOOD_PUSH
+    parts.scatter_parts(**(good | change))
 
 
 def _slots(**change: Any) -> None:
@@ -246,6 +303,9 @@ def test_host_memory_is_refused_with_the_name_of_the_twin() -> None:
         gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32)
     with pytest.raises(ValueError, match="use accumulate_reference"):
         accumulate.accumulate(room(3, FP32), room(3, FP32))
+    for call, twin in ((_gather, "gather_parts"), (_push, "scatter_accumulate_parts"), (_scatter, "scatter_parts")):
+        with pytest.raises(ValueError, match=f"use {twin}_reference"):
+            call()
 
 
 def test_nothing_to_do_launches_nothing(launches: list[Any]) -> None:
@@ -256,6 +316,9 @@ def test_nothing_to_do_launches_nothing(launches: list[Any]) -> None:
     accumulate.scatter_accumulate_direct(table(3, 3), room(6, FP32), rank=0, numel=0)
     scatter.scatter_to_peers(table(3, 3), room(0, FP32), rank=0)
     _slots(num_rows=0)
+    _gather(outs=[room(0, FP32), room(0, FP32)])
+    for push in (_push, _scatter):
+        push(grads=[room(0, BF16)], numels=[0])
     assert not launches
 
 
@@ -357,6 +420,89 @@ class TestAlignment:
         assert not _rows(offset_bytes=4)
         assert _rows(offset_bytes=8, numel=3)
 
+    @pytest.mark.parametrize(
+        ("numels", "shift", "offset_bytes", "found"),
+        [
+            ([8, 16], 0, 0, (tl.int32, 4)),
+            ([8, 16], 8, 32, (tl.int32, 4)),
+            ([8, 4], 0, 0, (tl.int32, 1)),
+            ([8, 16], 2, 0, (tl.int32, 1)),
+            ([8, 16], 0, 4, (tl.int32, 1)),
+            ([8, 7], 0, 0, (tl.int16, 1)),
+            ([7], 0, 0, (tl.int16, 1)),
+            ([8, 16], 1, 0, (tl.int16, 1)),
+            ([8, 16], 0, 2, (tl.int16, 1)),
+        ],
+        ids=str,
+    )
+    def test_parts(
+        self, launches: list[Any], numels: list[int], shift: int, offset_bytes: int, found: tuple[Any, int]
+    ) -> None:
+        """One launch, in which all parameters are as aligned as the least aligned one. Also slices that are all aligned
+        begin where those before them end."""
+        memory = [room(2 * numel, BF16, shift) for numel in numels]
+        _gather(outs=memory, offset_bytes=offset_bytes)
+        offsets = [2 * sum(numels[:i]) for i in range(len(numels))]
+        _scatter(grads=memory, numels=numels, offsets=offsets, offset_bytes=offset_bytes)
+        for _, launched, grid in launches:
+            assert (launched["WORD"], launched["VECTOR"]) == found
+            assert (launched["num_rows"], launched["offset"], grid) == (len(numels), offset_bytes, (2 * len(numels),))
+        assert len(launches) == 2
+
+    def test_a_gradient_that_ends_within_a_word(self, launches: list[Any]) -> None:
+        for numel, word in ((16, tl.int32), (14, tl.int32), (13, tl.int16)):
+            _scatter(grads=[room(numel, BF16)], numels=[8])
+            assert launches[-1][1]["WORD"] == word
+
+    @pytest.mark.parametrize(
+        ("numel", "shift", "offset", "offset_bytes", "elements"),
+        [
+            (8, 0, 0, 0, 4),
+            (4, 4, 16, 0, 4),
+            (4, 0, 0, 16, 4),
+            (4, 2, 0, 0, 1),
+            (6, 0, 0, 0, 1),
+            (8, 0, 8, 0, 1),
+            (8, 0, 0, 4, 1),
+        ],
+    )
+    def test_push_of_parts(
+        self, launches: list[Any], numel: int, shift: int, offset: int, offset_bytes: int, elements: int
+    ) -> None:
+        grads = [room(16, BF16), room(2 * numel, BF16, shift)]
+        _push(grads=grads, numels=[8, numel], offsets=[0, offset], offset_bytes=offset_bytes)
+        assert launches[0][1]["VECTOR"] == elements
+
+    def test_parts_one_by_one_where_atomics_are(self, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parts, "has_vector_atomics", lambda device: False)
+        _push(grads=[room(16, BF16)], numels=[8])
+        assert launches[0][1]["VECTOR"] == 1
+
+
+class TestLaunchesOfParts:
+    @pytest.mark.parametrize("world_size", [1, 2, 16])
+    @pytest.mark.parametrize("count", [1, 2, 30, 256])
+    def test_one_for_all_owners_and_parameters(self, launches: list[Any], world_size: int, count: int) -> None:
+        rows, peers = _part_rows(256, 4), PeerTable.build([64] * world_size, "cpu")
+        numels = [1 + i % 7 for i in range(count)]
+        memory = [room(world_size * numel, FP32) for numel in numels]
+        starts = [4 * sum(numels[:i]) for i in range(count)]
+        parts.gather_parts(rows, memory, peers, rank=0)
+        for push in (parts.scatter_accumulate_parts, parts.scatter_parts):
+            push(rows, peers, memory, starts, numels, rank=0)
+        assert len(launches) == 3
+        assert {grid for _, _, grid in launches} == {(min(world_size * count, 64),)}
+
+    def test_the_table(self, launches: list[Any]) -> None:
+        memory = torch.full((256, 4), -1)
+        rows, grads = parts.PartRows(memory), [room(5, BF16), room(8, BF16)]
+        _push(rows=rows, grads=grads, numels=[3, 4], offsets=[12, 64], offset_bytes=8)
+        assert launches[0][1]["rows"] == memory.data_ptr()
+        assert memory[:2].tolist() == [[grads[0].data_ptr(), 12, 6, 10], [grads[1].data_ptr(), 64, 8, 16]]
+        assert (memory[2:] == -1).all()
+        _gather(rows=rows, outs=OUTS)
+        assert memory[:2].tolist() == [[OUTS[0].data_ptr(), 0, 8, 16], [OUTS[1].data_ptr(), 8, 12, 24]]
+
 
 def _binary(kernel: Any, types: Any, constants: Any, num_warps: int) -> tuple[Any, ...]:
     pointers = tuple(sorted((n, t) for n, t in types.items() if t.startswith("*")))
@@ -382,6 +528,7 @@ class TestCompiledAheadOfTime:
                 for first in (False, True):
                     accumulate.accumulate(room(8, FP32, shift), room(8, addend), first=first)
                 accumulate.scatter_accumulate_direct(table(8, 8), room(16, addend, shift), rank=0)
+                _push(grads=[room(16, addend, shift)], numels=[8])
             for addend in fill.FLOATS:
                 accumulate.accumulate(room(8, FP64, shift), room(8, addend))
                 accumulate.accumulate(room(8, FP64, shift), room(8, addend), first=True)
@@ -389,6 +536,8 @@ class TestCompiledAheadOfTime:
                 _slots(aligned=not shift, total_dtype=total, addend_dtype=addend)
             for dtype in (FP32, BF16):
                 scatter.scatter_to_peers(table(8, 8), room(8, dtype, shift), rank=0)
+                _gather(outs=[room(8, dtype, shift)])
+                _scatter(grads=[room(16, dtype, shift)], numels=[8])
             for dtype in fill.FLOATS:
                 fill.fill(room(8, dtype, shift))
             for source, out in fill.CASTS:
@@ -463,7 +612,7 @@ class TestNvshmemArguments:
 
 
 MODULES = (
-    *("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "fill"),
+    *("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "parts", "fill"),
     *("aot_entry", "aot_compile", "aot", "sass", "prepare"),
 )
 

@@ -18,7 +18,7 @@ import torch
 from kernel_driver import NoGpu, no_gpu
 from kernel_recorder import record_launches
 
-from odc.kernels import accumulate, fill, gather, scatter, slots
+from odc.kernels import accumulate, fill, gather, parts, scatter, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.launching import DTYPES
 from odc.kernels.peers import PeerTable
@@ -72,13 +72,20 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
         dtypes = {"total_dtype": unit.sums, "addend_dtype": addend}
         aligned = slots.write_rows(rows, [row], arrived, 1024, **dtypes)
         slots.accumulate_slots(rows.data_ptr(), 1, arrived, 1024, aligned=aligned, **dtypes)
+    memory = parts.PartRows(torch.zeros(parts.MAX_PARTS, parts.COLUMNS, dtype=I64))
+    everywhere = PeerTable.of([room(Even(), 4096, torch.uint8) for _ in range(2)])
     if unit.sums == FP32:
         for dtype in (unit.grads, FP32):
+            pushed, which = [room(choice, 2 * n - 1, dtype) for n in (numel, stride)], ([0, 1024], [numel, stride])
+            parts.scatter_accumulate_parts(memory, everywhere, pushed, *which, rank=0, offset_bytes=4 * offset)
             grads, how = room(choice, 2 * stride, dtype), {"stride": stride, "start": offset, "numel": numel // 2}
             accumulate.scatter_accumulate_direct(table(choice, 99, FP32), grads, rank=0, offset=offset, **how)
     for dtype in (FP32, BF16):
         source, low = room(choice, 2 * numel, dtype), offset * dtype.itemsize
         scatter.scatter_to_peers(table(choice, 128, dtype), source, rank=0, offset_bytes=low)
+        gathered = [room(choice, 2 * numel, dtype), room(choice, 2 * stride, dtype)]
+        parts.gather_parts(memory, gathered, everywhere, rank=1, offset_bytes=low)
+        parts.scatter_parts(memory, everywhere, gathered, [0, 1024], [numel, stride], rank=1, offset_bytes=low)
     dtypes = (unit.published, unit.out, unit.grads, unit.sums)
     for dtype in dtypes:
         fill.fill(room(choice, numel, dtype))
@@ -109,7 +116,7 @@ def test_every_variant_that_launchers_launch_is_needed(monkeypatch: pytest.Monke
     needed = variants(needed_entries([unit]))
     launches = record_launches(monkeypatch)
     choice = random.Random(0)
-    for _ in range(50):
+    for _ in range(80):
         launch_all(unit, choice)
     assert {launched_variant(kernel, arguments) for kernel, arguments, _ in launches} == needed
 
@@ -123,7 +130,8 @@ def test_units_share_what_they_can() -> None:
 
 def test_other_dtypes_are_no_kernels_business() -> None:
     names = [e.name for e in needed_entries([UnitDtypes(I64, I64, torch.int32, I64)])]
-    assert names == ["scatter[i32, aligned]", "scatter[i32, unaligned]", "scatter[i16, unaligned]"]
+    words = ("[i32, aligned]", "[i32, unaligned]", "[i16, unaligned]")
+    assert names == [kernel + word for kernel in ("scatter", "gather_parts", "scatter_parts") for word in words]
 
 
 def compiled_in_steps(
@@ -133,9 +141,10 @@ def compiled_in_steps(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     anywhere: Callable[..., Any] = lambda kernel, tensor, advice: contextlib.nullcontext()  # noqa: E731
-    for module in (accumulate, fill, gather, scatter, slots):
+    for module in (accumulate, fill, gather, parts, scatter, slots):
         monkeypatch.setattr(module, "device_of", anywhere)
-    monkeypatch.setattr(accumulate, "has_vector_atomics", lambda device: capability >= (9, 0))
+    for module in (accumulate, parts):
+        monkeypatch.setattr(module, "has_vector_atomics", lambda device: capability >= (9, 0))
     with no_gpu(monkeypatch, tmp_path, capability[0] * 10 + capability[1]) as driver:
         count = prepare_kernels(torch.device("cuda", 0), [unit]) if prepare else 0
         assert len(driver.compiled) == len(driver.loaded) == count
