@@ -213,19 +213,21 @@ class CudaEngine(Engine):
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         num_bytes = len(buffers) * sum([numel * grads.itemsize for grads, _, numel in parts])
-        is_known = {part.grads.dtype for part in parts}.issubset(FLOATS)
-        if not is_known or not self._transfers.by_kernel(num_bytes // len(parts)):
+        dtypes = {part.grads.dtype for part in parts}
+        if not dtypes.issubset(FLOATS) or not self._transfers.by_kernel(num_bytes // len(parts)):
             super().copy_parts_to_peers(buffers, parts, rank, after_chunk)
             return
-        self._launch_parts(scatter_parts, buffers, parts, rank)
+        self._launch_parts(scatter_parts, buffers, parts, dtypes, rank)
         after_chunk()
 
     def add_parts_to_peers(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        if not {part.grads.dtype for part in parts}.issubset(GRADIENTS):  # float64, integers: see add_to_peers
+        dtypes = {part.grads.dtype for part in parts}
+        if not dtypes.issubset(GRADIENTS):  # float64, integers: the kernel reads what a wire carries
             parts = [part._replace(grads=part.grads.to(torch.float32)) for part in parts]
-        self._launch_parts(scatter_accumulate_parts, buffers, parts, rank)
+            dtypes = {torch.float32}
+        self._launch_parts(scatter_accumulate_parts, buffers, parts, dtypes, rank)
         after_chunk()
 
     def _launch_parts(
@@ -233,11 +235,11 @@ class CudaEngine(Engine):
         launch: Callable[..., None],
         buffers: Sequence[torch.Tensor],
         parts: Sequence[Part],
+        dtypes: set[torch.dtype],
         rank: int,
     ) -> None:
-        """One launch per dtype, and as many parts as a table has rows for."""
+        """One launch; but one per dtype, and as many more as there are tables full of parts."""
         table, offset = self._place_of(buffers)
-        dtypes = {part.grads.dtype for part in parts}
         for group in [parts] if len(dtypes) == 1 else [[p for p in parts if p.grads.dtype == one] for one in dtypes]:
             for start in range(0, len(group), MAX_PARTS):
                 grads, offsets, numels = zip(*group[start : start + MAX_PARTS], strict=True)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import DEVICE, INDEX, Rig
+from engine_rig import CPU, DEVICE, INDEX, Rig
 from host_cuda import HostCuda, interpreted_engine
 from kernel_cases import numbers
 from kernel_driver import no_gpu
 
-from odc.engines.base import COPY_ENGINE, KERNEL, Addition, TransferTable
-from odc.errors import SetupError
+from odc.engines.base import COPY_ENGINE, KERNEL, Addition, Part, TransferTable
+from odc.errors import SetupError, UnsupportedError
 from odc.kernels import fill, prepare
 from odc.kernels.aot_entry import AotEntry
 
@@ -231,6 +231,201 @@ def test_add_to_peers(
         part = grads.view(world_size, stride)[rank, start : start + numel]
         wanted[offset // 4 : offset // 4 + numel] += part.float()
         assert torch.equal(rig.cuda.read(mine), wanted)
+
+
+# All parameters of a unit
+
+SLICES: dict[str, list[int]] = {
+    "one": [4097],
+    "aligned": [64, 4096, 8],
+    "odd": [5, 0, 4099, 1],
+    "300": [3 + n % 3 for n in range(300)],
+}
+
+
+def launches_of(rig: Rig, kernel: str, numels: Sequence[int]) -> bool:
+    """One, or two if no table has rows for all."""
+    return rig.cuda.launches.count(kernel) == (1 if len(numels) <= 256 else 2)
+
+
+@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
+@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize(("dtype", "before"), [(BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5)], ids=str)
+def test_copy_parts(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, before: int) -> None:
+    memory = [some(before + sum(numels) + 5, dtype, 10 + rank) for rank in range(3)]
+
+    def copy_parts(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        parts = [out[: 3 * numel] for out, numel in zip(outs, numels, strict=True)]
+        engine.copy_parts(parts, [on(rig, engine, one)[before : before + sum(numels)] for one in memory], 1)
+
+    rig.engine.choose_by(way)
+    rig.same_as_cpu([torch.ones(3 * numel + 2, dtype=FP32).to(dtype) for numel in numels], copy_parts)
+    if way is BY_KERNEL and dtype in FLOATS:
+        assert launches_of(rig, "_gather_parts_kernel", numels)
+        assert len(rig.cuda.launches) <= 2
+    else:
+        assert "_gather_parts_kernel" not in rig.cuda.launches
+
+
+def test_copy_parts_of_another_dtype(rig: Rig) -> None:
+    """No kernel of parts casts."""
+    shards = [some(77, FP32, rank) for rank in range(3)]
+    rig.same_as_cpu(
+        [torch.zeros(3 * numel, dtype=BF16) for numel in (7, 70)],
+        lambda engine, outs: engine.copy_parts(outs, [on(rig, engine, shard) for shard in shards], 0),
+    )
+    assert "_gather_parts_kernel" not in rig.cuda.launches
+
+
+def test_slices_lie_back_to_back() -> None:
+    shards = [torch.arange(6) + 10 * rank for rank in range(2)]
+    outs = [torch.zeros(2 * numel, dtype=I64) for numel in (1, 3, 0, 2)]
+    CPU.copy_parts(outs, shards, 1)
+    assert [out.tolist() for out in outs] == [[0, 10], [1, 2, 3, 11, 12, 13], [], [4, 5, 14, 15]]
+
+
+def parts_of(
+    numels: Sequence[int], dtype: torch.dtype, itemsize: int, put: Any, missing: Sequence[int] = (0,), gap: int = 0
+) -> list[Part]:
+    """Gradients for three ranks, of which the last rows lack some elements; between slices there is a gap."""
+    parts, low = [], gap
+    for number, numel in enumerate(numels):
+        total = max(0, 3 * numel - missing[number % len(missing)])
+        parts.append(Part(put(some(total, dtype, number)), low * itemsize, numel))
+        low += numel + gap
+    return parts
+
+
+@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
+@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize(("dtype", "gap"), [(BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 1), (FP8, 3)], ids=str)
+def test_copy_parts_to_peers(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, gap: int) -> None:
+    size = dtype.itemsize
+    buffers = [torch.full((size * (sum(numels) + gap * len(numels) + 9),), 77, dtype=torch.uint8) for _ in range(3)]
+
+    def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        parts = parts_of(numels, dtype, size, lambda grads: on(rig, engine, grads), [0, 2, 4200], gap)
+        engine.copy_parts_to_peers([out[: out.numel() // 8 * 8] for out in outs], parts, 1)
+
+    rig.engine.choose_by(way)
+    rig.same_as_cpu(buffers, copy)
+    if way is BY_KERNEL and dtype in FLOATS:
+        assert launches_of(rig, "_scatter_parts_kernel", numels)
+        assert len(rig.cuda.launches) <= 2
+    else:
+        assert "_scatter_parts_kernel" not in rig.cuda.launches
+
+
+def test_what_a_row_lacks_is_zeros() -> None:
+    buffers = [torch.full((10,), 7, dtype=torch.uint8) for _ in range(3)]
+    parts = [
+        Part(torch.tensor([1, 2, 3, 4, 5], dtype=torch.int16), 2, 3),
+        Part(torch.tensor([6], dtype=torch.uint8), 8, 1),
+    ]
+    CPU.copy_parts_to_peers(buffers, parts, 0)
+    rows = [buffer[2:8].view(torch.int16).tolist() for buffer in buffers]
+    assert rows == [[1, 2, 3], [4, 5, 0], [0, 0, 0]]
+    assert [buffer[8:].tolist() for buffer in buffers] == [[6, 7], [0, 7], [0, 7]]
+    assert all((buffer[:2] == 7).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, torch.int32], ids=str)
+def test_add_parts_to_peers(rig: Rig, numels: list[int], dtype: torch.dtype) -> None:
+    missing = [0, 2, 4200]
+    sums = [some(sum(numels) + 4 * len(numels) + 9, FP32, 50 + rank) for rank in range(3)]
+    ours = [rig.put(total, 4) for total in sums]
+    parts = parts_of(numels, dtype, 4, rig.put, missing, 4)
+    rig.engine.add_parts_to_peers([one.view(torch.uint8) for one in ours], parts, 2)
+    del parts  # what the engine has cast is nobody's
+    rig.cuda.run()
+    for rank, (mine, total) in enumerate(zip(ours, sums, strict=True)):
+        for grads, offset_bytes, numel in parts_of(numels, dtype, 4, torch.Tensor.clone, missing, 4):
+            row = grads[rank * numel : (rank + 1) * numel].float()
+            total[offset_bytes // 4 : offset_bytes // 4 + len(row)] += row
+        assert torch.equal(rig.cuda.read(mine), total)
+    assert launches_of(rig, "_scatter_accumulate_parts_kernel", numels)
+
+
+def test_a_cpu_adds_no_parts() -> None:
+    with pytest.raises(UnsupportedError, match="no atomic addition on a CPU"):
+        CPU.add_parts_to_peers([torch.zeros(8, dtype=torch.uint8)], [Part(torch.ones(2), 0, 2)], 0)
+
+
+def test_parts_of_several_dtypes(rig: Rig) -> None:
+    """A launch for each."""
+
+    def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        parts = [
+            Part(on(rig, engine, some(3 * 8, dtype, number)), 64 * number, 8)
+            for number, dtype in enumerate((BF16, FP32, BF16, FP64))
+        ]
+        engine.copy_parts_to_peers(outs, parts, 1)
+
+    rig.same_as_cpu([torch.full((256,), 7, dtype=torch.uint8) for _ in range(3)], copy)
+    assert rig.cuda.launches == ["_scatter_parts_kernel"] * 3
+    sums = [rig.put(torch.zeros(64)) for _ in range(2)]
+    parts = [Part(rig.put(torch.ones(2, dtype=dtype)), 4 * at, 1) for at, dtype in enumerate((BF16, FP32))]
+    rig.engine.add_parts_to_peers([one.view(torch.uint8) for one in sums], parts, 1)
+    assert all(rig.done(one).tolist() == [1.0, 1.0, *[0.0] * 62] for one in sums)
+    assert rig.cuda.launches[3:] == ["_scatter_accumulate_parts_kernel"] * 2
+
+
+def test_the_table_of_transfers_decides_of_parts(rig: Rig) -> None:
+    rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
+    for numel in (20, 21):
+        shards = [rig.put(some(numel, FP32, rank)) for rank in range(3)]
+        rig.engine.copy_parts([rig.put(torch.zeros(3)), rig.put(torch.zeros(3 * numel - 3))], shards, 0)
+        part = Part(rig.put(torch.zeros(3 * numel)), 0, numel)
+        rig.engine.copy_parts_to_peers([s.view(torch.uint8) for s in shards], [part], 0)
+    rig.cuda.run()
+    assert rig.cuda.launches == ["_gather_parts_kernel", "_scatter_parts_kernel"]
+
+
+def test_progress_of_parts(rig: Rig) -> None:
+    calls: list[Any] = []
+    for engine in (rig.engine, CPU):
+        shards = [on(rig, engine, torch.zeros(2)) for _ in range(2)]
+        grads, buffers = on(rig, engine, torch.zeros(4)), [shard.view(torch.uint8) for shard in shards]
+        engine.copy_parts([grads], shards, 0, lambda: calls.append("gather"))
+        engine.copy_parts_to_peers(buffers, [Part(grads, 0, 2)], 0, lambda: calls.append("push"))
+    rig.engine.add_parts_to_peers(
+        buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 2)], 0, lambda: calls.append("add")
+    )
+    assert calls == ["gather", "push", "gather", "gather", "push", "push", "add"]
+
+
+def buffers_of(rig: Rig) -> list[torch.Tensor]:
+    return [rig.put(torch.zeros(2)).view(torch.uint8) for _ in range(2)]
+
+
+def test_rows_of_parts_are_written_anew_when_their_launch_is_over(rig: Rig) -> None:
+    engine, cuda = rig.engine, rig.cuda
+    num_tables = len(engine._part_rows)
+    shards, outs = [rig.put(torch.tensor([1.0, 2.0]))], [rig.put(torch.zeros(1)) for _ in range(num_tables + 20)]
+    asked: list[int] = []
+
+    def on_query(event: Any) -> None:
+        if event.mark is not None and not event.mark.is_passed:
+            asked.append(len(cuda.launches))
+            while len(asked) % 3 == 0 and not event.mark.is_passed:  # the device is slow
+                assert cuda.step(cuda.streams)
+
+    cuda.on_query = on_query
+    for number, out in enumerate(outs):
+        engine.copy_parts([out], [shards[0][number % 2 :][:1]], 0)
+    assert sorted(set(asked)) == list(range(num_tables, num_tables + 20))
+    cuda.run()
+    assert [cuda.read(out).item() for out in outs] == [1.0 + number % 2 for number in range(num_tables + 20)]
+
+
+def test_a_refused_launch_leaves_its_rows(rig: Rig) -> None:
+    num_tables = len(rig.engine._part_rows)
+    for _ in range(num_tables + 1):
+        with pytest.raises(ValueError, match="at most 2"):
+            rig.engine.add_parts_to_peers(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 1)], 0)
+    assert len(rig.engine._part_rows) == num_tables
+    assert not rig.cuda.launches
 
 
 # Slots
