@@ -62,8 +62,9 @@ class PartRows:
         self._words = memoryview(words).cast("B").cast("q")
 
     def write(self, rows: array[int], addresses: Sequence[int]) -> None:
-        self._words[: len(rows)] = rows
-        self._words[: len(rows) : COLUMNS] = array("q", addresses)
+        words = rows[:]
+        words[::COLUMNS] = array("q", addresses)
+        self._words[: len(words)] = words
 
 
 # [Note: Rows are found, not walked]
