@@ -112,19 +112,19 @@ def _gather_parts_kernel(
             word = words + tl.sum(before.to(tl.int32), 0) * 4
             start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
             numel = tl.load(word + 2) // SIZE
-            slice = (shard + tl.load(word + 1)).to(tl.pointer_type(WORD))
+            origin = (shard + tl.load(word + 1)).to(tl.pointer_type(WORD))
             row = tl.load(word).to(tl.pointer_type(WORD)) + owner * numel
             while start < numel:
                 left = tl.minimum(numel - start, BLOCK).to(tl.int32)
                 whole = left // VECTOR * VECTOR
-                source = tl.multiple_of(slice + start + lanes, VECTOR * SIZE)
+                source = tl.multiple_of(origin + start + lanes, VECTOR * SIZE)
                 target = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
                 inside = tl.max_constancy(lanes < whole, VECTOR)
                 # .cg: the owner writes this memory, so this GPU's L1 must not keep what it read before.
                 tl.store(target, tl.load(source, mask=inside, cache_modifier=".cg"), mask=inside)
                 if VECTOR > 1 and whole < left:
                     rest = whole + tl.arange(0, VECTOR)
-                    last = tl.load(slice + start + rest, mask=rest < left, cache_modifier=".cg")
+                    last = tl.load(origin + start + rest, mask=rest < left, cache_modifier=".cg")
                     tl.store(row + start + rest, last, mask=rest < left)
                 start += tl.num_programs(0).to(tl.int64) * BLOCK
                 block += tl.num_programs(0)

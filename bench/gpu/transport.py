@@ -18,7 +18,7 @@ import torch
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import streams_of
 from odc.bench.harness.ranks import Rank
-from odc.engines.base import Addition
+from odc.engines.base import Addition, Part
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
 from odc.transports import registry
@@ -197,11 +197,54 @@ def slots_filled_and_added(rank: Rank, transport: Transport) -> None:
         require(torch.equal(sums[1], one), f"a part of a slot of {dtype} is not in its part of a sum")
 
 
+def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
+    """Each rank gathers into three parameters, and pushes out of three gradients, of which one is short: into its slot
+    at every rank, and to the sums where "auto" would rely on that."""
+    engine, world_size, numels, device = transport.engine, rank.world_size, (5, 64, 1003), rank.device
+    starts, length = (0, 5, 69), sum(numels)
+    buffers = {name: transport.allocate(4 * size, name) for name, size in _sizes(length, world_size).items()}
+    everywhere = {name: [buffer.peer(owner) for owner in range(world_size)] for name, buffer in buffers.items()}
+    places = torch.arange(length, device=device)
+    _idle(rank, transport)
+    engine.copy(buffers["shards"].local.view(torch.float32)[:length], (places + 2000 * rank.rank).to(torch.float32))
+    _idle(rank, transport)
+    outs = [torch.full((world_size * numel,), -1.0, device=device) for numel in numels]
+    shards = [shard.view(torch.float32)[:length] for shard in everywhere["shards"]]
+    engine.copy_parts(outs, shards, rank.rank)
+    _idle(rank, transport)
+    owners = 2000 * torch.arange(world_size, device=device)[:, None]
+    for out, start, numel in zip(outs, starts, numels, strict=True):
+        wanted = (owners + places[start : start + numel]).view(-1)
+        require(torch.equal(out, wanted.to(torch.float32)), f"the parameter of {numel} elements was gathered wrongly")
+    grads = [out[: out.numel() - 2 * (out.numel() == 64 * world_size)] + rank.rank for out in outs]
+    parts = [Part(grad, 4 * start, numel) for grad, start, numel in zip(grads, starts, numels, strict=True)]
+    in_slot = [Part(grad, low + 4 * length * rank.rank, numel) for grad, low, numel in parts]
+    engine.copy_parts_to_peers(everywhere["slots"], in_slot, rank.rank)
+    is_atomic = transport.no_atomics() is None
+    if is_atomic:
+        engine.add_parts_to_peers(everywhere["sums"], parts, rank.rank)
+    _idle(rank, transport)
+    ranks = torch.arange(world_size, device=device)[:, None]
+    pushed = (places + 2000 * rank.rank + ranks).to(torch.float32)
+    if rank.rank == world_size - 1:
+        pushed[:, 67:69] = 0  # what the second gradient lacks
+    found = buffers["slots"].local.view(torch.float32)[: world_size * length].view(world_size, length)
+    require(torch.equal(found, pushed), "what was pushed into slots is not there")
+    sums = buffers["sums"].local.view(torch.float32)[:length]
+    require(not is_atomic or torch.equal(sums, pushed.sum(0)), "what was pushed to the sums is not in them")
+
+
+def _sizes(length: int, world_size: int) -> dict[str, int]:
+    """Of buffers, in elements."""
+    return {"shards": length, "slots": world_size * length, "sums": length}
+
+
 PARTS: tuple[Callable[[Rank, Transport], None], ...] = (
     memory_by_rank,
     order_of_streams,
     engine_copies_and_adds,
     slots_filled_and_added,
+    parameters_of_their_own,
     atomic_additions,
 )
 

@@ -21,6 +21,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 
 from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
+from odc.engines.base import Part
 from odc.errors import ConfigError, SetupError
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -298,6 +299,25 @@ def test_the_engine_copies_casts_adds_and_zeroes(near: str) -> None:
     first, second = on_transport(near, 2, body)
     assert first == [[0.0, 1.0, 0.0, -5.0, 0.0], [1.0, 2.0, 3.0, 4.0]]
     assert second == [[0.0, 1.0, 0.0, -5.0, 0.0], [1.0, 2.0, -1.0, -1.0]]
+
+
+def test_the_engine_moves_parameters_of_their_own(near: str) -> None:
+    def body(transport: Transport, exchange: ThreadExchange) -> list[list[float]]:
+        engine, device, me = transport.engine, device_of(near), exchange.rank
+        buffer = transport.allocate(64, "slots")
+        shards = [torch.tensor([1.0, 2.0, 3.0], device=device) + 10 * owner for owner in range(2)]
+        outs = [torch.full((2 * numel,), -1.0, device=device) for numel in (1, 2)]
+        engine.copy_parts(outs, shards, me)
+        grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0, 5.0], device=device)]
+        parts = [Part(grads[0], 32 * me, 1), Part(grads[1], 32 * me + 8, 2)]
+        engine.copy_parts_to_peers([buffer.peer(owner) for owner in range(2)], parts, me)
+        meet(transport, exchange)
+        return [*(out.tolist() for out in outs), buffer.local.view(torch.float32)[:12].tolist()]
+
+    first, second = on_transport(near, 2, body)
+    assert first[:2] == second[:2] == [[1.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+    assert first[2] == [1.0, 0.0, 3.0, 4.0, *[0.0] * 4, 1.0, 0.0, 3.0, 4.0]
+    assert second[2] == [2.0, 0.0, 5.0, 0.0, *[0.0] * 4, 2.0, 0.0, 5.0, 0.0]
 
 
 def test_a_signal_for_one_rank_is_counted_there(name: str) -> None:
