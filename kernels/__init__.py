@@ -1,10 +1,10 @@
 """Copy and accumulate kernels: what moves and adds the bytes, and nothing about who may move them when.
 
 On the host: ``chunked``. On a GPU, by Triton (imported when one of these modules is): ``gather`` reads peers' memory,
-``scatter`` writes it, ``accumulate`` adds to sums here or at peers, ``slots`` adds all pushes that have arrived, ``parts`` gathers and pushes all parameters of a unit,
-``fill`` fills, copies and casts; each kernel `_x_kernel` has a launcher and a plain-torch twin `x_reference`. Between
-hosts: ``nvshmem``. ``prepare`` compiles and loads beforehand what steps launch; ``python -m odc.kernels.aot`` compiles
-all, without a GPU.
+``scatter`` writes it, ``accumulate`` adds to sums here or at peers, ``slots`` adds all pushes that have arrived,
+``parts`` gathers into all parameters of a unit and pushes out of all gradients, ``fill`` fills, copies and casts; each
+kernel `_x_kernel` has a launcher and a plain-torch twin `x_reference`. Between hosts: ``nvshmem``. ``prepare`` compiles
+and loads beforehand what steps launch; ``python -m odc.kernels.aot`` compiles all, without a GPU.
 """
 
 from odc.kernels.chunked import (
