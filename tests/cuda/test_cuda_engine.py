@@ -372,10 +372,11 @@ def test_parts_of_several_dtypes(rig: Rig) -> None:
 
 
 def test_the_table_of_transfers_decides_of_parts(rig: Rig) -> None:
+    """By the bytes of a part: many small ones would be many copies."""
     rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
     for numel in (20, 21):
-        shards = [rig.put(some(numel, FP32, rank)) for rank in range(3)]
-        rig.engine.copy_parts([rig.put(torch.zeros(3)), rig.put(torch.zeros(3 * numel - 3))], shards, 0)
+        shards = [rig.put(some(2 * numel, FP32, rank)) for rank in range(3)]
+        rig.engine.copy_parts([rig.put(torch.zeros(3)), rig.put(torch.zeros(6 * numel - 3))], shards, 0)
         part = Part(rig.put(torch.zeros(3 * numel)), 0, numel)
         rig.engine.copy_parts_to_peers([s.view(torch.uint8) for s in shards], [part], 0)
     rig.cuda.run()

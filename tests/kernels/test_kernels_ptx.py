@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import test_kernels_interpreted
 import test_kernels_one_launch
+import test_kernels_parts
 import torch
 from kernel_cases import SparseMemory
 from ptx_cpu import AccessError, Program, PtxError
@@ -92,7 +93,7 @@ def test_every_number_of_16_bits(driver: PtxDriver, source: torch.dtype, out: to
 
 # The tests of kernels in the interpreter, with compiled ones
 
-INTERPRETED = (test_kernels_interpreted, test_kernels_one_launch)
+INTERPRETED = (test_kernels_interpreted, test_kernels_one_launch, test_kernels_parts)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def k(driver: PtxDriver, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return modules()
 
 
-far = test_kernels_interpreted.far  # a fixture
+far, rows = test_kernels_interpreted.far, test_kernels_parts.rows  # fixtures
 for _module in INTERPRETED:
     for _name, _class in inspect.getmembers(_module, inspect.isclass):
         if _name.startswith("Test"):
