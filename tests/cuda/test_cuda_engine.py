@@ -425,6 +425,7 @@ def test_a_refused_launch_leaves_its_rows(rig: Rig) -> None:
     for _ in range(num_tables + 1):
         with pytest.raises(ValueError, match="at most 2"):
             rig.engine.add_parts_to_peers(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 1)], 0)
+        rig.cuda.run()
     assert len(rig.engine._part_rows) == num_tables
     assert not rig.cuda.launches
 
