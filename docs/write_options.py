@@ -23,6 +23,11 @@ PAGE = Path(__file__).with_name("options.md")
 
 VARIABLES = {
     config.TRANSPORT: ('"auto"', "Name of a transport; overrides `transport=` and `--transport`."),
+    config.STAGING: (
+        '"auto"',
+        "`on`: FSDP2 copies what is gathered and pushed through flat buffers, as for collectives, instead of gathering "
+        "into parameters and pushing out of gradients. For comparisons, and should that ever go wrong.",
+    ),
     config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
     config.TIMEOUT: (
         "600",

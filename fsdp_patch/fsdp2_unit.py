@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from odc.config import STAGING as STAGING_VARIABLE
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import is_tested, mp_policy
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
@@ -143,12 +144,16 @@ class Fsdp2Unit(Unit):
         self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
 
     def do_without_staging(self, held: Held) -> None:
-        if self.why_staged():
+        if reason := self.why_staged():
+            self.staging = f"staged ({reason})"
             return
+        self.staging = "in place"
         self.params.sort(key=is_small)
         self._sort()
         params = list(zip(self.params, self.compute_dtypes, strict=True))
         self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device, held)
+
+    staging = f"staged ({STAGING_VARIABLE}=on)"
 
     def why_staged(self) -> str:
         """What keeps this unit from :meth:`do_without_staging`; or nothing."""

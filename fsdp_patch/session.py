@@ -87,7 +87,7 @@ class Session:
     Example:
         >>> session = odc.patch_fsdp(model)
         >>> print(session.describe())
-        5 units over 2 ranks, transport shm
+        5 units over 2 ranks, transport shm, in place
         >>> with session.minibatch():
         ...     for microbatch in minibatches[0]:
         ...         loss(model, microbatch).backward()
@@ -183,9 +183,10 @@ class Session:
         if not self._units:
             return "nothing to communicate in a shard group of one rank"
         replicas = f", {self._replicas.size} replicas" if self._replicas else ""
+        ways = ", ".join(dict.fromkeys(unit.staging for unit in self._units if unit.staging))
         return (
             f"{len(self._units)} units over {self._runtime.topology.world_size} ranks{replicas}, transport "
-            f"{self._runtime.transport_name}"
+            f"{self._runtime.transport_name}{ways and f', {ways}'}"
         )
 
     # The minibatch

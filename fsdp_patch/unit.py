@@ -108,6 +108,9 @@ class Unit(ABC):
         """Whether a backward that gathers this unit will surely push its gradients."""
         return False
 
+    staging: str | None = None
+    """For people: whether gathers and pushes go through flat buffers of FSDP's, and why. None: it has none."""
+
     def do_without_staging(self, held: Any) -> None:
         """From now on gather into the parameters and push from the gradients, if that can be. Before :meth:`spec`.
 

@@ -27,7 +27,7 @@ from odc.kernels.scatter import scatter_to_peers
 from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
 
 _ROW_TABLES, _ROWS = 128, 64
-_PART_TABLES = 64
+_PART_TABLES = 256
 Memory = TypeVar("Memory")
 
 
@@ -362,3 +362,5 @@ class CudaEngine(Engine):
     def close(self) -> None:
         for stream in (self._background, self._aside):
             self._give_back_stream(stream)
+        self._row_tables.clear()
+        self._part_rows.clear()

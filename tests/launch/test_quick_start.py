@@ -52,7 +52,7 @@ def test_the_script_of_the_quick_start_does_what_is_said(tmp_path: Path) -> None
     (_, said_dry), (trained, said), (plain, _) = ranks[0]
     (shown,) = re.findall(r"^```text\n(odc: would patch .+?)^```$", QUICKSTART, re.MULTILINE | re.DOTALL)
     assert said_dry == shown
-    assert said.startswith("odc: patched Sequential (FSDP2): 4 units over 2 ranks, transport shm\n")
+    assert said.startswith("odc: patched Sequential (FSDP2): 4 units over 2 ranks, transport shm, in place\n")
     reports = [said for _, (_, said), _ in ranks if "odc: 10 minibatches on 2 ranks in " in said]
     assert len(reports) == 1  # by the last rank to come, whichever it is
     assert trained == plain != ""
