@@ -26,8 +26,8 @@ def run() -> Iterator[ModuleType]:
         del sys.modules["run"]
 
 
-def test_there_are_sixty() -> None:
-    assert len(PATCHES) == 60
+def test_there_are_sixty_or_more() -> None:
+    assert len(PATCHES) >= 60
 
 
 def hunks(text: str) -> list[tuple[str, str, str]]:
