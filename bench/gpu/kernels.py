@@ -43,7 +43,7 @@ from odc.kernels.scatter import scatter_to_peers, scatter_to_peers_reference
 from odc.kernels.slots import SlotRow, accumulate_slots, accumulate_slots_reference, write_rows
 
 SIZES = (1, 2, 7, 255, 4095, 4096, 4097, 12_289, 1_000_003)
-QUICK_SIZES = (1, 7, 4097)
+QUICK_SIZES = (1, 7, 4097, 4104)  # 4104: rows of whole vectors, so kernels have their wide accesses
 OFFSETS = (0, 1, 3)  # elements: 16-byte aligned, and not
 _GUARD = 64  # elements on each side
 _POISON = 7.0

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
 from kernel_cases import interpreted
+from kernel_recorder import launched_variant, record_launches, variants
 from process_ranks import _start_server
 
 from odc.bench.gpu import (
@@ -41,6 +42,7 @@ from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import TransferTable
+from odc.kernels import aot_list
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -303,6 +305,14 @@ def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         report = kernels.check(WITHIN)
     assert set(report.data["cases"]) == {part.__name__.strip("_") for part in kernels.PARTS}
     assert "beyond 2**31 not run" in report.figures
+
+
+def test_a_quick_run_launches_every_kernel_aligned_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = variants(entry for entry in aot_list.entries() if not entry.nvshmem)
+    launches = record_launches(monkeypatch)
+    monkeypatch.setattr(kernels, "require", lambda *_: None)  # nothing is computed
+    kernels.check(replace(WITHIN, quick=True))
+    assert listed <= {launched_variant(kernel, arguments) for kernel, arguments, _ in launches}
 
 
 @pytest.mark.parametrize("name", ["fill", "copy_cast", "accumulate"])

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from kernel_driver import NoGpu, no_gpu
-from kernel_recorder import record_launches
+from kernel_recorder import launched_variant, record_launches, variants
 
 from odc.kernels import accumulate, fill, gather, parts, scatter, slots
-from odc.kernels.aot_entry import AotEntry
 from odc.kernels.launching import DTYPES
 from odc.kernels.peers import PeerTable
 from odc.kernels.prepare import UnitDtypes, needed_entries, prepare_kernels
@@ -92,22 +91,6 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
     for origin, out in itertools.product(dtypes, repeat=2):
         if origin != FP64 or out.itemsize > 2:
             fill.copy_cast(room(choice, numel, out), room(choice, numel, origin))
-
-
-def variant(kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
-    pointers = tuple(sorted((n, t) for n, t in signature.items() if t.startswith("*")))
-    return kernel.__name__, pointers, tuple(sorted((n, str(c)) for n, c in constants.items())), num_warps
-
-
-def launched_variant(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    names = DTYPES | {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", I64: "i64"}
-    signature = {n: f"*{names[a.dtype]}" for n, a in arguments.items() if isinstance(a, torch.Tensor)}
-    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-    return variant(kernel, signature, constants, arguments["num_warps"])
-
-
-def variants(entries: list[AotEntry]) -> set[tuple[Any, ...]]:
-    return {variant(e.kernel, dict(e.signature), dict(e.constants), e.num_warps) for e in entries}
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda u: "-".join(str(DTYPES[d]) for d in vars(u).values()))

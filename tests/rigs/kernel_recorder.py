@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 import triton
 
 from odc.kernels import accumulate, fill, gather, parts, scatter, slots
+from odc.kernels.aot_entry import AotEntry
+from odc.kernels.launching import DTYPES
 from odc.kernels.nvshmem import signals, transfer
 
 Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
@@ -55,3 +57,20 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def load(kernel: Any, module: int) -> None:
     """What Triton does when it has loaded a kernel."""
     triton.knobs.runtime.kernel_load_end_hook(module, 0, kernel.__name__, {}, "hash")
+
+
+def _variant(kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
+    pointers = tuple(sorted((n, t) for n, t in signature.items() if t.startswith("*")))
+    return kernel.__name__, pointers, tuple(sorted((n, str(c)) for n, c in constants.items())), num_warps
+
+
+def launched_variant(kernel: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Which of :func:`variants` a recorded launch is."""
+    names = DTYPES | {torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+    signature = {n: f"*{names[a.dtype]}" for n, a in arguments.items() if isinstance(a, torch.Tensor)}
+    constants = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+    return _variant(kernel, signature, constants, arguments["num_warps"])
+
+
+def variants(entries: Iterable[AotEntry]) -> set[tuple[Any, ...]]:
+    return {_variant(e.kernel, dict(e.signature), dict(e.constants), e.num_warps) for e in entries}
