@@ -105,7 +105,11 @@ BENCHMARK = Benchmark(
     quick={"minibatches": 50},
     needs="a GPU; one for each rank for a part",
     figures=(
-        ("README.md", documents.passed, ["gpu_check_h200"]),
-        ("docs/gpu.md", documents.measured, ["gpu_check_h200"]),
+        ("README.md", documents.passed, ["gpu_check_h200", "gpu_check_h200_in_place"]),
+        (
+            "docs/gpu.md",
+            documents.measured,
+            ["gpu_check_h200", "gpu_check_h200_in_place", "gpu_check_h200_kernel_speed"],
+        ),
     ),
 )

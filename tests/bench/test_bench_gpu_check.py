@@ -29,7 +29,9 @@ from typer.testing import CliRunner
 from odc.bench.gpu import (
     gpu,
     isolation,
+    kernels,
     nvshmem,
+    transport,
 )
 from odc.bench.gpu.catalogue import CHECKS, Check, select
 from odc.bench.gpu.gpu import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, run_checks
@@ -301,10 +303,15 @@ def sections() -> dict[str, tuple[str, list[list[str]]]]:
     return found
 
 
-def statuses(text: str) -> dict[str, str]:
-    """Check by check, in the one result that a section links to."""
-    (name,) = set(re.findall(r"\((gpu_check_\w+\.json)\)", text))
-    return {row["name"]: row["status"] for row in json.loads((RESULTS / name).read_text())["checks"]}
+def result(name: str) -> dict[str, Any]:
+    document = json.loads((RESULTS / name).read_text())
+    assert isinstance(document, dict)
+    return document | {"checks": {check["name"]: check for check in document["checks"]}}
+
+
+def linked(cell: str) -> list[tuple[str, str]]:
+    """Checks in a cell of a table, each with the result that it links to."""
+    return re.findall(r"\[`(\w+)`\]\((gpu_check_\w+\.json)\)", cell)
 
 
 PROVEN = [heading for heading in sections() if heading.startswith("Proven on ")]
@@ -319,24 +326,52 @@ def test_what_is_proven_or_not_exists() -> None:
 
 
 @pytest.mark.parametrize("heading", PROVEN)
-def test_what_is_said_to_be_proven_names_checks_that_have_passed(heading: str) -> None:
-    text, rows = sections()[heading]
-    status = statuses(text)
+def test_what_is_said_to_be_proven_links_to_results_in_which_checks_have_passed(heading: str) -> None:
+    _, rows = sections()[heading]
     assert len(rows) > 10
     for row in rows:
-        checks = re.findall(r"`(\w+)`", row[-1])
-        assert checks, row[0]
-        assert {status[check] for check in checks} == {PASSED}, row[0]
+        checks = linked(row[-1])
+        assert [name for name, _ in checks] == re.findall(r"`(\w+)`", row[-1]) != [], row[0]
+        for name, path in checks:
+            document = result(path)
+            assert document["checks"][name]["status"] == PASSED, row[0]
+            assert document["environment"]["gpu"] in heading
+            assert "--quick" not in document["command"]
+
+
+@pytest.mark.parametrize("heading", PROVEN)
+def test_a_check_that_has_failed_in_a_result_is_spoken_of(heading: str) -> None:
+    text = sections()[heading][0]
+    spoken, paths = text[: text.index("\n|")], set(re.findall(r"\((gpu_check_\w+\.json)\)", text))
+    failed = {name for path in paths for name, check in result(path)["checks"].items() if check["status"] == FAILED}
+    assert [name for name in failed if f"`{name}` failed" not in spoken] == []
+
+
+def proven_by() -> set[tuple[str, str]]:
+    """Checks with results that prove something."""
+    return {found for heading in PROVEN for row in sections()[heading][1] for found in linked(row[-1])}
 
 
 def test_a_check_that_has_passed_nowhere_is_listed_as_unproven() -> None:
     assert PROVEN
     _, rows = sections()["Unproven"]
     listed = {check for row in rows for check in re.findall(r"`(\w+)`", row[-1])}
-    passed = [
-        {name for name, status in statuses(sections()[heading][0]).items() if status == PASSED} for heading in PROVEN
-    ]
-    assert [check.name for check in CHECKS if check.name not in listed.union(*passed)] == []
+    measured = {"bandwidth"}  # nothing is proven by it
+    proven = {name for name, _ in proven_by()}
+    assert [check.name for check in CHECKS if check.name not in listed | proven | measured] == []
+
+
+def test_what_checks_have_got_since_they_ran_is_listed_as_unproven() -> None:
+    ran: dict[str, set[str]] = {"kernels": set(), "transport": set()}
+    for name, path in proven_by():
+        data = result(path)["checks"][name]["data"]
+        if name == "kernels":
+            ran[name] |= set(data["cases"])
+        if name == "transport":
+            ran[name] |= {part for of_world in data.values() for part in of_world["parts"]}
+    new = {part.__name__.strip("_") for part in kernels.PARTS} - ran["kernels"]
+    new |= {part.__name__ for part in transport.PARTS} - ran["transport"]
+    assert [name for name in new if f"`{name}`" not in sections()["Unproven"][0]] == []
 
 
 JOBS = {"8xa100": 1, "8xh100": 1, "2x8": 2}
