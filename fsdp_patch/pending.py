@@ -17,7 +17,6 @@ place in the script only, see [Note: Old gradients on an idle rank].
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)  # .data, .detach()
@@ -133,7 +133,7 @@ class Pending:
         self._use = use
         self.reduction = reduction
         self._like = (like.size(), like.dtype, like.device)
-        self._parameter = weakref.ref(parameter)
+        self._parameter = TensorWeakRef(parameter)  # a plain reference loses tensors up to torch 2.9
         self._aside: torch.Tensor | None = None
         wrapper = PendingGradient(like if self.base is None else self.base, self)
         if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
@@ -142,7 +142,7 @@ class Pending:
         else:
             handle = as_gradient(wrapper)
             parameter.grad = handle
-        self._handle = weakref.ref(handle)
+        self._handle = TensorWeakRef(handle)
 
     def data(self) -> torch.Tensor:
         """For who needs it."""
@@ -164,7 +164,8 @@ class Pending:
     @property
     def handle(self) -> torch.Tensor | None:
         """What stands, or has stood, in ``.grad``, if anybody has it still."""
-        return self._handle()
+        handle: torch.Tensor | None = self._handle()
+        return handle
 
     @property
     def is_nothing(self) -> bool:
