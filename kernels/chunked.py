@@ -17,13 +17,20 @@ def _no_op() -> None:
     return None
 
 
-def _step(tensor: torch.Tensor) -> int:
-    """Elements of a chunk."""
-    return max(1, CHUNK_BYTES // tensor.itemsize)
+def _chunks(tensor: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Pieces of at most a chunk, and those beside them of tensors of equal shape."""
+    row_bytes = tensor[0].nbytes
+    if row_bytes > CHUNK_BYTES:
+        for rows in zip(tensor, *others, strict=True):
+            yield from _chunks(*rows)
+        return
+    step = CHUNK_BYTES // row_bytes
+    for low in range(0, tensor.shape[0], step):
+        yield tuple(one[low : low + step] for one in (tensor, *others))
 
 
 def copy_chunked(out: torch.Tensor, source: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
-    """``out[:] = source`` for flat tensors of equal length, casting to ``out.dtype``.
+    """``out[:] = source`` for tensors of equal shape, casting to ``out.dtype``.
 
     >>> out = torch.zeros(3)
     >>> copy_chunked(out, torch.tensor([1.0, 2.0, 3.0]))
@@ -34,14 +41,13 @@ def copy_chunked(out: torch.Tensor, source: torch.Tensor, after_chunk: Callable[
         out.copy_(source)
         after_chunk()
         return
-    step = _step(out)
-    for low in range(0, out.numel(), step):
-        out[low : low + step].copy_(source[low : low + step])
+    for part, source_part in _chunks(out, source):
+        part.copy_(source_part)
         after_chunk()
 
 
 def add_chunked(total: torch.Tensor, addend: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
-    """``total += addend`` for flat tensors of equal length, computed in the total's dtype.
+    """``total += addend`` for tensors of equal shape, computed in the total's dtype.
 
     >>> total = torch.tensor([1.0, 2.0])
     >>> add_chunked(total, torch.tensor([0.5, 0.25], dtype=torch.bfloat16))
@@ -52,17 +58,15 @@ def add_chunked(total: torch.Tensor, addend: torch.Tensor, after_chunk: Callable
         total.add_(addend)
         after_chunk()
         return
-    step = _step(total)
-    for low in range(0, total.numel(), step):
-        total[low : low + step].add_(addend[low : low + step])
+    for part, addend_part in _chunks(total, addend):
+        part.add_(addend_part)
         after_chunk()
 
 
 def zero_chunked(out: torch.Tensor, after_chunk: Callable[[], None] = _no_op) -> None:
     """``out[:] = 0``."""
-    step = _step(out)
-    for low in range(0, out.numel(), step):
-        out[low : low + step].zero_()
+    for (part,) in _chunks(out) if out.numel() else ():
+        part.zero_()
         after_chunk()
 
 
