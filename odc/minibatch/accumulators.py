@@ -302,7 +302,8 @@ class AccumulatorStore(ABC):
                 targets = known[key] = list(total.split_with_sizes(list(numels)))
             for index, row in enumerate(rows):
                 if targets[index].shape != row.shape:  # of several dimensions, or short
-                    targets[index] = targets[index].flatten()[: row.numel()].view(row.shape)
+                    start = sum(numels[:index])
+                    targets[index] = total[start : start + row.numel()].view(row.shape)
             sources = list(rows)
         else:
             targets, sources = self._fill_gaps(total, unit, rows, numels, present, first)
