@@ -127,12 +127,23 @@ class InPlace:
         """FSDP2 calls it for each parameter."""
         if self._stream is None:  # gathered before the session came
             free_now()
-        elif not self._held.has(self):
+        else:
+            self._keep()
+
+    def _keep(self) -> None:
+        if not self._held.has(self):
             self._held.keep(self, _get_device_handle(self._device.type).current_stream().record_event())
 
     def free_held(self) -> None:
         """What FSDP2 has freed before, of all units."""
         self._held.make_room(keep=0)
+
+    def free_unused(self) -> None:
+        """At the end of a minibatch, when the unit is sharded: also what was gathered for a computation that did not
+        come."""
+        if self._stream is not None:
+            self._keep()
+        self.free_held()
 
     def free(self, event: Any) -> None:
         """The parameters' memory, which nothing reads behind ``event``."""

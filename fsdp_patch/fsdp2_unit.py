@@ -331,7 +331,7 @@ class Fsdp2Unit(Unit):
         if not self.group.is_sharded:
             self.module.reshard()
         if self.in_place is not None:
-            self.in_place.free_held()
+            self.in_place.free_unused()
 
     @property
     def is_left_full(self) -> bool:
