@@ -210,56 +210,45 @@ class InPlace:
         return rows
 
 
-_NAMES = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+class _Functions:
+    """Torch's three functions that stage, as FSDP2 calls them, by position: for the communication of units that has an
+    ``in_place`` those that do not. What is not an argument of interest is handed on.
 
+    Args:
+        staged: what there was before, by name, for all other units.
+    """
 
-class _Staging:
-    """Torch's three functions that stage, as they were, while any unit is entered."""
+    names = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 
-    def __init__(self) -> None:
-        self._num_units = 0
-        self._undo: Undo | None = None
-        self._originals: list[Any] = []
+    def __init__(self, staged: Sequence[Callable[..., Any]]) -> None:
+        self._all_gather, self._copy_out, self._reduce = staged
 
-    def enter(self) -> Undo:
-        """Let FSDP2 call those below for the communication of units that has an ``in_place``; returns the undo."""
-        if self._undo is None:
-            ours = dict(zip(_NAMES, (self._all_gather, self._copy_out, self._reduce), strict=True))
-            self._originals = [getattr(torch_group, name) for name in _NAMES]
-            self._undo = shadow(torch_group, **ours)
-        self._num_units += 1
-        return self._leave
+    @property
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        return dict(zip(self.names, (self.all_gather, self.copy_out, self.reduce), strict=True))
 
-    def _leave(self) -> None:
-        self._num_units -= 1
-        if not self._num_units and self._undo is not None:
-            self._undo()
-            self._undo = None  # what somebody has wrapped meanwhile goes on calling the originals
-
-    # As FSDP2 calls them, by position. What is not an argument of interest is handed on.
-
-    def _all_gather(self, params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
+    def all_gather(self, params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
         if getattr(comm, "in_place", None) is None:
-            return self._originals[0](params, group, is_async, into, over, device, comm)
+            return self._all_gather(params, group, is_async, into, over, device, comm)
         if device.type == "cpu":
-            return AllGatherResult(comm, None, None, [], [], [])  # made by _copy_out, where the parameters are needed
+            return AllGatherResult(comm, None, None, [], [], [])  # made by copy_out, where the parameters are needed
         with _get_device_handle(device.type).stream(over):
             comm.in_place.make_room(over, is_forward=comm.is_in_forward)
             comm.gather_in_place()
             return AllGatherResult(comm, over.record_event(), None, [], [], [])
 
-    def _copy_out(self, result: Any, params: Any, group: Any) -> None:
+    def copy_out(self, result: Any, params: Any, group: Any) -> None:
         comm = result.all_gather_output
         if isinstance(comm, torch.Tensor):
-            self._originals[1](result, params, group)
+            self._copy_out(result, params, group)
         elif result.all_gather_event is None:
             comm.gather_in_place()
         else:
             _get_device_handle(comm.device.type).current_stream().wait_event(result.all_gather_event)
 
-    def _reduce(self, params: Any, grads: Any, group: Any, stream: Any, comm: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, params: Any, grads: Any, group: Any, stream: Any, comm: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(comm, "in_place", None) is None:
-            return self._originals[2](params, grads, group, stream, comm, *args, **kwargs)
+            return self._reduce(params, grads, group, stream, comm, *args, **kwargs)
         by_param = {id(param): grad for param, grad in zip(params, grads, strict=True)}
         grads.clear()
         if comm.device.type == "cpu":
@@ -270,6 +259,29 @@ class _Staging:
         with handle.stream(stream):
             comm.push_in_place(by_param)
             return reduced(stream, by_param)
+
+
+class _Staging:
+    """Lets FSDP2 call :class:`_Functions`, while any unit is entered."""
+
+    def __init__(self) -> None:
+        self._num_units = 0
+        self._undo: Undo | None = None
+
+    def enter(self) -> Undo:
+        if self._undo is None:
+            # Others each time: somebody may have wrapped the last ones, and goes on calling them, which must not come
+            # back to the wrapper.
+            staged = [getattr(torch_group, name) for name in _Functions.names]
+            self._undo = shadow(torch_group, **_Functions(staged).by_name)
+        self._num_units += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._num_units -= 1
+        if not self._num_units and self._undo is not None:
+            self._undo()
+            self._undo = None
 
 
 STAGING = _Staging()

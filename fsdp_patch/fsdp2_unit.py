@@ -78,8 +78,11 @@ class OdcAllGather(_OfUnit, AllGather):
         in_place = self._unit.in_place
         assert in_place is not None
         self._unit.begin_gather()
-        places = in_place.allocate()
-        with torch.no_grad(), _unsafe_preserve_version_counter(in_place.gathered):
+        with torch.inference_mode(False):  # memory that outlives an evaluation: training writes there, too
+            places = in_place.allocate()
+        # Unless there was an evaluation before the session: tensors of inference have no version.
+        versions = () if in_place.gathered[0].is_inference() else in_place.gathered
+        with torch.no_grad(), _unsafe_preserve_version_counter(versions):
             self._communication.gather(self._index, places, own_in_place=False)
             in_place.hand_out()
 
@@ -374,13 +377,22 @@ class Fsdp2Unit(Unit):
         undo_post_backward = self._shadow_post_backward(communication)
         undos = [undo_comms, undo_post_backward]
         if self.in_place is not None:
-            undos += [STAGING.enter(), self.in_place.enter()]
+            undos += [STAGING.enter(), self.in_place.enter(), self._forget_results]
 
         def undo() -> None:
             while undos:
                 undos.pop()()
 
         return undo
+
+    def _forget_results(self) -> None:
+        """Of gathers without staging that an exception has kept FSDP from using: it would take them for its own."""
+        result = self.group._all_gather_result
+        if result is not None and isinstance(result.all_gather_output, OdcAllGather):
+            self.group._all_gather_result = None
+        state = getattr(self.group.comm_ctx, "all_gather_state", None)
+        if state is not None and isinstance(state.all_gather_result.all_gather_output, OdcAllGather):
+            self.group.comm_ctx.all_gather_state = None
 
     def begin_gather(self) -> None:
         """FSDP gathers: a backward that has sent gradients may be over."""
