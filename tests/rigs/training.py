@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import odc
+from odc.fsdp_patch import fsdp2_in_place
 from odc.fsdp_patch.pending import settled
 
 WIDTH = 13  # odd: shards are uneven and padded on 2 and on 4 ranks
@@ -79,6 +82,19 @@ def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """The same units as :func:`shard`, by FSDP1."""
     chosen = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), **options}
     return FullyShardedDataParallel(model, **chosen)
+
+
+WAYS = ("in place", "small", "staged")
+
+
+@contextlib.contextmanager
+def communicating(way: str) -> Iterator[None]:
+    """Sessions that are opened inside: without staging, each parameter by itself or all that are small together, as
+    these here are; or through FSDP2's flat buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ODC_STAGING", "on" if way == "staged" else "auto")
+        patch.setattr(fsdp2_in_place, "SMALL_NUMEL", 0 if way == "in place" else 4096)
+        yield
 
 
 def gradient_now(parameter: torch.Tensor) -> torch.Tensor | None:
