@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from run_record import Progress, RunRecord
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -100,7 +100,7 @@ def leave() -> None:
 def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum of the losses of the answers' tokens; labels of prompts are -100. 0 for a dummy microbatch."""
     labels = microbatch["labels"]
-    logits = model(**{k: v for k, v in microbatch.items() if k != "labels"}, use_cache=False).logits
+    logits = model(**{k: v for k, v in microbatch.items() if k != "labels"}, use_cache=False).logits.float()
     predicted, expected = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return F.cross_entropy(predicted, expected, ignore_index=sft_data.IGNORED, reduction="sum")
 
@@ -130,12 +130,14 @@ def build_model(args: argparse.Namespace, *, sharded: bool = True) -> Qwen2ForCa
         attn_implementation="sdpa" if args.stream in PADDED else packed_attention.register(),
     )
     model = Qwen2ForCausalLM(config)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     if not sharded:
+        model.forward = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)(model.forward)
         return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh, policy = init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy(dtype, torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -232,6 +234,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     model = parser.add_argument_group("model and optimizer")
     model.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64")
     model.add_argument("--num-layers", type=int, default=4, help="decoder layers")
+    model.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="what the model computes in")
     model.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
     model.add_argument("--warmup-steps", type=int, default=5, help="steps of linear learning-rate warm-up")
     model.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class WarmLauncher:
         world_size: int = 2,
         cwd: Path | None = None,
         limit_s: float = LIMIT_S,
+        environment: Mapping[str, str] = MappingProxyType({}),
         on_wait: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Run a script on every rank of this machine; the exit codes of the ranks, -9 if one had to be killed.
@@ -64,6 +66,7 @@ class WarmLauncher:
             folder: each rank's output goes to :func:`output_of` it there.
             cwd: where the script runs; by default in ``folder``.
             limit_s: how long the ranks may take together.
+            environment: variables of the ranks, besides those of the process that has the libraries.
             on_wait: called a few times per second until they have ended.
 
         Raises:
@@ -82,6 +85,7 @@ class WarmLauncher:
             "ranks": world_size,
             "port": store.port,
             "limit_s": limit_s,
+            "environment": {**environment},
         }
         with contextlib.suppress(BrokenPipeError):  # then there is no answer
             self._process.stdin.write(json.dumps(job) + "\n")
@@ -143,6 +147,7 @@ def _enter(job: Mapping[str, Any]) -> None:
     """What torchrun gives a rank."""
     rank, size = str(job["rank"]), str(job["ranks"])
     os.environ.update(
+        job["environment"],
         RANK=rank,
         LOCAL_RANK=rank,
         WORLD_SIZE=size,

@@ -4,10 +4,10 @@ Runs ``examples/sft.py`` of the repository, from its root. The three configurati
 drift of the machine's speed meets all of them. All start from the same weights and see the same minibatches.
 Writes the result (``summary.json``), loss curves, a timeline and a Perfetto trace into the folder ``--out``.
 
-With ``--alternatives`` also what one could do instead, by ``examples/once_a_step.py``: FSDP2 and DDP whose collectives
-come once a step, for the memory of whole parameters and gradients on each rank; and how long the same work takes ranks
-that exchange nothing. These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is
-not seen.
+With ``--alternatives`` also ODC through FSDP2's flat buffers (``ODC_STAGING=on``), which it does without otherwise; and
+what one could do instead, by ``examples/once_a_step.py``: FSDP2 and DDP whose collectives come once a step, for the
+memory of whole parameters and gradients on each rank; and how long the same work takes ranks that exchange nothing.
+These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is not seen.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
 """
@@ -15,10 +15,11 @@ Not covered: GPUs, more than one host, models that do not fit into a cache, opti
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,17 +27,20 @@ from odc.bench.harness.benchmark import Benchmark, Entries, Figures, Run
 from odc.bench.training.runs import CONFIGURATIONS, check_examples, run_child, train_in_turns
 from odc.bench.training.summary import quietest, runs_table, summarize
 from odc.bench.training.trace import write_trace
+from odc.config import STAGING
 
-SCRIPT = Path("examples/sft.py")
+SCRIPT, ONCE_A_STEP = Path("examples/sft.py"), Path("examples/once_a_step.py")
 
 
 @dataclass(frozen=True)
-class OnceAStep:
-    """A way to train whose ranks meet once a step, or never."""
+class Alternative:
+    """A way to train that is compared with on request, on LB-Mini's minibatches."""
 
     name: str
     words: tuple[str, ...] = ()
     comm: str = "collective"
+    script: Path = ONCE_A_STEP
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> list[str]:
@@ -44,9 +48,10 @@ class OnceAStep:
 
 
 ALTERNATIVES = (
-    OnceAStep("fsdp2-once-a-step"),
-    OnceAStep("ddp-once-a-step", ("--ddp",)),
-    OnceAStep("compute-alone", ("--compute-alone",)),
+    Alternative("odc-lb-mini-staged", ("--comm", "odc"), "odc", SCRIPT, {STAGING: "on"}),
+    Alternative("fsdp2-once-a-step"),
+    Alternative("ddp-once-a-step", ("--ddp",)),
+    Alternative("compute-alone", ("--compute-alone",)),
 )
 
 
@@ -59,8 +64,12 @@ def measure(
     hidden_size: Annotated[int, typer.Option(help="Of the model; a multiple of 64.")] = 256,
     num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 4,
     alternatives: Annotated[
-        bool, typer.Option("--alternatives", help="Also collectives once a step, of FSDP2 and DDP, and none.")
+        bool,
+        typer.Option("--alternatives", help="Also ODC staged, FSDP2 and DDP once a step, and no communication."),
     ] = False,
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="What is computed in, and gathered; gradients travel in fp32.")
+    ] = "fp32",
 ) -> Entries:
     check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
     data = prepare_data(run, out)
@@ -73,8 +82,15 @@ def measure(
         repetitions=repetitions,
         num_ranks=ranks,
         minibatches=minibatches,
-        options={"data": data, "minibatches": minibatches, "hidden-size": hidden_size, "num-layers": num_layers},
-        scripts={way.name: SCRIPT.with_name("once_a_step.py") for way in others},
+        options={
+            "data": data,
+            "minibatches": minibatches,
+            "hidden-size": hidden_size,
+            "num-layers": num_layers,
+            "dtype": dtype,
+        },
+        scripts={way.name: way.script for way in others},
+        environments={way.name: way.environment for way in others},
     )
     run.environment["transformers"] = version("transformers")
 
@@ -117,6 +133,7 @@ NAMES = {
     "collective-lb-micro": "FSDP2 collectives + LB-Micro",
     "odc-lb-micro": "ODC + LB-Micro",
     "odc-lb-mini": "ODC + LB-Mini",
+    "odc-lb-mini-staged": "ODC + LB-Mini, staged",
     "fsdp2-once-a-step": "FSDP2 once a step",
     "ddp-once-a-step": "DDP once a step",
     "compute-alone": "compute alone",

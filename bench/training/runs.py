@@ -145,6 +145,7 @@ def train(
     num_ranks: int,
     options: Sequence[str],
     on_progress: Callable[[int], None],
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
     """Train once; ``on_progress`` gets the number of minibatches done so far.
 
@@ -162,6 +163,7 @@ def train(
             world_size=num_ranks,
             cwd=Path(),
             limit_s=RUN_LIMIT_S,
+            environment=environment,
             on_wait=lambda: on_progress(_minibatches_done(first)),
         )
     except RuntimeError as error:
@@ -201,6 +203,7 @@ def train_in_turns(
     minibatches: int = 1,
     libraries: Sequence[str] = LIBRARIES,
     scripts: Mapping[str, Path] = MappingProxyType({}),
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> dict[str, list[Run]]:
     """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
 
@@ -208,6 +211,7 @@ def train_in_turns(
         options: of the script.
         minibatches: of a run, if that is known.
         scripts: of ways that have another one, by their names.
+        environments: variables that are set for some ways, by their names.
 
     Raises:
         ChildError: a run failed.
@@ -229,7 +233,16 @@ def train_in_turns(
 
                 folder = out / way.name / f"repetition-{repetition}"
                 path = scripts.get(way.name, script)
-                trained = train(launcher, path, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
+                trained = train(
+                    launcher,
+                    path,
+                    way,
+                    folder,
+                    num_ranks=num_ranks,
+                    options=words,
+                    on_progress=show,
+                    environment=environments.get(way.name, {}),
+                )
                 show(minibatches)
                 runs[way.name].append(trained)
                 run.note(
