@@ -67,7 +67,7 @@ class Publisher:
         """Parameters that an optimizer has updated in any minibatch, by id."""
         self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
         self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
-        self._changes: dict[int, int] = {}  # of each trainable parameter when it was published, by id
+        self._changes: dict[int, tuple[int, int]] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.num_loads = 0  # of checkpoints, over published parameters
@@ -154,12 +154,13 @@ class Publisher:
         """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
         through ``param.data`` are seen once the script is known to make such."""
         rest = [p for p in self._parameters[index] if id(p) not in self.ever_stepped and id(p) in self._changes]
-        return {id(p) for p in rest if self._is_changed(p)}
+        return {id(p) for p in rest if self._is_changed(index, p)}
 
-    def _is_changed(self, parameter: nn.Parameter) -> bool:
-        sample = self._samples.get(id(parameter))
-        written = _num_changes(parameter) != self._changes[id(parameter)]
-        return written or (sample is not None and not torch.equal(sample, _sample(parameter)))
+    def _is_changed(self, index: int, parameter: nn.Parameter) -> bool:
+        sample, then, now = self._samples.get(id(parameter)), self._changes[id(parameter)], _num_changes(parameter)
+        if now[0] != then[0] and not self._guard.is_any_changed([index]):  # torch 2.9: see `compat`
+            self._changes[id(parameter)] = then = now
+        return now != then or (sample is not None and not torch.equal(sample, _sample(parameter)))
 
     def stepped_by_hand(self, owned: set[int]) -> bool:
         """Whether the script has changed any of these parameters by hand since they were published, having no optimizer
@@ -227,10 +228,11 @@ class Publisher:
         return before != self.all_trainable
 
 
-def _num_changes(parameter: nn.Parameter) -> int:
-    """Grows with every change in place, through the parameter or through its local tensor."""
+def _num_changes(parameter: nn.Parameter) -> tuple[int, int]:
+    """Another one after every change in place, through the parameter or through its local tensor; and if that tensor is
+    another one."""
     local = _local(parameter)
-    return parameter._version + (0 if local is parameter else local._version)
+    return id(local), parameter._version + (0 if local is parameter else local._version)
 
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
