@@ -255,6 +255,7 @@ def communicating_plainly() -> Iterator[None]:
 
 
 ORIGINALS = functions()
+IN_PLACE = {"ODC_STAGING": "auto"}
 
 
 def replaced_while_any_session_is_open(rank: int, world_size: int) -> None:
@@ -468,7 +469,7 @@ def scenarios(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
-    return run_ranks(2, scenarios, timeout_s=300)
+    return run_ranks(2, scenarios, env=IN_PLACE, timeout_s=300)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -494,7 +495,7 @@ def endless(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("point", ["gather.after_chunk", "scatter.after_chunk"])
 def test_a_rank_that_fails_within_a_gather_or_a_push_is_named(point: str, do: str) -> None:
     """Behind the first of several chunks of one slice, of the third operation and later."""
-    results = start_ranks(2, endless, env=fault(point, do, at=19)).join(120)
+    results = start_ranks(2, endless, env={**IN_PLACE, **fault(point, do, at=19)}).join(120)
     if do == "kill":
         assert results[1].exitcode == -signal.SIGKILL
         words = ["rank 1", "signal 9"]

@@ -1,4 +1,4 @@
-"""Layer 0: no processes. When the memory of freed parameters may be written again, on a device whose streams are
+"""Layer 1: no processes. When the memory of freed parameters may be written again, on a device whose streams are
 simulated: as far as anybody has waited, one stream may be ahead of or behind another by any amount.
 
 FSDP2's own waits between its streams are left out: they are made for buffers that are not there in place.

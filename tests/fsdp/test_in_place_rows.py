@@ -1,4 +1,4 @@
-"""Layer 0: no processes. Gradients of a unit of FSDP2 as rows by owner, whatever their shape, layout and dtype."""
+"""Layer 1: no processes. Gradients of a unit of FSDP2 as rows by owner, whatever their shape, layout and dtype."""
 
 from __future__ import annotations
 

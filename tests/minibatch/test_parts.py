@@ -1,4 +1,4 @@
-"""Layers 0 and 2: no processes, ranks as threads. Units whose parameters have memory of their own: gathers into a
+"""Layers 1 and 2: no processes, ranks as threads. Units whose parameters have memory of their own: gathers into a
 ``Destination``, pushes out of ``Rows``, against whole tensors in float64.
 
 Gradients are small integers: every sum is exact, in bfloat16 too.
