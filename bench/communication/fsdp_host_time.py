@@ -1,8 +1,9 @@
 """What ODC adds to FSDP2's own host time, for each unit and microbatch, by what it goes into; bytes aside.
 
 On a GPU the host has to launch all work in less time than the work takes. What FSDP2 needs for that, in Python, is
-measured here, and what it needs in addition under ODC. Units pose as decoder layers: 12 parameters each, of 64 elements
-at most, which nobody computes with; their gradients are made out of nothing. So no time goes into arithmetic or bytes.
+measured here, and what it needs in addition under ODC. Units pose as decoder layers: of 12 parameters seven are
+matrices, of 256 elements, the others vectors, of 16, which ODC counts as large and small ones. Nobody computes with
+them; their gradients are made out of nothing. So no time goes into arithmetic or bytes.
 
 Kinds of microbatch take turns, one forward and backward each: of the model without FSDP; sharded by FSDP2, with
 transfers that do nothing in place of its collectives; and patched, with some of ODC doing nothing. Ranks take turns,
@@ -11,12 +12,19 @@ that trains, over the units. From these:
 
     FSDP2's own     with transfers that do nothing, less the same model without FSDP; while nothing is patched
     other models    what a model that is not patched needs more while another one is
-    interception    what ODC does between FSDP2 and its transfers and guard, which do nothing here: how it enters,
-                    whose turn it is in the minibatch, gradients that are pending
+    staging         of FSDP2's own: the three functions that copy through its flat buffers, but for the memory of
+                    parameters. ODC, which works in place, does not call them
+    interception    what ODC does instead of them, between FSDP2 and its transfers and guard, which do nothing here:
+                    how it enters, memory of parameters, gradients that are pending, small parameters and their
+                    gradients together
     guard           looks whether the script has changed parameters behind a publication
     transfers       two gathers (or one with --keep) and one push, but for what they copy and add
-    all of ODC      the last three
+    all of ODC      the last three, less staging
     bytes           what they copy and add, to and from the shared memory of one host: a call of torch for each rank
+
+The second table compares two ways of ODC: in place, and with ODC_STAGING=on, through FSDP2's buffers. What is compared
+is the sum of FSDP2's own and all of ODC. And the same of units all of whose parameters are small, with what is copied
+and added: in place these travel together.
 
 Differences are taken within a repetition, some rounds of all kinds, so that a machine that is slower for a while is so
 for all; shown are the medians over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs
@@ -25,11 +33,14 @@ once (the end, publishing) is in ``odc bench host-time``. Not covered: GPUs.
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -40,17 +51,25 @@ import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
 from odc import patch_fsdp
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, summary
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, summary
 from odc.bench.harness.ranks import Rank
+from odc.config import STAGING
 from odc.engines.base import Engine
+from odc.fsdp_patch import fsdp2_in_place
+from odc.fsdp_patch.compat import reduced
+from odc.fsdp_patch.fsdp2_in_place import SMALL_NUMEL
 from odc.fsdp_patch.guard import Guard
+from odc.fsdp_patch.unit import shadow
 from odc.minibatch.runtime import Runtime
 
-NUM_PARAMETERS = 12
-ALONE, OWN = "FSDP2, nothing patched", "FSDP2's own"
+RANKS, PARAMETERS = Numbers(2), Numbers(12)
+PLAIN, ALONE, FSDP2, UNSTAGED = "without FSDP", "FSDP2, nothing patched", "FSDP2", "FSDP2, staging nothing"
+OWN = "FSDP2's own"
 SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "intercepted": (Runtime, Guard),
     "guarded": (Runtime,),
@@ -58,17 +77,27 @@ SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "ODC": (),
 }
 """Of the patched model: whose operations do nothing."""
-KINDS = ("without FSDP", ALONE, "FSDP2", *SWITCHED_OFF)
+STAGED: dict[str, tuple[type, ...]] = {"staged, moving nothing": (Engine,), "staged": ()}
+"""Of the model that is patched with ODC_STAGING=on."""
+SMALL: dict[str, tuple[type, ...]] = {"all small": ()}
+"""Of a model all of whose parameters are small."""
+KINDS = (PLAIN, ALONE, FSDP2, UNSTAGED, *SWITCHED_OFF, *STAGED, *SMALL)
 PARTS = {
-    OWN: (1, 0),
-    "other models": (2, 1),
-    "interception": (3, 2),
-    "guard": (4, 3),
-    "transfers": (5, 4),
-    "all of ODC": (5, 2),
-    "bytes": (6, 5),
+    OWN: (ALONE, PLAIN),
+    "other models": (FSDP2, ALONE),
+    "staging": (FSDP2, UNSTAGED),
+    "interception": ("intercepted", UNSTAGED),
+    "guard": ("guarded", "intercepted"),
+    "transfers": ("moving nothing", "guarded"),
+    "all of ODC": ("moving nothing", FSDP2),
+    "bytes": ("ODC", "moving nothing"),
 }
 """Each the difference of two kinds."""
+WAYS = {
+    "": ("staged, moving nothing", "moving nothing"),
+    "_small": ("staged", "all small"),
+}
+"""Staged and in place, to be taken less the model without FSDP."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,8 @@ class Settings:
     repetitions: int = 20
     keep: bool = False
     """Parameters stay unsharded between forward and backward (``reshard_after_forward=False``)."""
+    num_parameters: int = 12
+    """Of a unit."""
 
 
 class _Nothing(torch.autograd.Function):
@@ -95,12 +126,16 @@ class _Nothing(torch.autograd.Function):
         return (grads[0], *(torch.empty_like(p) for p in ctx.parameters))
 
 
+SIDE = 16
+"""Rows and columns of a matrix, length of a vector."""
+
+
 class Layer(nn.Module):
     """The parameters of a decoder layer: matrices, biases, norms."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_parameters: int) -> None:
         super().__init__()
-        shapes = [(8, 8) if index < 7 else (8,) for index in range(NUM_PARAMETERS)]
+        shapes = [(SIDE, SIDE) if index % 12 < 7 else (SIDE,) for index in range(num_parameters)]
         self.weights = nn.ParameterList(torch.ones(shape) for shape in shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,8 +162,54 @@ class _NoScatter(ReduceScatter):
         return None
 
 
+@contextmanager
+def _unstaged() -> Iterator[None]:
+    """FSDP2's three functions that stage do nothing, but for the memory of parameters."""
+
+    def gather(params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
+        return AllGatherResult(comm, None, None, [], [], [])
+
+    def copy_out(result: Any, params: Any, group: Any) -> None:
+        for param in params:
+            param.alloc_all_gather_outputs()
+
+    def reduce(params: Any, grads: Any, group: Any, stream: Any, *args: Any, **kwargs: Any) -> Any:
+        grads.clear()
+        return reduced(stream, None)
+
+    functions = {"foreach_all_gather": gather, "foreach_all_gather_copy_out": copy_out, "foreach_reduce": reduce}
+    undo = shadow(torch_group, **functions)
+    try:
+        yield
+    finally:
+        undo()
+
+
+_SWITCHES: dict[type, tuple[str, ...]] = {
+    Runtime: ("gather", "scatter_accumulate"),
+    Guard: ("check_gather", "check_push"),
+    Engine: ("copy", "add", "copy_all", "add_all"),
+}
+
+
+@contextmanager
+def _switched_off(kinds: Sequence[type]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in kinds:
+            nothing = dict.fromkeys(_SWITCHES[kind], staticmethod(lambda *args, **named: None))
+            stack.callback(shadow(kind, **nothing))
+        yield
+
+
+def _patch_from_now_on(me: Rank, *, staging: str = "auto", all_small: bool = False) -> None:
+    """How models of this process are to be patched."""
+    os.environ[STAGING] = staging
+    # Else a vector's slice is small, and no matrix's.
+    fsdp2_in_place.SMALL_NUMEL = SMALL_NUMEL if all_small else -(-SIDE // me.world_size)
+
+
 def _model(settings: Settings) -> nn.Sequential:
-    return nn.Sequential(*(Layer() for _ in range(settings.num_units)))
+    return nn.Sequential(*(Layer(settings.num_parameters) for _ in range(settings.num_units)))
 
 
 def _sharded(settings: Settings, world_size: int) -> nn.Sequential:
@@ -150,10 +231,19 @@ def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
     turns, found = _Turns(me.rank, me.world_size, settings), []
     for repetition in range(settings.repetitions + 1):
-        row = turns.take({ALONE: (fsdp, ())})
+        row = turns.take({ALONE: (fsdp, nullcontext)})
+        _patch_from_now_on(me)
         with patch_fsdp(ours) as session:
-            patched = {name: (ours, off) for name, off in SWITCHED_OFF.items()}
-            row |= turns.take({KINDS[0]: (plain, ()), "FSDP2": (fsdp, ()), **patched})
+            unpatched: Kinds = {PLAIN: (plain, nullcontext), FSDP2: (fsdp, nullcontext), UNSTAGED: (fsdp, _unstaged)}
+            row |= turns.take({**unpatched, **_switching_off(ours, SWITCHED_OFF)})
+            session.discard()
+        _patch_from_now_on(me, staging="on")
+        with patch_fsdp(ours) as session:
+            row |= turns.take(_switching_off(ours, STAGED))
+            session.discard()
+        _patch_from_now_on(me, all_small=True)
+        with patch_fsdp(ours) as session:
+            row |= turns.take(_switching_off(ours, SMALL))
             session.discard()
         if repetition:  # the first warms up
             found.append(row)
@@ -161,26 +251,11 @@ def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
     return found
 
 
-_SWITCHES: dict[type, tuple[str, ...]] = {
-    Runtime: ("gather", "scatter_accumulate"),
-    Guard: ("check_gather", "check_push"),
-    Engine: ("copy", "add"),
-}
+Kinds = Mapping[str, tuple[nn.Module, Callable[[], AbstractContextManager[None]]]]
 
 
-@contextmanager
-def _switched_off(kind: type) -> Iterator[None]:
-    originals = {name: vars(kind)[name] for name in _SWITCHES[kind]}
-    for name in originals:
-        setattr(kind, name, lambda *args, **named: None)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
-
-
-Kinds = dict[str, tuple[nn.Module, tuple[type, ...]]]
+def _switching_off(model: nn.Module, kinds: Mapping[str, Sequence[type]]) -> Kinds:
+    return {name: (model, functools.partial(_switched_off, off)) for name, off in kinds.items()}
 
 
 class _Turns:
@@ -193,7 +268,7 @@ class _Turns:
         dist.barrier()
         if self._rank:
             dist.recv(self._token, self._rank - 1)
-        rounds = [{name: self._microbatch(*kind) for name, kind in kinds.items()} for _ in range(self._num_rounds)]
+        rounds = [self._round(kinds) for _ in range(self._num_rounds)]
         if self._rank + 1 < self._world_size:
             dist.send(self._token, self._rank + 1)
         dist.barrier()
@@ -203,47 +278,85 @@ class _Turns:
     def _num_rounds(self) -> int:
         return self._settings.rounds + 1
 
-    def _microbatch(self, model: nn.Module, off: tuple[type, ...]) -> float:
-        with ExitStack() as stack:
-            for kind in off:
-                stack.enter_context(_switched_off(kind))
+    def _round(self, kinds: Kinds) -> dict[str, float]:
+        row, before = {}, None
+        for name, (model, doing) in kinds.items():
+            if model is not before:  # the caches hold another one
+                self._microbatch(model, doing)
+            row[name], before = self._microbatch(model, doing), model
+        return row
+
+    def _microbatch(self, model: nn.Module, doing: Callable[[], AbstractContextManager[None]]) -> float:
+        with doing():
             started_ns = time.thread_time_ns()
             model(self._input).sum().backward()
             return (time.thread_time_ns() - started_ns) * 1e-3 / self._settings.num_units
 
 
-def summarize(ranks: Sequence[Sequence[dict[str, float]]]) -> Entries:
-    """The kinds in us, and the parts in us and in per cent of FSDP2's own."""
-    kinds = np.array([[row[name] for name in KINDS] for rows in ranks for row in rows])
-    own = np.median(kinds[:, 1] - kinds[:, 0])
-    parts = []
-    for name, (more, less) in PARTS.items():
-        difference = kinds[:, more] - kinds[:, less]
-        parts.append({"part": name, "us": summary(difference), "percent": summary(100 * difference / own)})
-    return {"parts": parts, "kinds": [{"kind": name, "us": summary(kinds[:, i])} for i, name in enumerate(KINDS)]}
+def summarize(ranks: Sequence[Sequence[dict[str, float]]], about: Mapping[str, int]) -> Entries:
+    """The kinds in us, the parts in us and in per cent of FSDP2's own, and the two ways; ``about`` begins all rows."""
+    kinds = {name: np.array([row[name] for rows in ranks for row in rows]) for name in KINDS}
+    differences = {name: kinds[more] - kinds[less] for name, (more, less) in PARTS.items()}
+    own = np.median(differences[OWN])
+    ways: Entries = {**about}
+    for suffix, (staged, in_place) in WAYS.items():
+        both = kinds[staged] - kinds[PLAIN], kinds[in_place] - kinds[PLAIN]
+        ways |= {f"staged{suffix}": summary(both[0]), f"in_place{suffix}": summary(both[1])}
+        ways[f"ratio{suffix}"] = summary(both[1] / both[0])
+    return {
+        "parts": [
+            {**about, "part": name, "us": summary(us), "percent": summary(100 * us / own)}
+            for name, us in differences.items()
+        ],
+        "ways": [ways],
+        "kinds": [{**about, "kind": name, "us": summary(us)} for name, us in kinds.items()],
+    }
 
 
 def measure(
     run: Run,
-    ranks: Annotated[int, typer.Option(min=2, help="Of one host.")] = 2,
+    ranks: Annotated[Numbers, typer.Option(parser=numbers, help="Numbers of ranks, of one host, at least 2.")] = RANKS,
+    parameters: Annotated[Numbers, typer.Option(parser=numbers, help="Numbers of parameters of a unit.")] = PARAMETERS,
     units: Annotated[int, typer.Option(min=1, help="That pose as layers.")] = Settings.num_units,
     rounds: Annotated[int, typer.Option(min=1, help="Of a repetition, one more first.")] = Settings.rounds,
     repetitions: Annotated[int, typer.Option(min=1, help="One more first.")] = Settings.repetitions,
     keep: Annotated[bool, typer.Option("--keep", help="reshard_after_forward=False")] = False,
 ) -> Entries:
-    run.begin(repetitions + 1, f"{ranks} ranks")
-    return summarize(run.ranks(ranks, measure_rank, Settings(units, rounds, repetitions, keep)))
+    found: Entries = {"parts": [], "ways": [], "kinds": []}
+    run.begin(len(ranks) * len(parameters) * (repetitions + 1))
+    for num_ranks, num_parameters in itertools.product(ranks, parameters):
+        run.describe(f"{num_ranks} ranks, {num_parameters} parameters")
+        settings = Settings(units, rounds, repetitions, keep, num_parameters)
+        about = {"ranks": num_ranks, "parameters": num_parameters}
+        for entry, rows in summarize(run.ranks(num_ranks, measure_rank, settings), about).items():
+            found[entry] += rows
+        run.keep(found)
+    return found
 
 
 def figures(result: Entries) -> Figures:
+    rows = [row for row in result["parts"] if (row["ranks"], row["parameters"]) == (2, 12)]
+    percent = {row["part"]: row["percent"]["median"] for row in rows}
+    yield (
+        "**What of that meets FSDP2?** ",
+        "Of what FSDP2 itself needs of the host for a unit of 12 parameters and a microbatch, staging is "
+        f"{percent['staging']:.0f} %, which ODC does without. What it does instead takes, bytes aside, "
+        f"{percent['interception']:.0f} % by standing between, {percent['guard']:.1f} % by looking whether parameters "
+        f"were changed, {percent['transfers']:.0f} % by two gathers and a push",
+    )
+    for ranks in dict.fromkeys(row["ranks"] for row in result["ways"]):
+        rows = [row for row in result["ways"] if row["ranks"] == ranks]
+        yield f"| {ranks} ranks |", f" {' | '.join(format(row['ratio']['median'], '.2f') + 'x' for row in rows)} |"
+
+
+def figures_staged(result: Entries) -> Figures:
     parts = {row["part"]: row for row in result["parts"]}
     percent = {name: row["percent"]["median"] for name, row in parts.items()}
     yield (
-        "**What of that meets FSDP2?** ",
-        f"For a unit of 12 parameters and a microbatch FSDP2 itself needs {parts[OWN]['us']['median']:.0f} us of the "
-        f"host; ODC adds {percent['all of ODC']:.0f} %, bytes aside: {percent['interception']:.1f} % by standing "
-        f"between, {percent['guard']:.1f} % by looking whether parameters were changed, {percent['transfers']:.1f} % "
-        "by two gathers and a push",
+        "Before, when all went through FSDP2's buffers, ",
+        f"FSDP2 itself needed {parts[OWN]['us']['median']:.0f} us and ODC added {percent['all of ODC']:.0f} %: "
+        f"{percent['interception']:.1f} % by standing between, {percent['guard']:.1f} % by looking, "
+        f"{percent['transfers']:.1f} % by transfers",
     )
 
 
@@ -255,21 +368,38 @@ def figures_before(result: Entries) -> Figures:
     )
 
 
+_KEYS = (Column("ranks", "ranks"), Column("parameters", "parameters"))
+
 BENCHMARK = Benchmark(
     measure,
-    "1 min, quick 40 s",
+    "2 min, quick 1 min",
     (
         Table(
             "parts",
             "host time of a unit and microbatch, CPU us of the training thread: median (20th-80th percentile)",
-            (Column("part", "part"),),
+            (*_KEYS, Column("part", "part")),
             (Column("us", "us", ".1f"), Column("% of FSDP2's own", "percent", ".1f")),
         ),
-        Table("kinds", "kinds of microbatch", (Column("kind", "kind"),), (Column("us", "us", ".1f"),)),
+        Table(
+            "ways",
+            "the same of FSDP2 and ODC together: staged, in place, and what in place needs of it",
+            _KEYS,
+            [
+                Column(f"{heading}{words}", f"{key}{suffix}", form)
+                for suffix, words in (("", ""), ("_small", ", all small"))
+                for heading, key, form in (
+                    ("staged", "staged", ".1f"),
+                    ("in place", "in_place", ".1f"),
+                    ("x", "ratio", ".3f"),
+                )
+            ],
+        ),
+        Table("kinds", "kinds of microbatch", (*_KEYS, Column("kind", "kind")), (Column("us", "us", ".1f"),)),
     ),
     quick={"units": 8, "rounds": 3, "repetitions": 4},
     figures=(
-        ("docs/performance.md", figures, ["fsdp_host_time"]),
+        ("docs/performance.md", figures, ["fsdp_host_time_in_place"]),
+        ("docs/performance.md", figures_staged, ["fsdp_host_time"]),
         ("docs/performance.md", figures_before, ["fsdp_host_time_before"]),
     ),
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import odc.bench
+from odc import patch_fsdp
+from odc.bench.communication import fsdp_host_time
 from odc.bench.communication.fsdp_host_time import KINDS, PARTS, Settings, measure_rank, summarize
-from odc.bench.harness.ranks import run_ranks
+from odc.bench.harness.ranks import Rank, run_ranks
+from odc.engines.base import Engine
 from odc.fsdp_patch.guard import Guard
 from odc.minibatch.runtime import Runtime
 
@@ -23,22 +29,64 @@ def test_each_kind_takes_time_and_parts_are_their_differences(keep: bool) -> Non
     assert [set(row) for rows in ranks for row in rows] == [set(KINDS)] * 4
     assert all(us > 0 for rows in ranks for row in rows for us in row.values())
     assert sum(progress) == 3
-    found = json.loads(json.dumps(summarize(ranks)))
+    found = json.loads(json.dumps(summarize(ranks, {"ranks": 2, "parameters": 12})))
     assert [row["part"] for row in found["parts"]] == list(PARTS)
+    assert all(row["ranks"] == 2 for rows in found.values() for row in rows)
+
+
+def times(**changed: float) -> dict[str, float]:
+    us = (10.0, 110.0, 111.0, 61.0, 73.0, 76.0, 81.0, 85.0, 130.0, 135.0, 60.0)
+    return dict(zip(KINDS, us, strict=True)) | changed
 
 
 def test_parts_in_per_cent_of_what_fsdp_spends() -> None:
-    rows = [dict(zip(KINDS, (10.0, 110.0, 111.0, 113.0, 116.0, 121.0, 125.0), strict=True))] * 3
-    parts = summarize([rows, rows])["parts"]
+    parts = summarize([[times()] * 3] * 2, {})["parts"]
     assert {part["part"]: (part["us"]["median"], part["percent"]["median"]) for part in parts} == {
         "FSDP2's own": (100.0, 100.0),
         "other models": (1.0, 1.0),
-        "interception": (2.0, 2.0),
+        "staging": (50.0, 50.0),
+        "interception": (12.0, 12.0),
         "guard": (3.0, 3.0),
         "transfers": (5.0, 5.0),
-        "all of ODC": (10.0, 10.0),
+        "all of ODC": (-30.0, -30.0),
         "bytes": (4.0, 4.0),
     }
+
+
+def test_ways_are_compared_without_the_model_and_within_a_repetition() -> None:
+    slow = {name: 10 * us for name, us in times().items()}
+    (ways,) = summarize([[times(), slow, times()]], {"ranks": 2})["ways"]
+    assert ways["ranks"] == 2
+    assert (ways["staged"]["median"], ways["in_place"]["median"]) == (120.0, 71.0)
+    assert ways["ratio"]["p20"] == ways["ratio"]["p80"] == pytest.approx(71 / 120)
+    assert ways["ratio_small"]["median"] == pytest.approx(50 / 125)
+
+
+def _moved_by(me: Rank, staging: str) -> list[str]:
+    called = []
+
+    def noting(name: str, original: Callable[..., None]) -> Callable[..., None]:
+        return staticmethod(lambda *args: called.append(name) or original(*args))
+
+    model = fsdp_host_time._sharded(Settings(1), me.world_size)
+    fsdp_host_time._patch_from_now_on(me, staging=staging)
+    with patch_fsdp(model) as session:
+        model(torch.zeros(8)).sum().backward()
+        for name in ("copy", "add", "copy_all", "add_all", "zero", "copy_to_peers", "copy_rows"):
+            setattr(Engine, name, noting(name, getattr(Engine(), name)))
+        model(torch.zeros(8)).sum().backward()
+        session.discard()
+    return called
+
+
+@pytest.mark.parametrize(("staging", "moved_by"), [("on", ("copy", "add_all")), ("auto", ("copy_all", "add_all"))])
+def test_what_moves_bytes_is_switched_off(staging: str, moved_by: tuple[str, str]) -> None:
+    """Else its time would count as another part's."""
+    gather, push = moved_by
+    num_others = 1 if staging == "on" else 2
+    wanted = [gather] * 2 * num_others + [push] * 2
+    assert run_ranks(2, _moved_by, staging) == [wanted] * 2
+    assert set(moved_by) <= set(fsdp_host_time._SWITCHES[Engine])
 
 
 def test_nothing_stays_switched_off() -> None:
@@ -47,7 +95,15 @@ def test_nothing_stays_switched_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp_host_time.json", "fsdp_host_time_before.json"])
-def test_committed_results_are_of_this_benchmark(name: str) -> None:
+def test_committed_results_have_what_documents_say_of_them(name: str) -> None:
     document = json.loads((RESULTS / name).read_text())
-    assert [row["part"] for row in document["parts"]] == list(PARTS)
-    assert [row["kind"] for row in document["kinds"]] == list(KINDS)
+    assert {row["part"] for row in document["parts"]} == set(PARTS) - {"staging"}  # which was part of ODC, too
+
+
+def test_in_place_needs_no_more_of_the_host_than_staged() -> None:
+    document = json.loads((RESULTS / "fsdp_host_time_in_place.json").read_text())
+    cells = {(row["ranks"], row["parameters"]): row for row in document["ways"]}
+    assert set(cells) == set(itertools.product((2, 8, 16), (1, 12, 30)))
+    assert all(row[ratio]["median"] <= 1.0 for row in cells.values() for ratio in ("ratio", "ratio_small"))
+    assert [row["part"] for row in document["parts"]] == list(PARTS) * len(cells)
+    assert [row["kind"] for row in document["kinds"]] == list(KINDS) * len(cells)
