@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from odc.bench.harness import ranks
 from odc.bench.harness.ranks import Rank, RankFailedError, run_ranks
+from odc.bench.harness.warm_launch import WarmLauncher, output_of
 
 
 def fail(me: Rank, how: str) -> int:
@@ -56,3 +58,11 @@ def test_a_rank_that_hangs_behind_its_result_is_named(
     assert run_ranks(2, stay) == [0, 1]
     assert "rank 1 (pid " in caplog.text
     assert "has not ended within 3 s behind its result, and is killed" in caplog.text
+
+
+def test_variables_of_one_launch(warm_launcher: WarmLauncher, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ.get('ODC_STAGING'))")
+    for environment, said in (({"ODC_STAGING": "on"}, "on"), ({}, "None")):
+        assert warm_launcher.run([str(script)], tmp_path, environment=environment) == [0, 0]
+        assert [output_of(tmp_path, rank).read_text().strip() for rank in range(2)] == [said] * 2

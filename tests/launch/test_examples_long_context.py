@@ -107,7 +107,7 @@ def test_ranks_of_two_launchers_that_pose_as_two_hosts_train_the_same(launch: La
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-@pytest.mark.extended  # three more runs; `odc bench demo --alternatives` shows the differences
+@pytest.mark.extended  # five more runs; `odc bench demo --alternatives` shows the differences
 def test_collectives_once_a_step_train_as_the_demo_does(launch: Launch, tmp_path: Path) -> None:
     sizes = ["--minibatches", "3", "--hidden-size", "64", "--num-layers", "1", "--policy", "lb-mini"]
     words = [*sizes, "--data", str(tmp_path / "data")]
@@ -116,6 +116,10 @@ def test_collectives_once_a_step_train_as_the_demo_does(launch: Launch, tmp_path
         assert launch(tmp_path / name, *words, *more, script="once_a_step")["losses"] == pytest.approx(
             expected, rel=1e-5
         )
+    rounded = launch(tmp_path / "bf16", *words, "--dtype", "bf16", script="sft")["losses"]
+    assert expected != rounded == pytest.approx(expected, rel=1e-3)
+    ddp = launch(tmp_path / "ddp-bf16", *words, "--ddp", "--dtype", "bf16", script="once_a_step")["losses"]
+    assert expected != ddp == pytest.approx(rounded, rel=1e-3)
 
 
 @pytest.mark.parametrize(
