@@ -205,7 +205,12 @@ class InPlace:
         if small:
             numel = sum(param.padded.numel() for param, _ in small)
             together = torch.empty(self._world_size, numel, dtype=self._grad_dtype, device=self._device)
-            torch._chunk_cat([grad for _, grad in small], 0, self._world_size, out=together)
+            small_grads = [grad for _, grad in small]
+            if (
+                len({grad.dtype for grad in small_grads}) > 1
+            ):  # some have been accumulated in the dtype of the reduction
+                small_grads = [grad.to(self._grad_dtype) for grad in small_grads]
+            torch._chunk_cat(small_grads, 0, self._world_size, out=together)
             rows.append(Rows(together, numel))
         return rows
 

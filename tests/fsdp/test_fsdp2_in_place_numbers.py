@@ -225,6 +225,7 @@ FURTHER = {
     "bf16-wire-columns": Case({"mp_policy": MixedPrecisionPolicy(BF16), **COLUMNS}, tolerance=0.1, ways=WAYS),
     "float64-fp32-wire": Case({"mp_policy": MixedPrecisionPolicy(None, torch.float32)}, dtype=torch.float64, ways=WAYS),
     "accumulating-bf16": Case(MIXED, before=accumulating, has_gaps=False, tolerance=0.1, ways=WAYS),
+    "accumulating-bf16-gaps": Case(MIXED, before=accumulating, tolerance=0.1, ways=("in place", "small")),
     "daemon-plain": Case(session={"accumulate": "daemon"}, ways=WAYS),
     "hosts-bf16": Case(MIXED, hosts=2, tolerance=0.1, ways=WAYS),
 }

@@ -79,6 +79,7 @@ def units(draw: st.DrawFn) -> tuple[int, list[dict[str, Any]]]:
 def test_rows_are_the_owners_parts_of_the_gradients(
     unit: tuple[int, list[dict[str, Any]]], small_numel: int, grad_dtype: torch.dtype
 ) -> None:
+    """Of two dtypes, where some have been accumulated in that of the reduction."""
     world_size, rows = unit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp2_in_place, "SMALL_NUMEL", small_numel)
