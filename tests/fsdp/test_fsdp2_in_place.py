@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from faulty_ranks import NOTICE_S, assert_told, fault, survivors
 from process_ranks import run_ranks, start_ranks
 from torch import nn
@@ -384,6 +385,7 @@ def closed_behind_an_exception(rank: int, world_size: int) -> None:
 
 
 def interrupt(*args: Any) -> None:
+    dist.barrier()  # else who comes first is the reason why others do not come here
     raise KeyError("on purpose")
 
 
