@@ -7,6 +7,7 @@ What it trains to is in test_fsdp2_in_place_numbers.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import signal
@@ -168,6 +169,9 @@ def test_a_gather_writes_each_element_once_and_a_push_adds_each_once(dtype: str,
         assert staged["made"]
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
@@ -176,21 +180,23 @@ def status_bytes(field: str) -> int:
 
 
 def peak(rank: int, world_size: int, way: str, width: int) -> int:
-    """Of the second step, above what there is between the steps: resident and shared."""
+    """Of a step, above what there is between the steps: resident and shared. Of those behind the first the least: what
+    libraries load or keep for themselves comes on top, now and then."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed is gone, and no thread keeps any
     with communicating("small" if way == "in place" else way):
         model = layers(width, 4, world_size)
         session, optimizer = odc.patch_fsdp(model), torch.optim.SGD(model.parameters(), lr=1e-3)
-        data, found = torch.randn(2, width), 0
-        for _ in range(2):
+        data, found = torch.randn(2, width), list[int]()
+        for _ in range(4):
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # the high water mark is what there is now
             before = status_bytes("VmRSS")
             model(data).square().sum().backward()
-            found = status_bytes("VmHWM") - before
+            found.append(status_bytes("VmHWM") - before)
             optimizer.step()
             optimizer.zero_grad()
         session.close()
-    return found
+    return min(found[1:])
 
 
 def test_a_step_takes_less_memory_by_the_flat_buffers() -> None:
