@@ -123,6 +123,7 @@ class Fsdp2Unit(Unit):
 
     all_gather_type = OdcAllGather
     reduce_scatter_type = OdcReduceScatter
+    staging = f"staged ({STAGING_VARIABLE}=on)"
 
     def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str]) -> None:
         super().__init__()
@@ -155,8 +156,6 @@ class Fsdp2Unit(Unit):
         self._sort()
         params = list(zip(self.params, self.compute_dtypes, strict=True))
         self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device, held)
-
-    staging = f"staged ({STAGING_VARIABLE}=on)"
 
     def why_staged(self) -> str:
         """What keeps this unit from :meth:`do_without_staging`; or nothing."""

@@ -157,7 +157,7 @@ class Publisher:
         return {id(p) for p in rest if self._is_changed(index, p)}
 
     def _is_changed(self, index: int, parameter: nn.Parameter) -> bool:
-        sample, then, now = self._samples.get(id(parameter)), self._changes[id(parameter)], _num_changes(parameter)
+        sample, then, now = self._samples.get(id(parameter)), self._changes[id(parameter)], _trace_of(parameter)
         if now[0] != then[0] and not self._guard.is_any_changed([index]):  # torch 2.9: see `compat`
             self._changes[id(parameter)] = then = now
         return now != then or (sample is not None and not torch.equal(sample, _sample(parameter)))
@@ -199,7 +199,7 @@ class Publisher:
         self._by_hand |= self._changed_by_hand(index)
         self._runtime.publish(index, unit.fill_shard if is_changed else None)
         self._guard.record(index)
-        self._changes.update({id(p): _num_changes(p) for p in self._parameters[index]})
+        self._changes.update({id(p): _trace_of(p) for p in self._parameters[index]})
         if self._through_data:
             unowned = [p for p in self._parameters[index] if id(p) not in self.ever_stepped]
             self._samples.update({id(p): _sample(p) for p in unowned})
@@ -228,9 +228,8 @@ class Publisher:
         return before != self.all_trainable
 
 
-def _num_changes(parameter: nn.Parameter) -> tuple[int, int]:
-    """Another one after every change in place, through the parameter or through its local tensor; and if that tensor is
-    another one."""
+def _trace_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """Which local tensor it has, and a number that grows with every change in place, of that or of the parameter."""
     local = _local(parameter)
     return id(local), parameter._version + (0 if local is parameter else local._version)
 
