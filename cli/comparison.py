@@ -270,4 +270,8 @@ def memory_note(training: Training, max_tokens: int) -> str:
     if limit == 0:
         return f"the sharded state needs {gigabytes(training.state.bytes)}, which leaves nothing of {memory}"
     verdict = "fits" if max_tokens <= limit else "does not fit"
-    return f"{memory} would hold a microbatch of {limit:,} tokens, so the limit of {max_tokens:,} {verdict}"
+    more = gigabytes(training.state.whole_bytes - training.state.unsharded_bytes)
+    return (
+        f"{memory} would hold a microbatch of {limit:,} tokens, so the limit of {max_tokens:,} {verdict}; to "
+        f"communicate once a step would take {more} more"
+    )

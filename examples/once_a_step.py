@@ -1,13 +1,15 @@
-"""What one could do instead of ODC: the fine-tuning of sft.py with collectives once a step, not once a microbatch.
+"""Communication once a step, not once a microbatch, where memory allows: the fine-tuning of sft.py.
 
     torchrun --nproc-per-node 2 examples/once_a_step.py --policy lb-mini --out runs/fsdp2-once
+    torchrun --nproc-per-node 2 examples/once_a_step.py --odc --policy lb-mini --out runs/odc-once
     torchrun --nproc-per-node 2 examples/once_a_step.py --ddp --policy lb-mini --out runs/ddp
     torchrun --nproc-per-node 2 examples/once_a_step.py --compute-alone --policy lb-mini --out runs/alone
 
 All other options are those of sft.py, but for --comm and --stream; weights, minibatches and result.json are its, too,
 so losses and times can be compared. Within a step each rank has whole parameters and whole gradients: memory that FSDP
 and ODC do not need, and that a model which must be sharded does not leave. Ranks then meet in the first forward and in
-the last backward of a step only, so they may run different numbers of microbatches (one at least).
+the last backward of a step only, so they may run different numbers of microbatches (one at least). --odc is the same
+FSDP2 model with ODC in it: it communicates as little, and no rank waits for another before the step ends.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+import odc
 from odc.balance import pack_collate
 from odc.timeline import Timeline
 
@@ -36,13 +39,14 @@ def main() -> None:
     model = sft.build_model(args, sharded=not (own.ddp or own.compute_alone))
     config = model.config
     trained = DistributedDataParallel(model) if own.ddp else model
+    session = odc.patch_fsdp(model) if own.odc else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup_steps))
     # To the loader "odc" means that ranks meet once per step, in whichever way.
     minibatches = sft.endless(sft.build_loader(args, config, comm="odc"))
 
-    timeline = start_timeline(model) if args.timeline else None
-    sft.warm_up(trained, None, args.max_tokens)
+    timeline = start_timeline(model, session) if args.timeline else None
+    sft.warm_up(trained, session, args.max_tokens)
     record = RunRecord(args.untimed, timeline)
 
     with Progress(args.minibatches) as progress:
@@ -68,6 +72,8 @@ def main() -> None:
 
     minibatches.close()
     record.save(args.out)
+    if session:
+        session.close()
     sft.leave()
 
 
@@ -82,15 +88,16 @@ def synchronized(model: torch.nn.Module, *, last: bool) -> AbstractContextManage
     return nullcontext()
 
 
-def start_timeline(model: torch.nn.Module) -> Timeline:
-    """With FSDP2's collectives. DDP's go beside its backward, and show in the timeline as part of it."""
-    return sft.start_timeline(model, None) if isinstance(model, FSDPModule) else Timeline(dist.get_rank())
+def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
+    """With FSDP2's communication. DDP's goes beside its backward, and shows in the timeline as part of it."""
+    return sft.start_timeline(model, session) if isinstance(model, FSDPModule) else Timeline(dist.get_rank())
 
 
 def parse_args() -> tuple[argparse.Namespace, argparse.Namespace]:
     """This script's own options, and those of sft.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     way = parser.add_mutually_exclusive_group()
+    way.add_argument("--odc", action="store_true", help="on-demand communication in place of FSDP2's collectives")
     way.add_argument("--ddp", action="store_true", help="DistributedDataParallel with no_sync in place of FSDP2")
     way.add_argument(
         "--compute-alone",
@@ -101,7 +108,7 @@ def parse_args() -> tuple[argparse.Namespace, argparse.Namespace]:
     own, others = parser.parse_known_args()
     args = sft.parse_args(others)
     if args.comm != "odc" or args.stream:
-        parser.error("--comm and --stream are for sft.py: here ranks meet once a step, over collectives")
+        parser.error("--comm and --stream are for sft.py; here ranks meet once a step, with --odc over ODC")
     return own, args
 
 

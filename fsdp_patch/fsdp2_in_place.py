@@ -120,6 +120,10 @@ class InPlace:
             self.free_held()
             for one in undos:
                 one()
+            if self._stream is not None:  # full still, as an exception has left it: FSDP2 will free it at any time
+                for tensor in self.gathered:
+                    tensor.record_stream(_get_device_handle(self._device.type).current_stream())
+                self._stream = None
 
         return undo
 
@@ -187,8 +191,8 @@ class InPlace:
 
     @property
     def gathered(self) -> tuple[torch.Tensor, ...]:
-        """All memory that a gather writes."""
-        return tuple(param.gathered for param, _ in self._params)
+        """All memory that a gather writes; none if there was none for the first one."""
+        return tuple(param.gathered for param, _ in self._params) if self._places is not None else ()
 
     def rows(self, grads: dict[int, torch.Tensor]) -> list[Rows]:
         """Gradients as they are pushed; ``grads``: by the id of the FSDPParam, unsharded."""

@@ -144,6 +144,9 @@ class ShardedState:
     backward, and its gradients; two layers, the one at work and the one gathered ahead; the gradients of one
     layer, and their copy in the type in which they are reduced.
 
+    Who communicates once a step keeps ``whole_bytes`` in place of the latter: all parameters in the type of the
+    computation, all gradients in the type in which they are reduced, and those of one layer as backward leaves them.
+
     Not counted: padding of shards to equal size, buffers of the transport, temporaries of the optimizer.
 
     Example:
@@ -154,10 +157,11 @@ class ShardedState:
 
     sharded_bytes: int
     unsharded_bytes: int
+    whole_bytes: int
 
     def __post_init__(self) -> None:
-        as_count(self.sharded_bytes, "sharded_bytes", minimum=0)
-        as_count(self.unsharded_bytes, "unsharded_bytes", minimum=0)
+        for name in ("sharded_bytes", "unsharded_bytes", "whole_bytes"):
+            as_count(getattr(self, name), name, minimum=0)
 
     @classmethod
     def from_config(
@@ -196,6 +200,7 @@ class ShardedState:
         return cls(
             sharded_bytes=shard * (master_bytes + grad_bytes + 2 * moment_bytes),
             unsharded_bytes=gathered * param_bytes + layers[0] * grad_bytes,
+            whole_bytes=shape.num_parameters * (param_bytes + grad_bytes) + layers[0] * param_bytes,
         )
 
     @property

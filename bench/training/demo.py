@@ -5,8 +5,8 @@ drift of the machine's speed meets all of them. All start from the same weights 
 Writes the result (``summary.json``), loss curves, a timeline and a Perfetto trace into the folder ``--out``.
 
 With ``--alternatives`` also ODC through FSDP2's flat buffers (``ODC_STAGING=on``), which it does without otherwise; and
-what one could do instead, by ``examples/once_a_step.py``: FSDP2 and DDP whose collectives come once a step, for the
-memory of whole parameters and gradients on each rank; and how long the same work takes ranks that exchange nothing.
+what one could do where memory allows, by ``examples/once_a_step.py``: ODC, FSDP2 and DDP that communicate once a step,
+for whole parameters and gradients on each rank; and how long the same work takes ranks that exchange nothing.
 These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is not seen.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
@@ -49,6 +49,7 @@ class Alternative:
 
 ALTERNATIVES = (
     Alternative("odc-lb-mini-staged", ("--comm", "odc"), "odc", SCRIPT, {STAGING: "on"}),
+    Alternative("odc-once-a-step", ("--odc",), "odc"),
     Alternative("fsdp2-once-a-step"),
     Alternative("ddp-once-a-step", ("--ddp",)),
     Alternative("compute-alone", ("--compute-alone",)),
@@ -65,7 +66,7 @@ def measure(
     num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 4,
     alternatives: Annotated[
         bool,
-        typer.Option("--alternatives", help="Also ODC staged, FSDP2 and DDP once a step, and no communication."),
+        typer.Option("--alternatives", help="Also ODC staged, ODC, FSDP2 and DDP once a step, and no communication."),
     ] = False,
     dtype: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="What is computed in, and gathered; gradients travel in fp32.")
@@ -134,15 +135,19 @@ NAMES = {
     "odc-lb-micro": "ODC + LB-Micro",
     "odc-lb-mini": "ODC + LB-Mini",
     "odc-lb-mini-staged": "ODC + LB-Mini, staged",
+    "odc-once-a-step": "ODC + LB-Mini, once a step",
     "fsdp2-once-a-step": "FSDP2 once a step",
     "ddp-once-a-step": "DDP once a step",
     "compute-alone": "compute alone",
 }
 
 
+BY_SIZE_ONLY = ("odc-lb-mini-staged", "odc-once-a-step")
+
+
 def figures(result: Entries) -> Figures:
     for row in result["runs"]:
-        if row["name"] == "odc-lb-mini-staged":  # in the other table
+        if row["name"] in BY_SIZE_ONLY:
             continue
         speedup, bubble, difference = f"{row['speedup']:.2f}x", "-", "-"
         if row["bubble_rate"] is not None:
@@ -159,7 +164,7 @@ def figures(result: Entries) -> Figures:
 
 def figures_in_short(result: Entries) -> Figures:
     for row in result["runs"]:
-        if row["name"] != "odc-lb-mini-staged":
+        if row["name"] not in BY_SIZE_ONLY:
             yield f"| {NAMES[row['name']]} |", f" {row['speedup']:.2f}x |"
 
 

@@ -170,6 +170,7 @@ def test_sharded_state_counts_the_tensors_of_fsdp() -> None:
     assert state.sharded_bytes == pytest.approx(16 * total / 8, abs=16)
     gathered, gradients = 2 * (root + 2 * layers[0]), 2 * (root + layers[0])
     assert state.unsharded_bytes == gathered + gradients + 4 * layers[0]
+    assert state.whole_bytes == (2 + 4) * total + 2 * layers[0]
     assert state.bytes == state.sharded_bytes + state.unsharded_bytes
 
 

@@ -58,6 +58,7 @@ class Block:
         self.owner = owner
         self.writes: list[tuple[str, int]] = []
         self.reads: list[tuple[str, int]] = []
+        self.recorded: list[Stream] = []
 
 
 class Device:
@@ -89,7 +90,8 @@ class Device:
 
     def give_back(self, block: Block) -> None:
         self.num_used -= 1
-        self.free.setdefault(block.owner.name, []).append(block)
+        if not block.recorded:  # torch asks the host when these are done; here it is as if they never were
+            self.free.setdefault(block.owner.name, []).append(block)
 
 
 class Memory:
@@ -110,6 +112,10 @@ class Memory:
             self.device.give_back(self.block)
             self.block = None
             self.device.log.append(f"{self.name}: free")
+
+    def record_stream(self, stream: Stream) -> None:
+        assert self.block is not None
+        self.block.recorded.append(stream)
 
     def write(self) -> None:
         assert self.block is not None
@@ -144,9 +150,12 @@ class Param:
     shard_dim = 0
 
     def __init__(self, device: Device, name: str) -> None:
-        self.gathered = Memory(device, name)
-        self.inner = Inner(self.gathered)
+        self.inner = Inner(Memory(device, name))
         self.sharded = torch.zeros(1, requires_grad=True)
+
+    @property
+    def gathered(self) -> Memory:
+        return self.inner.memory
 
     def allocate_full(self, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gathered.resize_(1)
@@ -318,6 +327,32 @@ def test_a_closed_session_keeps_nothing_and_leaves_no_trace(device: Device) -> N
         for param in unit.params:
             assert vars(param.inner) == {"memory": param.gathered}
     assert device.num_used == 0
+
+
+def test_memory_that_an_exception_has_left_full_is_not_written_while_it_is_read(device: Device) -> None:
+    left, other = units_of(device, 2)
+    left.compute(True, device.gathering)
+    left.undo()  # type: ignore[attr-defined]
+    left.reshard()  # FSDP2, whenever it likes
+    assert device.num_used == 0
+    other.gather(True, device.gathering)  # of another session
+    assert left.params[0].gathered.block is None
+
+
+def test_a_first_gather_that_finds_no_memory_leaves_nothing_to_free(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = units_of(device, 1)[0]
+
+    def out_of_memory(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Param, "allocate_full", out_of_memory)
+    monkeypatch.setattr(Param, "gathered", property(lambda self: self.inner.all_gather_outputs[0]))
+    with pytest.raises(MemoryError):
+        unit.gather(True, device.gathering)
+    unit.in_place.free_unused()
+    unit.undo()  # type: ignore[attr-defined]
 
 
 ACTIONS = st.one_of(

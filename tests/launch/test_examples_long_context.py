@@ -108,11 +108,11 @@ def test_ranks_of_two_launchers_that_pose_as_two_hosts_train_the_same(launch: La
 
 
 @pytest.mark.extended  # five more runs; `odc bench demo --alternatives` shows the differences
-def test_collectives_once_a_step_train_as_the_demo_does(launch: Launch, tmp_path: Path) -> None:
+def test_communication_once_a_step_trains_as_the_demo_does(launch: Launch, tmp_path: Path) -> None:
     sizes = ["--minibatches", "3", "--hidden-size", "64", "--num-layers", "1", "--policy", "lb-mini"]
     words = [*sizes, "--data", str(tmp_path / "data")]
     expected = launch(tmp_path / "odc", *words, script="sft")["losses"]
-    for name, more in (("fsdp2", []), ("ddp", ["--ddp"])):
+    for name, more in (("fsdp2", []), ("odc-once", ["--odc"]), ("ddp", ["--ddp"])):
         assert launch(tmp_path / name, *words, *more, script="once_a_step")["losses"] == pytest.approx(
             expected, rel=1e-5
         )
