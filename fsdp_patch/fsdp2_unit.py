@@ -266,8 +266,8 @@ class Fsdp2Unit(Unit):
         return [(p.full, p.sharded) for p in self.trainable if p.full is not None]
 
     def fill_shard(self, out: torch.Tensor) -> None:
-        for part, data in self._parts(out):
-            part.copy_(data)
+        parts, data = zip(*self._parts(out), strict=True)
+        torch._foreach_copy_(parts, data)  # on a device one launch for all parameters
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((part, data.to(part.dtype)) for part, data in self._parts(published))
