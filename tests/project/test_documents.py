@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
+from odc.balance import policy_names
 from odc.bench.harness.figures import Figure, figures, update
 from odc.bench.planning import multimodal_sizes
 from odc.cli.app import app
+from odc.transports import registry
 
 ROOT = Path(__file__).parents[2]
 README, QUICKSTART, PERFORMANCE = Path("README.md"), Path("docs/quickstart.md"), Path("docs/performance.md")
@@ -116,8 +119,8 @@ def test_figures_measured_anew_find_their_places() -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """But for the milliseconds of planning."""
-    return [re.sub(r" +\d+\.\d ms", " ms", line.rstrip()) for line in text.strip().splitlines()]
+    """But for the time of planning."""
+    return [re.sub(r" +\d+\.\d m?s", " ms", line.rstrip()) for line in text.strip().splitlines()]
 
 
 def test_the_plan_in_documents_is_what_the_command_prints() -> None:
@@ -130,6 +133,14 @@ def test_the_plan_in_documents_is_what_the_command_prints() -> None:
     assert f"\nodc {command} " in readme
     advice = re.findall(r"That of the last command:\n\n```text\n(.+?)```", readme, re.S)[0]
     assert _lines(advice) == printed[-4:]
+
+
+@pytest.mark.parametrize(
+    ("document", "names"), [("docs/hosts.md", registry.names()), ("docs/policies.md", policy_names())]
+)
+def test_every_transport_and_policy_has_its_row(document: str, names: Sequence[str]) -> None:
+    rows = re.findall(r"^\| `([a-z_-]+)` \|", (ROOT / document).read_text(), re.M)
+    assert set(names) <= set(rows)
 
 
 def test_the_readme_is_short() -> None:
