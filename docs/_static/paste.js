@@ -1,4 +1,5 @@
-// Troubleshooting: shows the rows of the page's tables whose words, in their order, are in what is pasted.
+// Troubleshooting: shows the rows of the page's tables whose words, in their order, are in what is pasted; where there
+// are none, those that have what is typed.
 "use strict";
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -12,15 +13,21 @@ document.addEventListener("DOMContentLoaded", () => {
   output.setAttribute("aria-live", "polite");
   box.append(label, output);
 
-  // As one line, without what torchrun writes before the lines of a rank.
-  const normal = (text) => text.replace(/^\[(rank|default)\d+\]:/gm, "").replace(/\s+/g, " ");
+  // As one line in small letters, without a terminal's colours and what torchrun or srun writes before a rank's lines.
+  const normal = (text) =>
+    text
+      .replace(/\x1b\[[\d;]*m/g, "")
+      .replace(/^(\[(rank|default)\d+\]:|\s*\d+: )/gm, "")
+      .replace(/\s+/g, " ")
+      .toLowerCase();
 
   const rows = [];
   for (const row of document.querySelectorAll("table tbody tr")) {
     const [message, meaning, action] = row.cells;
     for (const code of message.querySelectorAll("code")) {
-      const parts = normal(code.textContent).split("...").map((part) => part.trim()).filter(Boolean);
-      rows.push({ parts, size: parts.join("").length, code, meaning, action });
+      const words = normal(code.textContent);
+      const parts = words.split("...").map((part) => part.trim()).filter(Boolean);
+      rows.push({ words, parts, size: parts.join("").length, code, meaning, action });
     }
   }
 
@@ -35,15 +42,16 @@ document.addEventListener("DOMContentLoaded", () => {
   };
 
   const show = () => {
-    const text = normal(input.value);
+    const text = normal(input.value).trim();
     const seen = new Set();
-    const found = rows
-      .filter((row) => holds(text, row.parts))
+    const pasted = rows.filter((row) => holds(text, row.parts));
+    const typed = (row) => text.length >= 4 && row.words.includes(text);
+    const found = (pasted.length ? pasted : rows.filter(typed))
       .sort((one, other) => other.size - one.size) // the most words first
       .filter((row) => !seen.has(row.meaning) && seen.add(row.meaning))
       .slice(0, 5);
     output.replaceChildren();
-    if (!text.trim()) return;
+    if (!text) return;
     if (!found.length) output.append("No row has these words. The end of the text, with the error's name, is what counts.");
     for (const { code, meaning, action } of found) {
       const item = document.createElement("section");
