@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"odc\.(trainers\.|balance\.)?[a-z_]+\..*"),
 ]
 
-html_theme = "furo"
+html_theme = "furo"  # with its own colours of code: a comment of an example is text to read
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["paste.js", "page.js"]
@@ -62,7 +62,6 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7db5f0", "color-brand-content": "#7db5f0"},
 }
-pygments_style = "friendly"
 
 # Files outside this folder that have a page here, which includes them.
 _PAGES = {
@@ -120,6 +119,20 @@ def _wrap(app: Sphinx, document: nodes.document) -> None:
             block["classes"].append("wrap")
 
 
+_PROSE = 25  # characters of a cell, on average: a table of sentences has more, one of numbers fewer
+_ROW = 105  # characters of a row, on average: more cannot be read in three columns of a narrow screen
+
+
+def _mark_prose(app: Sphinx, document: nodes.document) -> None:
+    """Tables of sentences, for site.css: their names may be broken, and a narrow screen shows long rows as cards."""
+    for table in document.findall(nodes.table):
+        cells = [entry.astext() for body in table.findall(nodes.tbody) for entry in body.findall(nodes.entry)]
+        columns = sum(1 for _ in table.findall(nodes.colspec))
+        mean = sum(map(len, cells)) / len(cells)
+        if mean > _PROSE:
+            table["classes"] += ["prose", "cards"] if columns > 2 and mean * columns > _ROW else ["prose"]
+
+
 _ALIAS = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
 
 
@@ -133,4 +146,5 @@ def _with_aliases(
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
     app.connect("doctree-read", _wrap)
+    app.connect("doctree-read", _mark_prose)
     app.connect("autodoc-process-signature", _with_aliases)

@@ -68,11 +68,11 @@ def page() -> str:
 def _variables() -> Iterator[str]:
     yield "## Variables of ODC\n"
     yield from _table(
-        ("variable", "default", ""),
+        ("variable", "default", "what it does"),
         ((f"`{name}`", default, text) for name, (default, text) in VARIABLES.items()),
     )
     yield "## Variables of others that ODC reads\n"
-    yield from _table(("variable", ""), ((f"`{name}`", text) for name, text in OTHERS_VARIABLES.items()))
+    yield from _table(("variable", "what it does"), ((f"`{name}`", text) for name, text in OTHERS_VARIABLES.items()))
     yield (
         "`RANK`, `WORLD_SIZE`, `LOCAL_RANK` and the others that torchrun sets tell `odc run` who it is. `odc doctor` "
         "also explains those that it finds of: "
@@ -89,7 +89,7 @@ def _run() -> Iterator[str]:
     )
     actions = (action for action in odc_options()._actions if action.help != "==SUPPRESS==")
     yield from _table(
-        ("option", "default", ""),
+        ("option", "default", "what it does"),
         (
             (
                 _code(action.option_strings, action.metavar),
@@ -125,7 +125,7 @@ def _bench() -> Iterator[str]:
     parameters = inspect.signature(command_of("primitives")).parameters
     told = ((name, typing.get_args(parameters[name].annotation)[1]) for name in shared)
     yield from _table(
-        ("option", ""),
+        ("option", "what it does"),
         ((_code([f"--{name}"], "" if name == "quick" else "FILE"), _sentence(info.help or "")) for name, info in told),
     )
     yield (
@@ -140,7 +140,7 @@ def _options(command: Any) -> Iterator[str]:
         for param in command.params
         if param.param_type_name == "option" and not param.hidden
     )
-    yield from _table(("option", "default", ""), rows)
+    yield from _table(("option", "default", "what it does"), rows)
 
 
 def _code(names: Iterable[str], metavar: object) -> str:
