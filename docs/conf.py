@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from odc import __version__
@@ -133,6 +135,22 @@ def _mark_prose(app: Sphinx, document: nodes.document) -> None:
             table["classes"] += ["prose", "cards"] if columns > 2 and mean * columns > _ROW else ["prose"]
 
 
+def _link_names(app: Sphinx, document: nodes.document) -> None:
+    """In the list of the API's pages, a name leads to its entry."""
+    if app.env.docname != "api/index":
+        return
+    modules = [importlib.import_module(name) for name in ("odc", "odc.balance", "odc.trainers")]
+    for table in document.findall(nodes.table):
+        for literal in list(table.findall(nodes.literal)):
+            name = literal.astext()
+            module = next(module for module in modules if name in module.__all__)
+            link = addnodes.pending_xref(
+                "", refdomain="py", reftype="obj", reftarget=f"{module.__name__}.{name}", refwarn=True
+            )
+            literal.replace_self(link)
+            link += literal
+
+
 _ALIAS = re.compile(r"TypeAliasForwardRef\('(\w+)'\)")
 
 
@@ -147,4 +165,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
     app.connect("doctree-read", _wrap)
     app.connect("doctree-read", _mark_prose)
+    app.connect("doctree-read", _link_names)
     app.connect("autodoc-process-signature", _with_aliases)
