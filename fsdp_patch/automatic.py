@@ -27,7 +27,7 @@ from odc.fsdp_patch.fsdp2 import find_fsdp2_units
 from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen, listening, untraced
 from odc.fsdp_patch.patching import default_group
-from odc.fsdp_patch.session import Session
+from odc.fsdp_patch.session import Session, find_session
 from odc.fsdp_patch.unit import shadow
 from odc.setup.agreement import ProcessGroupExchange, gather_json
 
@@ -37,7 +37,8 @@ Agree = Callable[[nn.Module, tuple[int, int]], Sequence[Sequence[int]]]
 """Every rank's two numbers, over the ranks of a module's mesh."""
 
 OnPatched = Callable[[nn.Module, Session, bool], None]
-"""Told of each model that was patched; the bool: in a forward of it, whose hooks torch has collected already."""
+"""Told of each model that was patched, here or by the script; the bool: in a forward of it, whose hooks torch has
+collected already."""
 
 _SETS_UP = "a model may be patched here, for which ranks wait for each other"
 
@@ -51,6 +52,8 @@ def gather_numbers(module: nn.Module, numbers: tuple[int, int]) -> Sequence[Sequ
 
 class AutomaticPatching(Listener):
     """Patches each FSDP root when it is first used; the owner of the sessions, with :meth:`close`.
+
+    A root that the script has patched by itself stays as it is, and its session is adopted: reported, aborted, closed.
 
     [Note: One order] Patching is collective, and ranks may come to it with different roots: one computes with a
     reference model first, another has no microbatch, comes with the policy that its optimizer updates, and will not use
@@ -101,14 +104,23 @@ class AutomaticPatching(Listener):
 
     def _patch_root(self, module: nn.Module, computes: bool) -> None:
         name = model_name(module)
+        session = find_session(module)
+        if session is not None:
+            if session not in self.sessions:  # of which this module may be one of several roots
+                self._adopt(module, session, computes)
+                self._say(f"odc: {name} was patched by the script, with the script's options: {session.describe()}")
+            return
         try:
             session = self._patch(module)
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from error
+        self._adopt(module, session, computes)
+        self._say(f"odc: patched {name}: {session.describe()}")
+
+    def _adopt(self, module: nn.Module, session: Session, computes: bool) -> None:
         self._sessions.append(weakref.ref(session))
         if self._on_patched is not None:
             self._on_patched(module, session, computes)
-        self._say(f"odc: patched {name}: {session.describe()}")
 
     @property
     def sessions(self) -> Sequence[Session]:

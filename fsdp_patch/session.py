@@ -514,11 +514,19 @@ def session_of(model: nn.Module) -> Session:
         True
         >>> session.close()
     """
+    session = find_session(model)
+    if session is None:
+        raise OdcError(
+            f"{type(model).__name__} is not patched. Call odc.patch_fsdp(model) first; `odc run` patches a model at "
+            "its first forward, so ask after that"
+        )
+    return session
+
+
+def find_session(model: nn.Module) -> Session | None:
+    """As :func:`session_of`; None where the model is not patched."""
     for listener in listening():
         session = listener.session() if isinstance(listener, GradientUse) else None
         if isinstance(session, Session) and session.is_of(model):
             return session
-    raise OdcError(
-        f"{type(model).__name__} is not patched. Call odc.patch_fsdp(model) first; `odc run` patches a model at its "
-        "first forward, so ask after that"
-    )
+    return None

@@ -12,6 +12,7 @@ from odc.fsdp_patch.automatic import FsdpRoots, Say, model_name
 from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen
 from odc.fsdp_patch.patching import supported_units
+from odc.fsdp_patch.session import find_session
 from odc.fsdp_patch.unit import Unit
 
 
@@ -27,12 +28,18 @@ class DryRun(Listener):
         """Whether it has ended the script."""
         self._trainable: set[int] = set()
         self._ended_by: str | None = None
+        self._others = ""
         self._roots = FsdpRoots(self._on_root)
         self._undo = listen(self)
 
     def _on_root(self, module: nn.Module, computes: bool) -> None:
         name = model_name(module)
         self._trainable |= {id(p) for p in module.parameters() if p.requires_grad}
+        session = find_session(module)
+        if session is not None:
+            self._others = " else"
+            self._say(f"odc: {name} was patched by the script, with the script's options: {session.describe()}")
+            return
         try:
             units = supported_units(module)
         except UnsupportedError as error:
@@ -42,19 +49,20 @@ class DryRun(Listener):
         self._say(f"odc: would patch {name}: {describe_units(units)}")
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        if self._roots.pending(tensors):
+        if any(find_session(root) is None for root in self._roots.pending(tensors)):
             self.is_complete = True
             raise SystemExit(
                 f"odc: dry run: stopped at {what}: this rank has computed nothing, which plain FSDP cannot run. Give "
                 "each rank a microbatch in the first optimizer step of a dry run"
             )
+        self._roots.gradients_read(tensors)
         if self._ended_by is None and any(id(t) in self._trainable for t in tensors):
             self._ended_by = what
             self._say(f"odc: a minibatch would end at {what}")
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if any(id(t) in self._trainable for t in tensors):
-            self._say("odc: dry run: stopped after the first optimizer step; nothing was patched")
+            self._say(f"odc: dry run: stopped after the first optimizer step; nothing{self._others} was patched")
             self.is_complete = True
             raise SystemExit(0 if self.refused is None else 1)
 

@@ -102,6 +102,28 @@ def test_an_unmodified_script_prints_the_same_losses(mode: str) -> None:
     assert "odc: patched" not in odc[1].err
 
 
+def test_a_script_that_patches_by_itself_keeps_its_session() -> None:
+    """Also where a rank has nothing to compute in the first minibatch."""
+    plain, odc, idle, dry = launch(
+        (False, [TRAIN, "2,1", "by-itself"]),
+        (True, [TRAIN, "2,1", "by-itself"]),
+        (True, [TRAIN, "2", "by-itself-none-first"]),
+        (True, ["--dry-run", TRAIN, "2", "by-itself-none-first"]),
+    )
+    assert [rank.code for rank in (*odc, *idle)] == [None] * 4
+    assert_same_lines(odc[0].out, plain[0].out)
+    for ended, names in ((odc, ["Sequential (FSDP2)", "Sequential (FSDP1)"]), (idle, ["Sequential (FSDP2)"])):
+        said = [line for line in ended[0].err.splitlines() if "patched" in line]
+        assert [line.partition(", with the script's options: ")[0] for line in said] == [
+            f"odc: {name} was patched by the script" for name in names
+        ]
+        assert sum("3 minibatches on 2 ranks" in line for rank in ended for line in rank.err.splitlines()) == len(names)
+    assert [rank.code for rank in dry] == [0, 0]
+    first, *_, last = dry[0].err.splitlines()
+    assert first.startswith("odc: Sequential (FSDP2) was patched by the script, with the script's options: 3 units")
+    assert last == "odc: dry run: stopped after the first optimizer step; nothing else was patched"
+
+
 @pytest.mark.extended
 def test_a_compiled_update_and_a_module_that_is_never_called_itself() -> None:
     modes = ("compiled", "parts")

@@ -1,4 +1,4 @@
-"""A plain FSDP script for the tests of ``odc run``: it knows nothing of ODC.
+"""A plain FSDP script for the tests of ``odc run``: it knows nothing of ODC, but in the modes "by-itself".
 
 Arguments: kinds ("2", "1", "1o": FSDP2, FSDP1, FSDP1 with use_orig_params; separated by commas) and a mode.
 """
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
+
+import odc
 
 STEPS = 3
 MICROBATCHES = 3
@@ -65,6 +67,8 @@ def without_sync(model: nn.Module, kind: str, wanted: bool):  # type: ignore[no-
 def train(kind: str, mode: str) -> None:
     rank = dist.get_rank()
     model = build_parts() if mode == "parts" else build(kind)
+    if mode.startswith("by-itself"):
+        odc.patch_fsdp(model, deterministic=True)
     reference = build(kind).requires_grad_(False) if mode.startswith("reference") and kind == "2" else None
     parameters = list(model.parameters())
     if mode == "optimizers":
