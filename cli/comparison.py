@@ -226,7 +226,7 @@ def _about_longest(comparison: Comparison, odc: Simulation) -> str:
     size = size_that_hides_longest(comparison)
     way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide them"
     return (
-        f" The longest samples hold it back: one alone takes longer than a rank's fair share in {fixed:.0%} of "
+        f" The longest samples hold ODC back: one alone takes longer than a rank's fair share in {fixed:.0%} of "
         f"the minibatches; {way_out}."
     )
 
@@ -272,6 +272,6 @@ def memory_note(training: Training, max_tokens: int) -> str:
     verdict = "fits" if max_tokens <= limit else "does not fit"
     more = gigabytes(training.state.whole_bytes - training.state.unsharded_bytes)
     return (
-        f"{memory} would hold a microbatch of {limit:,} tokens, so the limit of {max_tokens:,} {verdict}; to "
+        f"{memory} would hold a microbatch of {limit:,} tokens, so --max-tokens {max_tokens} {verdict}; to "
         f"communicate once a step would take {more} more"
     )

@@ -96,7 +96,7 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
         height -= 1.4
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.set_xlim(0, longest * 1.01)
-    axes.set_ylim(height + 0.6, 1.8)
+    axes.set_ylim(height + 1.0, 2.4)
     axes.set_title(_timeline_title(comparison, number), loc="left")
     axes.set_xlabel("seconds")
     axes.set_ylabel("rank")
@@ -106,7 +106,10 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
         ["microbatches", "waiting"],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         frameon=False,
-        loc="lower right",
+        loc="upper right",  # beside the first title, where there are no bars
+        ncols=2,
+        fontsize=8,
+        borderpad=0,
     )
 
 
@@ -158,7 +161,7 @@ def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
     bubbles.legend(frameon=False)
     gains = [100 * (found[size][1].speedup(found[size][0]) - 1) for size in sizes]
     speedup.plot(sizes, gains, "o-", color=_ODC)
-    speedup.set_title("Speedup by minibatch size", loc="left")
+    speedup.set_title("Speedup of lb-mini, ODC over lb-micro, FSDP", loc="left")
     speedup.set_ylabel("more samples/s (%)")
     for axes, lowest in ((bubbles, 0.0), (speedup, min(0.0, *gains))):
         axes.set_xscale("log", base=2)

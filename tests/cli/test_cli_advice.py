@@ -52,7 +52,7 @@ def test_no_gain_is_called_so() -> None:
 def test_one_sample_each_hints_at_the_minibatch_size(longest: int, size: int, tmp_path: Path) -> None:
     """One sample of 8 takes x times as long: the mean rank has (7 + x)n / 8, above x from n = 3.3 and 4.7."""
     text = advice(_saved(tmp_path / "a.npy", [1000] * 7 + [longest]), *SMALL[2:], "--minibatch-size", "1")
-    assert "longest samples hold it back" in text
+    assert "longest samples hold ODC back" in text
     assert f"with --minibatch-size {size}, in fewer than half." in text
 
 
