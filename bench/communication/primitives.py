@@ -344,7 +344,7 @@ BENCHMARK = Benchmark(
     (
         Table(
             "rows",
-            "one-sided primitives on {ranks} ranks ({device})",
+            "one-sided primitives on {ranks} ranks ({device}), bandwidths in GB/s",
             (
                 Column("operation", "operation"),
                 Column("by", "by"),

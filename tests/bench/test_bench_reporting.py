@@ -114,7 +114,7 @@ def emulated_run(way: str, sharding: str, number: int, times: float) -> dict[str
 HOST_TIME = "CPU us of the calling thread, one call, median (20th-80th percentile); {} units of {} elements per shard"
 TABLES: dict[str, str] = {
     "primitives": """\
-**one-sided primitives on 2 ranks (cpu)**
+**one-sided primitives on 2 ranks (cpu), bandwidths in GB/s**
 | operation | by | dtype | size | time, ms | busbw | #wrong | x collective |
 | gather | odc | fp32 | 1 MB | 4.000 (2.000-8.000) | 2.00 (1.00-4.00) | 0 | 1.25 |
 | copy | memory | fp32 | 1 MB |  | 8.00 (4.00-16.00) |  |  |
