@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import param_groups
 from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
-from odc.fsdp_patch.unit import GRADIENT_DTYPES, describe_mesh, shadow
+from odc.fsdp_patch.unit import GRADIENT_DTYPES, shadow
 from odc.timeline import Timeline
 
 
@@ -93,7 +92,7 @@ def _check_unit(unit: Fsdp2Unit) -> None:
             "parameters' own dtype), which is not supported; use float32, float64 or bfloat16"
         )
     for param in unit.params:
-        _check_param(param.sharded, param.name, where, group.mesh_info.mesh)
+        _check_param(param.sharded, param.name, where)
     unit.check_hooks()
 
 
@@ -113,32 +112,14 @@ def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
         )
 
 
-_PARALLELISMS = {"tp": "tensor", "ep": "expert", "etp": "expert tensor", "cp": "context"}
-"""By the names that dimensions of meshes usually have."""
-
-
-def _check_param(param: nn.Parameter, name: str, where: str, mesh: DeviceMesh) -> None:
+def _check_param(param: nn.Parameter, name: str, where: str) -> None:
     if param.device.type == "meta":
         raise ValueError(f"{where}: parameter {name!r} is on the meta device; materialise the model before patching")
-    whole: DeviceMesh = param.device_mesh  # type: ignore[attr-defined]
-    if whole.ndim > mesh.ndim:
-        raise UnsupportedError(
-            f"{where}: parameter {name!r} is also distributed {_beyond(mesh, whole)}: not supported yet"
-        )
     if hasattr(param._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
         kind = type(param._local_tensor).__name__  # type: ignore[attr-defined]
         raise UnsupportedError(
             f"{where}: parameter {name!r} uses the all-gather extension of {kind}, not supported: switch it off"
         )
-
-
-def _beyond(mesh: DeviceMesh, whole: DeviceMesh) -> str:
-    """What dimensions of ``whole`` that FSDP's ``mesh`` does not have distribute a parameter by."""
-    others = [name for name in whole.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
-    kinds = [kind for name in others for short, kind in _PARALLELISMS.items() if name == short or name.startswith(kind)]
-    how = f"by {' and '.join(kinds)} parallelism" if kinds else "over another mesh"
-    which = f"{', '.join(map(repr, others))} of " if others else ""
-    return f"{how} ({which}mesh {describe_mesh(whole)})"
 
 
 def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -185,6 +186,13 @@ class Fsdp2Unit(Unit):
     def replica_group(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = getattr(self.group.mesh_info, "replicate_process_group", None)
         return group
+
+    @property
+    def partner_groups(self) -> list[dist.ProcessGroup]:
+        own = self.group.mesh_info.mesh.mesh_dim_names or ()
+        meshes = [param.sharded.device_mesh for param in self.params]  # type: ignore[attr-defined]
+        whole: DeviceMesh = max(meshes, key=lambda mesh: mesh.ndim)
+        return [whole.get_group(name) for name in whole.mesh_dim_names or () if name not in own]
 
     @property
     def device(self) -> torch.device:

@@ -141,10 +141,11 @@ def _connect(
     raise_together(exchange, problem)
     agreement = _agreement(units)
     replica_group = units[0].replica_group
-    replicas = None
-    if replica_group is not None:
-        replicas = ProcessGroupExchange(replica_group, device, setup_timeout_s(config.timeout_s))
-        require_agreement(replicas, agreement)
+    limit_s = setup_timeout_s(config.timeout_s)
+    replicas = ProcessGroupExchange(replica_group, device, limit_s) if replica_group is not None else None
+    partners = [ProcessGroupExchange(group, device, limit_s) for group in _partner_groups(units)]
+    for beside in ([replicas] if replicas is not None else []) + partners:
+        require_agreement(beside, agreement)
     # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
     communicated = units if exchange.world_size > 1 else []
     if any(unit.spec().grad_dtype == torch.float64 for unit in communicated):
@@ -156,6 +157,7 @@ def _connect(
         device=device,
         agreement=agreement,
         replicas=replicas if communicated else None,
+        partners=partners if communicated else (),
         end_collectives=end_connections if communicated else None,
         stats=stats,
     )
@@ -226,6 +228,12 @@ def _check_one_mesh(units: Sequence[Unit]) -> None:
                 f"mesh: unit {unit.name!r} is sharded over ranks {other}, {units[0].name!r} over {ranks[0]}; units on "
                 "different meshes are not supported yet"
             )
+
+
+def _partner_groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
+    """Of all units, each once, in the order of the model."""
+    groups = [group for unit in units for group in unit.partner_groups]
+    return list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.values())
 
 
 def _ranks(unit: Unit) -> tuple[list[int], list[int]]:

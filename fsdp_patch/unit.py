@@ -94,6 +94,12 @@ class Unit(ABC):
         """The ranks with the same place in their shard groups (hybrid sharding); None without replicas."""
 
     @property
+    def partner_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that run each microbatch together with this one, each for a part of every parameter (tensor
+        parallelism): a group for each dimension of the mesh over which parameters are distributed beside FSDP's."""
+        return []
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where it computes."""

@@ -88,7 +88,7 @@ class Waiter:
         self._stats = stats
         self._failure = failure
         self.job = Job(transport.peers)
-        """Whom this rank hears of; with replicas, these as well."""
+        """Whom this rank hears of; with replicas or partners, these as well."""
         self.timeline: Timeline | None = None
         self.where: Callable[[], str] = str
         """Says where this rank is, for example "minibatch 7, microbatch 2": ends every error text."""

@@ -92,6 +92,7 @@ class Runtime(RankContext):
         self._job_watchdog: JobWatchdog | None = None
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
+        self._beside: list[Transport] = []  # over which this rank hears of others: its replicas, its partners
         self._meetings = 0  # with the replicas
         self._has_refused = False  # since the last end of a minibatch
         self._in_collective = InCollective()
@@ -108,6 +109,7 @@ class Runtime(RankContext):
         device: torch.device | None = None,
         agreement: Mapping[str, Mapping[str, str]] | None = None,
         replicas: Exchange | None = None,
+        partners: Sequence[Exchange] = (),
         end_collectives: Callable[[], object] | None = None,
         stats: Stats | None = None,
     ) -> Runtime:
@@ -117,6 +119,8 @@ class Runtime(RankContext):
             units: what is communicated; the same on every rank.
             agreement: further tables that must be equal on all ranks (title -> item -> value).
             replicas: between the ranks with this one's place in their groups, if there are several groups.
+            partners: each between ranks that compute together, of which one is in this group: the failure of one is
+                that of all.
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
@@ -140,7 +144,9 @@ class Runtime(RankContext):
         def finish(runtime: Runtime) -> None:
             runtime._complete(transfers[0] if transfers else None)
             if replicas is not None:
-                runtime._join(replicas)
+                runtime._replicas = runtime._join(replicas)
+            for exchange in partners:
+                runtime._join(exchange)
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
 
@@ -164,13 +170,14 @@ class Runtime(RankContext):
 
         together(self._transport.exchange, begin)
 
-    def _join(self, exchange: Exchange) -> None:
-        """Hear of the replicas, too. Collective over them and over the shard group; what fails, fails on all."""
+    def _join(self, exchange: Exchange) -> Transport:
+        """Hear of these ranks, too. Collective over them and over the shard group; what fails, fails on all."""
         problem: Exception | None = None
         try:
             topology = Topology.discover(exchange, self.config.host_id, self.config.address)
             kind = registry.choose("tcp", topology, HOST, exchange)
-            transport = self._replicas = kind(exchange, topology, self.config.timeout_s)
+            transport = kind(exchange, topology, self.config.timeout_s)
+            self._beside.append(transport)
             transport.open(num_signals=1, num_locks=0)
             transport.seal()
         except Exception as error:  # whatever it is, the other groups must not wait for this one
@@ -183,6 +190,7 @@ class Runtime(RankContext):
         if problem is not None:
             raise problem
         self._waiter.job.add(transport.peers)
+        return transport
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
@@ -201,7 +209,7 @@ class Runtime(RankContext):
         return [part for part in parts if part is not None]
 
     def _transports(self) -> list[Transport]:
-        return [transport for transport in (self._transport, self._replicas) if transport is not None]
+        return [self._transport, *self._beside]
 
     # Operations
 

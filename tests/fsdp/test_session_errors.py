@@ -44,26 +44,14 @@ def two_meshes(model: nn.Module, world_size: int) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 
 
-def on_two_meshes(model: nn.Module, world_size: int, names: tuple[str, str]) -> None:
+def experts(model: nn.Module, world_size: int) -> None:
     """One layer in ``world_size / 2`` parts on the second dimension of a mesh, and sharded by FSDP over the first."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_mod_ep", "ep"))
     up = model.blocks[0].up
     for name, parameter in list(up.named_parameters()):
-        setattr(up, name, nn.Parameter(distribute_tensor(parameter, mesh[names[1]], [Shard(0)])))
-    fully_shard(up, mesh=mesh[names[0]])
+        setattr(up, name, nn.Parameter(distribute_tensor(parameter, mesh["ep"], [Shard(0)])))
+    fully_shard(up, mesh=mesh["dp_mod_ep"])
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-
-
-def experts(model: nn.Module, world_size: int) -> None:
-    on_two_meshes(model, world_size, ("dp_mod_ep", "ep"))
-
-
-def tensor_parallel(model: nn.Module, world_size: int) -> None:
-    on_two_meshes(model, world_size, ("dp", "tp"))
-
-
-def something_else(model: nn.Module, world_size: int) -> None:
-    on_two_meshes(model, world_size, ("rows", "columns"))
 
 
 def no_sharding(model: nn.Module, world_size: int) -> None:
@@ -115,9 +103,7 @@ def nothing(model: nn.Module, world_size: int) -> None:
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
     (two_meshes, "different meshes"),
-    (experts, "'blocks.0.up.weight' is also distributed by expert parallelism ('ep' of mesh (dp_mod_ep=2, ep=2))"),
-    (tensor_parallel, "'blocks.0.up.weight' is also distributed by tensor parallelism ('tp' of mesh (dp=2, tp=2))"),
-    (something_else, "is also distributed over another mesh ('columns' of mesh (rows=2, columns=2))"),
+    (experts, "unit 'blocks.0.up' is sharded over ranks ([0, 2], []), '<root>' over"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (all_reduce_hook, "set_all_reduce_hook"),

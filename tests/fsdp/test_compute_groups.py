@@ -1,0 +1,125 @@
+"""Layer 3: ranks as processes. Ranks that compute together: tensor parallel partners beside FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks, start_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from training import largest_difference
+
+import odc
+
+DIM, HIDDEN, NUM_BLOCKS = 6, 10, 3
+
+
+class Block(nn.Module):
+    """Its hidden units are divided among partners, unevenly among shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM, elementwise_affine=False)  # torch clips no parameters of several meshes
+        self.up = nn.Linear(DIM, HIDDEN)
+        self.down = nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    """Over dimension "dp" of ``mesh`` by FSDP2, and over "tp"."""
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def batch(step: int, group: int, microbatch: int) -> torch.Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(1000 * step + 100 * group + microbatch))
+
+
+def train(model: nn.Module, counts: Sequence[int], groups: Sequence[int], num_steps: int) -> tuple[list[float], Any]:
+    """Clip norms, and parameters after the last step; ``groups``: whose microbatches these are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dtype, norms = next(model.parameters()).dtype, []
+    for step in range(num_steps):
+        for group in groups:
+            for m in range(counts[group]):
+                (model(batch(step, group, m).to(dtype)).square().sum() / 10).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return norms, {name: value.detach().numpy() for name, value in whole.items()}
+
+
+def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int) -> list[Any]:
+    found = []
+    # One mesh: DTensor's cache takes two equal ones for one, on ranks that have computed with the first.
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    for use_odc in (False, True):
+        model = shard(build(), mesh)
+        if use_odc:
+            with odc.patch_fsdp(model) as session:
+                found.append(train(model, counts, [rank // 2], num_steps))
+                assert (session.stats().pushes > 0) == (counts[rank // 2] > 0)
+        elif len(set(counts)) == 1:
+            found.append(train(model, counts, [rank // 2], num_steps))
+    return found
+
+
+def test_tensor_parallel_partners_train_as_under_plain_fsdp2() -> None:
+    (their_norms, theirs), (our_norms, ours) = run_ranks(4, runs, [2, 2], 20, timeout_s=120)[0]
+    assert our_norms == pytest.approx(their_norms, rel=1e-6)
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [0, 2]])
+def test_uneven_compute_groups_train_as_one_process(counts: Sequence[int]) -> None:
+    norms, ours = run_ranks(4, runs, counts, 5, timeout_s=120)[0][-1]
+    model = build().double()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / 2)  # as FSDP divides by the ranks of a shard group
+    expected_norms, expected = train(model, counts, [0, 1], 5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert largest_difference(ours, expected) < 1e-5
+
+
+def failing_run(rank: int, world_size: int, failing: int, where: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(build(), mesh)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with odc.patch_fsdp(model):
+        train(model, [2, 2], [rank // 2], 1)
+        if rank == failing and where == "forward":
+            model[1].register_forward_pre_hook(fail)
+        elif rank == failing:
+            model[1].register_full_backward_hook(fail)
+        train(model, [2, 2], [rank // 2], 1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_all_ranks_hear_of_a_failure_in_a_compute_group(where: str) -> None:
+    results = start_ranks(4, failing_run, 3, where).join(60)
+    assert [result.error_type for result in results] == ["AbortedError"] * 3 + ["RuntimeError"]
+    for result in results[:3]:
+        assert result.error is not None
+        assert "rank 3" in result.error
+        assert "out of luck" in result.error
