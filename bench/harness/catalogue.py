@@ -9,7 +9,7 @@ from types import ModuleType
 from odc.bench.harness.benchmark import Benchmark
 
 ROOMS = {
-    "communication": ("primitives", "host_time", "fsdp_host_time", "uneven"),
+    "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven"),
     "training": ("demo", "multimodal", "stream_training", "trainers", "emulated", "multimodal_emulated"),
     "batching": ("batching", "peers", "loading"),
     "planning": (
