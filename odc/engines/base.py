@@ -191,7 +191,8 @@ class Engine:
 
         Args:
             outs: flat, dense, each of ``len(shards)`` equal rows.
-            shards: flat; the slices lie in them back to back.
+            shards: flat; the slices lie in them back to back. Each lies at the same place of one rank's copy of an
+                allocation.
         """
         for step in range(len(shards)):
             row, low = (rank + 1 + step) % len(shards), 0

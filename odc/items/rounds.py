@@ -206,7 +206,7 @@ class Round:
             start = self._state.start_bytes + run[0][0].offset_bytes
             try:
                 if len(run) == 1:
-                    transport.read([(run[0][1], producer)], self._buffer, start, after_chunk)
+                    transport.read([([run[0][1]], producer)], self._buffer, start, after_chunk)
                 else:
                     self._read_run(producer, start, run)
             except GONE as error:
@@ -219,7 +219,7 @@ class Round:
         transport, first, last = self._channel.transport, run[0][0], run[-1][0]
         num_bytes = last.offset_bytes + last.num_bytes - first.offset_bytes
         whole = torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer.local.device)
-        transport.read([(whole, producer)], self._buffer, start, self._items.after_chunk)
+        transport.read([([whole], producer)], self._buffer, start, self._items.after_chunk)
         for place, out in run:
             low = place.offset_bytes - first.offset_bytes
             transport.engine.copy(out.view(torch.uint8), whole[low : low + place.num_bytes])

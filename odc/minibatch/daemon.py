@@ -106,7 +106,6 @@ class AccumulationDaemon:
         self._headers = end.transport.allocate_host(num_slots * self._header_bytes, "slot headers")
         is_near = all(self._slots.reaches(rank) for rank in self._world)
         self._of_all = [self._slots.peer(rank) for rank in self._world] if is_near else []
-        self._rows: list[torch.Tensor] = []  # for each owner, of a push in parts that goes to other hosts
         self._elsewhere = end.transport.topology.ranks_elsewhere()
         self._header_views = [self._header_view(client) for client in self._world]
         self._sent = 0  # pushes of this rank; each goes to all owners
@@ -274,14 +273,15 @@ class AccumulationDaemon:
         after_chunk = self._end.waiter.after_scatter_chunk
         try:
             if not isinstance(grads, torch.Tensor):
-                send = self._send_parts_at_once if self._end.engine.has_streams else self._send_parts
+                at_once = self._end.engine.has_streams and self._of_all
+                send = self._send_parts_at_once if at_once else self._send_parts
                 send(self._units[push.unit], grads, at)
             elif self._of_all:
                 self._end.engine.copy_to_peers(self._of_all, at, grads, self._rank, after_chunk)
             else:
                 rows = grads.view(len(self._world), -1).unbind()
                 for owner in transport.topology.rotation():
-                    transport.write(self._slots, owner, at, rows[owner], after_chunk)
+                    transport.write(self._slots, owner, at, [rows[owner]], after_chunk)
             start = number % NUM_SLOTS * self._header_bytes
             self._header_views[self._rank][start : start + len(header)] = header
             for owner in self._elsewhere:
@@ -293,40 +293,37 @@ class AccumulationDaemon:
         transport.post(self._posted, daemon=True)
 
     def _send_parts(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
-        """Put the parts of a push back to back into one slot at every owner, on host memory."""
+        """Put the parts of a push back to back into one slot at every owner."""
         engine, transport, after_chunk = self._end.engine, self._transport, self._end.waiter.after_scatter_chunk
-        numels = [part.numel for part in grads]
-        num_bytes = sum(numels) * unit.grad_dtype.itemsize
+        numels, dtype = [part.numel for part in grads], unit.grad_dtype
+        num_bytes = sum(numels) * dtype.itemsize
         rows = list(zip(*(part.unbind(len(self._world)) for part in grads), strict=True))
         for owner in transport.topology.rotation():
-            is_near = self._slots.reaches(owner)
-            if is_near:
-                slot = self._slots.peer(owner)[at : at + num_bytes].view(unit.grad_dtype)
-            else:
-                slot = torch.empty(sum(numels), dtype=unit.grad_dtype)
-            places = list(slot.split_with_sizes(numels))
-            for index, row in enumerate(rows[owner]):
-                engine.zero(places[index][row.numel() :])  # padding
-                places[index] = places[index][: row.numel()].view(row.shape)
-            engine.copy_all(places, rows[owner], after_chunk)
-            if not is_near:
-                transport.write(self._slots, owner, at, slot, after_chunk)
+            if self._slots.reaches(owner) and not engine.has_streams:
+                slot = self._slots.peer(owner)[at : at + num_bytes].view(dtype)
+                places = list(slot.split_with_sizes(numels))
+                for index, row in enumerate(rows[owner]):
+                    engine.zero(places[index][row.numel() :])  # padding
+                    places[index] = places[index][: row.numel()].view(row.shape)
+                engine.copy_all(places, rows[owner], after_chunk)
+                continue
+            sources = []
+            for row, numel in zip(rows[owner], numels, strict=True):
+                # Sent from where it lies; but what is not dense, or of another dtype, takes one more pass.
+                sources.append(row.to(dtype).contiguous().view(-1))
+                if row.numel() < numel:  # padding
+                    sources.append(torch.zeros(numel - row.numel(), dtype=dtype, device=row.device))
+            transport.write(self._slots, owner, at, sources, after_chunk)
 
     def _send_parts_at_once(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
-        """The same from a device's memory: where the slots of other hosts have no address, by way of rows here."""
-        engine, after_chunk = self._end.engine, self._end.waiter.after_scatter_chunk
-        if not self._of_all and not self._rows:
-            rows = torch.empty(len(self._world), self._slot_bytes, dtype=torch.uint8, device=self._transport.device)
-            self._rows = list(rows.unbind())
-        buffers, start = (self._of_all, at) if self._of_all else (self._rows, 0)
+        """The same by one operation of the device, where all slots have an address."""
         parts = []
         for part in grads:
             row = part.grads.reshape(-1).to(unit.grad_dtype)
-            parts.append(Part(row, start, part.numel))
-            start += part.numel * row.itemsize
-        engine.copy_parts_to_peers(buffers, parts, self._rank, after_chunk)
-        for owner in () if self._of_all else self._transport.topology.rotation():
-            self._transport.write(self._slots, owner, at, self._rows[owner][:start].view(unit.grad_dtype), after_chunk)
+            parts.append(Part(row, at, part.numel))
+            at += part.numel * row.itemsize
+        after_chunk = self._end.waiter.after_scatter_chunk
+        self._end.engine.copy_parts_to_peers(self._of_all, parts, self._rank, after_chunk)
 
     # The owner
 

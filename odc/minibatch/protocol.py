@@ -263,7 +263,7 @@ class MinibatchProtocol:
         def read(owner: int) -> None:
             shard = shards[owner]
             if shard is None:
-                self._read_far(unit, [(rows[owner], owner)])
+                self._read_far(unit, [([rows[owner]], owner)])
             else:
                 copy(rows[owner], shard, after_chunk)
 
@@ -275,20 +275,24 @@ class MinibatchProtocol:
             parts = [None if shard is None else out.parts_of(shard) for shard in self._shards[unit]]
             self._parts[unit] = known = out, parts
         rows, parts = out.rows, known[1]
-        copy_all, after_chunk = self._engine.copy_all, self._waiter.after_gather_chunk
+        engine, after_chunk = self._engine, self._waiter.after_gather_chunk
 
         def read(owner: int) -> None:
             sources = parts[owner]
-            if sources is None:
-                row = torch.empty(out.shard_numel, dtype=out.dtype)
-                self._read_far(unit, [(row, owner)])
-                sources = out.parts_of(row)
-            copy_all(rows[owner], sources, after_chunk)
+            if sources is not None:
+                engine.copy_all(rows[owner], sources, after_chunk)
+                return
+            # What arrives goes into its place; but for rows that are not dense, which take one more pass.
+            dense = [row if row.is_contiguous() else row.new_empty(row.shape) for row in rows[owner]]
+            self._read_far(unit, [([row.view(-1) for row in dense], owner)])
+            for row, tmp in zip(rows[owner], dense, strict=True):
+                if tmp is not row:
+                    engine.copy(row, tmp, after_chunk)
 
         return read
 
-    def _read_far(self, unit: int, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Shards of owners on other hosts, each into its place."""
+    def _read_far(self, unit: int, parts: Sequence[tuple[Sequence[torch.Tensor], int]]) -> None:
+        """Shards of owners on other hosts, each into its places."""
         after_chunk = self._waiter.after_gather_chunk
         try:
             self._end.transport.read(parts, self._buffer, self._offsets[unit], after_chunk)
@@ -303,21 +307,23 @@ class MinibatchProtocol:
             self._engine.copy_rows(out, shards, self._rank, own_in_place, after_chunk)
         else:
             rows = out.view(self._world_size, -1).unbind()
-            self._read_far(unit, [(rows[owner], owner) for owner in owners])
+            self._read_far(unit, [([rows[owner]], owner) for owner in owners])
 
     def _gather_parts_at_once(self, unit: int, out: Destination) -> None:
         """As :meth:`_gather_at_once`, each part into its place."""
         engine, device = self._engine, out.outs[0].device
-        shards = [shard for shard in self._shards[unit] if shard is not None]
-        if len(shards) < self._world_size:
-            whole = torch.empty(self._world_size * out.shard_numel, dtype=out.dtype, device=device)
-            shards = list(whole.view(self._world_size, -1).unbind())
-            self._read_far(unit, [(shards[owner], owner) for owner in self._rotation])
         dense = [
             torch.empty(there.numel(), dtype=out.dtype, device=device) if flat is None else flat
             for there, flat in zip(out.outs, out.flat, strict=True)
         ]
-        engine.copy_parts(dense, shards, self._rank, self._waiter.after_gather_chunk)
+        shards = [shard for shard in self._shards[unit] if shard is not None]
+        if len(shards) == self._world_size:
+            engine.copy_parts(dense, shards, self._rank, self._waiter.after_gather_chunk)
+        else:
+            # A copy for each part of each row. Whether to read whole rows, and have one launch hand them out, would be
+            # faster for many parts, only GPUs of several hosts can show.
+            rows = list(zip(*(flat.view(self._world_size, -1).unbind() for flat in dense), strict=True))
+            self._read_far(unit, [(rows[owner], owner) for owner in self._rotation])
         apart = [(there, tmp) for there, tmp, flat in zip(out.outs, dense, out.flat, strict=True) if flat is None]
         if apart:
             engine.run(lambda: [there.copy_(tmp.view(there.shape)) for there, tmp in apart])

@@ -13,8 +13,11 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import torch
 
 HEADER = struct.Struct("=BxxxIQQQ")
 KEY_BYTES = 16
@@ -22,6 +25,22 @@ MAX_TEXT_BYTES = 8192
 MAX_RANKS = 1 << 24
 CHUNK_BYTES = 4 << 20
 """At most so much is sent or received at a time, and is in one frame of an answer."""
+_MOST_PIECES = 512  # of a call that sends; Linux takes 1024
+
+Flat = TypeVar("Flat", memoryview, torch.Tensor)
+
+
+def cut(parts: Sequence[Flat], start: int, length: int) -> Iterator[Flat]:
+    """What lies in ``parts``, which are flat, from ``start`` on, if one is thought behind the other.
+
+    >>> [bytes(piece) for piece in cut([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")], 1, 4)]
+    [b'bc', b'de']
+    """
+    for part in parts:
+        piece = part[start : start + length]
+        if len(piece):
+            yield piece
+        start, length = max(start - len(part), 0), length - len(piece)
 
 
 class Kind(enum.IntEnum):
@@ -115,10 +134,15 @@ class Outgoing:
     so that a long answer lets others pass."""
 
     def __init__(
-        self, frame: Frame, payload: memoryview | None = None, rest: Iterator[tuple[Frame, memoryview]] | None = None
+        self,
+        frame: Frame,
+        payload: Sequence[memoryview] = (),
+        rest: Iterator[tuple[Frame, Sequence[memoryview]]] | None = None,
     ) -> None:
         self.header = memoryview(frame.pack())
-        self.payload = memoryview(b"") if payload is None else payload
+        self.left = sum(map(len, payload))
+        """Bytes of the payload."""
+        self._payload, self._num_bytes = payload, self.left
         self.rest = rest
 
     @property
@@ -127,13 +151,18 @@ class Outgoing:
 
     @property
     def is_sent(self) -> bool:
-        return not self.header and not self.payload
+        return not self.header and not self.left
+
+    def pieces(self) -> list[memoryview]:
+        """What comes next, at most a chunk of it."""
+        payload = cut(self._payload, self._num_bytes - self.left, CHUNK_BYTES)
+        return [self.header, *islice(payload, _MOST_PIECES)]
 
     def advance(self, num_bytes: int) -> None:
         """So many bytes of it were sent."""
         of_header = min(num_bytes, len(self.header))
         self.header = self.header[of_header:]
-        self.payload = self.payload[num_bytes - of_header :]
+        self.left -= num_bytes - of_header
 
 
 class SendQueue:
@@ -217,8 +246,7 @@ class SendQueue:
             return False
         front = self._frames[0]
         try:
-            pieces = [front.header, front.payload[:CHUNK_BYTES]]
-            count = self._connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL)
+            count = self._connection.sendmsg(front.pieces(), (), socket.MSG_NOSIGNAL)
             self.num_sent += count
             front.advance(count)
             if front.is_sent:

@@ -28,7 +28,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
@@ -48,6 +48,7 @@ from odc.transports._frames import (
     Kind,
     Outgoing,
     SendQueue,
+    cut,
     fill,
 )
 from odc.transports._peers import Peer, Peers
@@ -115,9 +116,10 @@ class _ProgressTimeout:
 
 @dataclass
 class _Reading:
-    """An answer that is on its way. The target is not ours: it may be freed as soon as nobody waits for the answer."""
+    """An answer that is on its way. The targets are not ours: they may be freed as soon as nobody waits for it."""
 
-    target: memoryview
+    targets: Sequence[memoryview]
+    num_bytes: int
     left: int
     done: threading.Event = field(default_factory=threading.Event)
     filling: threading.Lock = field(default_factory=threading.Lock)
@@ -188,7 +190,7 @@ class Link(Peer):
 
     # Sending data
 
-    def _send(self, frame: Frame, payload: memoryview | None = None, after_chunk: AfterChunk = no_op) -> None:
+    def _send(self, frame: Frame, payload: Sequence[memoryview] = (), after_chunk: AfterChunk = no_op) -> None:
         """Send a frame whole. One that is given up in the middle leaves a connection that nobody can use any more.
 
         Raises:
@@ -211,7 +213,7 @@ class Link(Peer):
         return _ProgressTimeout(self._peers, self._rank, self.who, self._timeout_s)
 
     def _send_whole(self, outgoing: Outgoing, timeout: _ProgressTimeout, after_chunk: AfterChunk) -> None:
-        queue, num_sent, left = self._queue, self._queue.num_sent, len(outgoing.payload)
+        queue, num_sent, left = self._queue, self._queue.num_sent, outgoing.left
         while not outgoing.is_sent:
             self._require_alive()
             if not queue.send_some() and not outgoing.is_sent and not self._wait_for_room():
@@ -219,8 +221,8 @@ class Link(Peer):
             if queue.num_sent != num_sent:
                 num_sent = queue.num_sent
                 timeout.restart()
-            if len(outgoing.payload) < left:
-                left = len(outgoing.payload)
+            if outgoing.left < left:
+                left = outgoing.left
                 after_chunk()
 
     def _wait_for_room(self) -> bool:
@@ -291,14 +293,15 @@ class Link(Peer):
         memory = self._range(frame)
         offsets = range(0, max(len(memory), 1), CHUNK_BYTES)
         parts = ((offset, memory[offset : offset + CHUNK_BYTES]) for offset in offsets)
-        frames = ((Frame(Kind.DATA, a=offset, b=len(part), c=frame.c), part) for offset, part in parts)
+        frames = ((Frame(Kind.DATA, a=offset, b=len(part), c=frame.c), [part]) for offset, part in parts)
         self._queue.put(Outgoing(*next(frames), frames))
 
     def _take_in_answer(self, frame: Frame) -> Iterator[None]:
         reading = self._readings.get(frame.c)
-        if reading is None or frame.b > reading.left or frame.a + frame.b > len(reading.target):
+        if reading is None or frame.b > reading.left or frame.a + frame.b > reading.num_bytes:
             raise ValueError(f"it sent {frame.b} bytes that nobody had asked for. {OUR_FAULT}")
-        yield from fill(reading.target[frame.a : frame.a + frame.b], partial(reading.receive, self.data))
+        for piece in cut(reading.targets, frame.a, frame.b):
+            yield from fill(piece, partial(reading.receive, self.data))
         if reading.left <= 0:
             reading.done.set()
 
@@ -332,8 +335,8 @@ class Link(Peer):
 
     # Memory of the other rank
 
-    def read(self, buffer: int, offset: int, target: memoryview, after_chunk: AfterChunk) -> None:
-        """Fill ``target`` from the other rank's copy of a buffer.
+    def read(self, buffer: int, offset: int, targets: Sequence[memoryview], after_chunk: AfterChunk) -> None:
+        """Fill ``targets``, one behind the other, from the other rank's copy of a buffer.
 
         Raises:
             PeerDiedError, PeerClosedError, PeerSilentError: it did not answer.
@@ -341,9 +344,10 @@ class Link(Peer):
         with self._asking:
             self._requests += 1
             request = self._requests
-        reading = self._readings[request] = _Reading(target, len(target))
+        num_bytes = sum(map(len, targets))
+        reading = self._readings[request] = _Reading(targets, num_bytes, num_bytes)
         try:
-            self._send(Frame(Kind.READ, buffer, offset, len(target), request))
+            self._send(Frame(Kind.READ, buffer, offset, num_bytes, request))
             self._await(reading, after_chunk)
             after_chunk()
         finally:
@@ -368,9 +372,9 @@ class Link(Peer):
         if reading.left > 0:
             self._require_alive()
 
-    def write(self, buffer: int, offset: int, source: memoryview, after_chunk: AfterChunk = no_op) -> None:
-        """Put ``source`` into the other rank's copy of a buffer, before the next :meth:`post`."""
-        self._send(Frame(Kind.WRITE, buffer, offset, len(source)), source, after_chunk)
+    def write(self, buffer: int, offset: int, sources: Sequence[memoryview], after_chunk: AfterChunk = no_op) -> None:
+        """Put ``sources``, one behind the other, into its copy of a buffer, before the next :meth:`post`."""
+        self._send(Frame(Kind.WRITE, buffer, offset, sum(map(len, sources))), sources, after_chunk)
 
     def post(self, index: int, daemon: bool) -> None:
         """Tell it of a signal that this rank has posted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -102,6 +102,15 @@ def not_on_this_kernel() -> str | None:
     except OSError as problem:
         return f"processes cannot be watched here (pidfd_open: {problem.strerror}): a sandbox forbids it"
     return _control.problem()
+
+
+def places(
+    tensors: Iterable[torch.Tensor], memory: torch.Tensor, offset_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each, and where it lies in ``memory``: one behind the other, from there on."""
+    for tensor in tensors:
+        yield tensor, memory[offset_bytes : offset_bytes + tensor.nbytes].view(tensor.dtype)
+        offset_bytes += tensor.nbytes
 
 
 def no_way_out(topology: Topology) -> str | None:
@@ -360,8 +369,8 @@ class Transport(ABC):
         pattern = torch.full((1,), (_PATTERN << 32) + self._rank, dtype=torch.int64, device=self.device)
         for rank in self._elsewhere:
             found = torch.zeros_like(pattern)
-            self.write(probe, rank, 8 * self._rank, pattern)
-            self.read([(found, rank)], probe, 8 * self._rank)
+            self.write(probe, rank, 8 * self._rank, [pattern])
+            self.read([([found], rank)], probe, 8 * self._rank)
             self._require_idle("memory of other hosts")
             if not torch.equal(found, pattern):
                 raise SetupError(f"what was written to {self.topology.describe(rank)} was not read back")
@@ -388,19 +397,19 @@ class Transport(ABC):
 
     def read(
         self,
-        parts: Sequence[tuple[torch.Tensor, int]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        """Fill the tensor of each (tensor, rank) from that rank's copy of a buffer of :meth:`allocate`, one after the
-        other or all at once; they are equally long."""
+        """Fill the tensors of each (tensors, rank), one behind the other, from that rank's copy of a buffer of
+        :meth:`allocate`; rank by rank, or all at once. Those of each rank are equally long together."""
         far = []
         for part in parts:
-            out, rank = part
+            outs, rank = part
             if buffer.reaches(rank):
-                source = buffer.peer(rank)[offset_bytes : offset_bytes + out.nbytes].view(out.dtype)
-                self.engine.copy(out, source, after_chunk)
+                for out, place in places(outs, buffer.peer(rank), offset_bytes):
+                    self.engine.copy(out, place, after_chunk)
             else:
                 far.append(part)
         if far:
@@ -411,19 +420,20 @@ class Transport(ABC):
         buffer: SymmetricBuffer,
         rank: int,
         offset_bytes: int,
-        source: torch.Tensor,
+        sources: Sequence[torch.Tensor],
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        """Put ``source`` into ``rank``'s copy of a buffer of :meth:`allocate`, before this thread's next post to it."""
+        """Put ``sources``, one behind the other, into ``rank``'s copy of a buffer of :meth:`allocate`, before this
+        thread's next post to it."""
         if not buffer.reaches(rank):
-            self._write_far(buffer, rank, offset_bytes, source, after_chunk)
+            self._write_far(buffer, rank, offset_bytes, sources, after_chunk)
             return
-        out = buffer.peer(rank)[offset_bytes : offset_bytes + source.nbytes].view(source.dtype)
-        self.engine.copy(out, source, after_chunk)
+        for source, place in places(sources, buffer.peer(rank), offset_bytes):
+            self.engine.copy(place, source, after_chunk)
 
     def _read_far(
         self,
-        parts: Sequence[tuple[torch.Tensor, int]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk,
@@ -432,7 +442,12 @@ class Transport(ABC):
         buffer.peer(parts[0][1])  # raises: this transport has no other way
 
     def _write_far(
-        self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
+        self,
+        buffer: SymmetricBuffer,
+        rank: int,
+        offset_bytes: int,
+        sources: Sequence[torch.Tensor],
+        after_chunk: AfterChunk,
     ) -> None:
         """:meth:`write` to a rank whose memory has no address here."""
         buffer.peer(rank)  # raises: this transport has no other way
@@ -443,7 +458,7 @@ class Transport(ABC):
         if buffer.reaches(rank):
             buffer.peer(rank)[offset_bytes : offset_bytes + len(data)].numpy()[:] = memoryview(data)
         else:
-            self._link(rank).write(buffer.number, offset_bytes, memoryview(data))
+            self._link(rank).write(buffer.number, offset_bytes, [memoryview(data)])
 
     def _link(self, rank: int) -> Link:
         assert self._links is not None

@@ -11,6 +11,7 @@ What does not lie in the heap cannot be sent: it goes by way of staging memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -21,8 +22,9 @@ from odc.cuda.nvshmem import NvshmemHeap, unavailable
 from odc.engines.base import AfterChunk
 from odc.setup.agreement import Exchange
 from odc.setup.topology import Topology
+from odc.transports._frames import cut
 from odc.transports._peers import Peer
-from odc.transports.base import HOST, SymmetricBuffer, no_way_out, not_on_this_kernel
+from odc.transports.base import HOST, SymmetricBuffer, no_way_out, not_on_this_kernel, places
 from odc.transports.cuda_ipc import CudaIpcTransport
 
 _STAGING_BYTES = 64 << 20
@@ -101,22 +103,23 @@ class NvshmemTransport(CudaIpcTransport):
 
     def _read_far(
         self,
-        parts: Sequence[tuple[torch.Tensor, int]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk,
     ) -> None:
         """From all of them at the same time."""
         own = buffer.local[offset_bytes:]
-        outs, ranks = [out.view(torch.uint8) for out, _ in parts], [rank for _, rank in parts]
-        num_bytes = outs[0].numel()
+        rows, ranks = [[out.view(torch.uint8) for out in outs] for outs, _ in parts], [rank for _, rank in parts]
+        num_bytes = sum(map(len, rows[0]))
         most = self._staging["read"][0].numel() // len(parts) // _VECTOR_BYTES * _VECTOR_BYTES
         for low in range(0, num_bytes, most):
             size = min(most, num_bytes - low)
             with self._take_staging("read") as staging:
                 self._heap.get(staging[: size * len(parts)], own[low : low + size], ranks)
-                for row, out in enumerate(outs):
-                    self.engine.copy(out[low : low + size], staging[row * size : (row + 1) * size], after_chunk)
+                pieces = itertools.chain.from_iterable(cut(outs, low, size) for outs in rows)
+                for piece, place in places(pieces, staging, 0):
+                    self.engine.copy(piece, place, after_chunk)
 
     @contextmanager
     def _take_staging(self, purpose: str) -> Iterator[torch.Tensor]:
@@ -126,14 +129,22 @@ class NvshmemTransport(CudaIpcTransport):
             yield self._staging[purpose][turn]
 
     def _write_far(
-        self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
+        self,
+        buffer: SymmetricBuffer,
+        rank: int,
+        offset_bytes: int,
+        sources: Sequence[torch.Tensor],
+        after_chunk: AfterChunk,
     ) -> None:
-        own, flat, most = buffer.local[offset_bytes:], source.view(torch.uint8), self._staging["write"][0].numel()
-        for low in range(0, flat.numel(), most):
-            part = flat[low : low + most]
+        own, most = buffer.local[offset_bytes:], self._staging["write"][0].numel()
+        flat = [one.view(torch.uint8) for one in sources]
+        num_bytes = sum(map(len, flat))
+        for low in range(0, num_bytes, most):
+            size = min(most, num_bytes - low)
             with self._take_staging("write") as staging:
-                self.engine.copy(staging[: part.numel()], part, after_chunk)
-                self._heap.put(staging[: part.numel()], own[low : low + part.numel()], rank)
+                for piece, place in places(cut(flat, low, size), staging, 0):
+                    self.engine.copy(place, piece, after_chunk)
+                self._heap.put(staging[:size], own[low : low + size], rank)
 
     # Signals, and the order of streams
 

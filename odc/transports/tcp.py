@@ -33,18 +33,23 @@ class TcpTransport(Transport):
 
     def _read_far(
         self,
-        parts: Sequence[tuple[torch.Tensor, int]],
+        parts: Sequence[tuple[Sequence[torch.Tensor], int]],
         buffer: SymmetricBuffer,
         offset_bytes: int,
         after_chunk: AfterChunk,
     ) -> None:
-        for out, rank in parts:
-            self._link(rank).read(buffer.number, offset_bytes, _bytes_of(out), after_chunk)
+        for outs, rank in parts:
+            self._link(rank).read(buffer.number, offset_bytes, [_bytes_of(out) for out in outs], after_chunk)
 
     def _write_far(
-        self, buffer: SymmetricBuffer, rank: int, offset_bytes: int, source: torch.Tensor, after_chunk: AfterChunk
+        self,
+        buffer: SymmetricBuffer,
+        rank: int,
+        offset_bytes: int,
+        sources: Sequence[torch.Tensor],
+        after_chunk: AfterChunk,
     ) -> None:
-        self._link(rank).write(buffer.number, offset_bytes, _bytes_of(source), after_chunk)
+        self._link(rank).write(buffer.number, offset_bytes, [_bytes_of(one) for one in sources], after_chunk)
 
 
 class _Memory:

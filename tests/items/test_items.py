@@ -257,7 +257,7 @@ def test_what_lies_side_by_side_on_another_host_travels_together(monkeypatch: py
         original = items._transport.read
 
         def read(parts: Any, *args: Any) -> None:
-            reads.append(parts[0][0].nbytes)
+            reads.append(sum(out.nbytes for out in parts[0][0]))
             original(parts, *args)
 
         monkeypatch.setattr(items._transport, "read", read)

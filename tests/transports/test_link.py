@@ -162,7 +162,7 @@ def test_what_does_not_fit_ends_the_link_and_touches_nothing(
         assert bytes(pair.owner.bytes) == bytes(range(100))
         assert not pair.owner.delivered
         with pytest.raises(PeerDiedError, match="rank 7 cannot be reached any more"):
-            pair.link.write(0, 0, memoryview(b"x"))
+            pair.link.write(0, 0, [memoryview(b"x")])
 
 
 def test_status_is_a_sign_of_life_and_names_ranks_of_the_whole_job() -> None:
@@ -188,14 +188,14 @@ def test_an_answer_longer_than_asked_for_is_refused() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(PeerDiedError, match="3 bytes that nobody had asked for"):
-            pair.link.read(0, 0, memoryview(target), no_op)
+            pair.link.read(0, 0, [memoryview(target)], no_op)
         thread.join()
         assert target == bytearray(4)
 
 
 def test_an_answer_that_does_not_come_is_silence() -> None:
     with Pair(timeout_s=0.2) as pair, pytest.raises(PeerSilentError, match="rank 7 has answered nothing for 0.2 s"):
-        pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+        pair.link.read(0, 0, [memoryview(bytearray(4))], no_op)
 
 
 def test_a_long_wait_is_warned_of_and_known_to_others(
@@ -211,7 +211,7 @@ def test_a_long_wait_is_warned_of_and_known_to_others(
 
         thread, target = threading.Thread(target=answer), bytearray(4)
         thread.start()
-        pair.link.read(0, 0, memoryview(target), no_op)
+        pair.link.read(0, 0, [memoryview(target)], no_op)
         thread.join()
         assert target == b"late"
         assert pair.owner.waited_for[0] == 7
@@ -232,9 +232,9 @@ def test_half_a_frame_ends_the_data_but_not_the_control_frames(cause: str) -> No
         expected: type[BaseException] = {"silence": PeerSilentError, "Ctrl-C": KeyboardInterrupt}.get(cause, OdcError)
         pair.owner.failure = OdcError("rank 3: ValueError") if expected is OdcError else None
         with pytest.raises(expected):
-            pair.link.write(0, 0, memoryview(bytearray(64 << 20)), interrupted if cause == "Ctrl-C" else no_op)
+            pair.link.write(0, 0, [memoryview(bytearray(64 << 20))], interrupted if cause == "Ctrl-C" else no_op)
         with pytest.raises(expected if cause == "silence" else OdcError):  # whoever else needs it hears why
-            pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+            pair.link.read(0, 0, [memoryview(bytearray(4))], no_op)
         assert not pair.link.is_dead  # it may be well: who waits for a signal of it sees for how long it is silent
         pair.link.abort("rank 0: it was so")
         frame = pair.receive_control()
@@ -255,8 +255,8 @@ def test_closing_waits_for_no_transfer(what: str) -> None:
             ends.append(str(error))
 
     with Pair(timeout_s=300.0) as pair:
-        read = partial(pair.link.read, 0, 0, memoryview(bytearray(4)), no_op)
-        write = partial(pair.link.write, 0, 0, memoryview(bytearray(64 << 20)))
+        read = partial(pair.link.read, 0, 0, [memoryview(bytearray(4))], no_op)
+        write = partial(pair.link.write, 0, 0, [memoryview(bytearray(64 << 20))])
         actions = {"read": [read], "write": [write], "post behind a write": [write, partial(pair.link.post, 0, False)]}
         threads = [threading.Thread(target=transfer, args=(action,)) for action in actions[what]]
         threads[0].start()
@@ -279,7 +279,7 @@ def test_control_frames_overtake_data() -> None:
 
         def push() -> None:
             try:
-                pair.link.write(0, 0, memoryview(bytearray(64 << 20)))
+                pair.link.write(0, 0, [memoryview(bytearray(64 << 20))])
             except PeerDiedError as error:
                 ends.append(str(error))
 
@@ -316,11 +316,11 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
         try:
             both_begin.wait(30)
             if action == "write":
-                links[rank].write(0, 0, memoryview(sources[rank]))
+                links[rank].write(0, 0, [memoryview(sources[rank])])
                 links[rank].post(rank, False)
             else:
                 target = bytearray(LARGE)
-                links[rank].read(0, 0, memoryview(target), no_op)
+                links[rank].read(0, 0, [memoryview(target)], no_op)
                 read.append(set(target[:: 1 << 16]))
         except Exception as error:
             errors.append(error)
@@ -385,7 +385,7 @@ def test_the_end_of_the_connection_wakes_a_reader() -> None:
         timer = threading.Timer(0.1, leave)
         timer.start()
         with pytest.raises(PeerDiedError, match="rank 7 cannot be reached any more: .*[Cc]onnection"):
-            pair.link.read(0, 0, memoryview(bytearray(4)), no_op)
+            pair.link.read(0, 0, [memoryview(bytearray(4))], no_op)
         timer.join()
         pair.until(lambda: pair.owner.losses >= 1)
 
@@ -397,7 +397,7 @@ def test_a_rank_that_has_closed_is_told_from_one_that_died(monkeypatch: pytest.M
         pair.control.sendall(Frame(Kind.CLOSED, a=Closing.COMPLETE.value).pack())
         pair.until(lambda: pair.link.is_dead)
         with pytest.raises(PeerClosedError, match="rank 7 has closed its session"):
-            pair.link.write(0, 0, memoryview(b"x"))
+            pair.link.write(0, 0, [memoryview(b"x")])
         pair.link.post(0, False)  # it needs none any more
 
 

@@ -211,13 +211,13 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         started = time.monotonic()
         for _ in range(times):
             out = torch.empty(numel)
-            transport.read([(out, owner)], buffer, 0)
+            transport.read([([out], owner)], buffer, 0)
             assert out.eq(owner).all()
         return time.monotonic() - started
 
     def read_more_than_sockets_hold(owner: int) -> None:
         while True:
-            transport.read([(torch.empty(slots.num_bytes, dtype=torch.uint8), owner)], slots, 0)
+            transport.read([([torch.empty(slots.num_bytes, dtype=torch.uint8)], owner)], slots, 0)
 
     exchange.all_gather(b"")
     before_s = read(1 - rank, 10) if rank < 2 else 0.0
@@ -228,7 +228,7 @@ def beside_a_stopped_rank(rank: int, world_size: int) -> tuple[float, float, boo
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_for_stop(runtime.topology.pids[2])
-    push = threading.Thread(target=transport.write, args=(slots, 2, 0, torch.ones(8 * numel)), daemon=True)
+    push = threading.Thread(target=transport.write, args=(slots, 2, 0, [torch.ones(8 * numel)]), daemon=True)
     if rank == 0:
         push.start()
     after_s = read(1 - rank, 10)

@@ -138,7 +138,7 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         mine = torch.full((numel,), rank + 1.5, dtype=torch.bfloat16, device=device)
         chunks = []
         for owner in transport.topology.rotation():
-            transport.write(buffer, owner, 64 + rank * 2 * numel, mine, lambda: chunks.append(1))
+            transport.write(buffer, owner, 64 + rank * 2 * numel, [mine], lambda: chunks.append(1))
         transport.post(5)
         for owner in range(3):
             await_signal(transport, owner, 5, 1)
@@ -147,12 +147,12 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
         out = torch.empty(numel * 3, dtype=torch.bfloat16, device=device)
         found = []
         for owner in transport.topology.rotation():
-            transport.read([(out, owner)], buffer, 64)
+            transport.read([([out], owner)], buffer, 64)
             assert transport.engine.synchronize(30.0)
             found.append(out.view(3, -1).eq(torch.tensor([[1.5], [2.5], [3.5]], device=device)).all().item())
         rows = torch.zeros(3, numel, dtype=torch.bfloat16, device=device)
         offset = 64 + 2 * numel * ((rank + 1) % 3)  # where another rank wrote to all of them
-        transport.read([(rows[owner], owner) for owner in transport.topology.rotation()], buffer, offset)
+        transport.read([([rows[owner]], owner) for owner in transport.topology.rotation()], buffer, offset)
         assert transport.engine.synchronize(30.0)
         found.append(rows.eq((rank + 1) % 3 + 1.5).all().item())
         meet(transport, exchange)
@@ -220,8 +220,8 @@ def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str
             meet(transport, exchange)
             mine = torch.full((8,), 10 * turn + exchange.rank, dtype=torch.uint8, device=device_of(name))
             for owner in range(3):
-                transport.write(added, owner, 8 * exchange.rank, mine)
-                transport.write(first, owner, 8 * exchange.rank, mine)
+                transport.write(added, owner, 8 * exchange.rank, [mine])
+                transport.write(first, owner, 8 * exchange.rank, [mine])
             # What has been written is there once a post behind it is.
             transport.post(0)
             for client in range(3):
@@ -230,7 +230,7 @@ def test_memory_is_added_when_set_up_is_over_and_old_memory_given_back(name: str
             meet(transport, exchange)
             for buffer in (added, first):
                 row = torch.zeros(24, dtype=torch.uint8, device=device_of(name))
-                transport.read([(row, (exchange.rank + 1) % 3)], buffer, 0)
+                transport.read([([row], (exchange.rank + 1) % 3)], buffer, 0)
                 meet(transport, exchange)
                 found.append(row.unique().tolist())
             transport.release(added)
@@ -351,7 +351,7 @@ def test_daemons_are_woken_by_what_is_announced_and_see_it_arrive(name: str) -> 
                 value = torch.zeros(1, dtype=torch.int64, device=device)
                 transport.engine.run(lambda value=value, number=number: value.fill_(number))  # type: ignore[misc]
                 for rank in (0, 1):
-                    transport.write(buffer, rank, 0, value)
+                    transport.write(buffer, rank, 0, [value])
                 transport.post(4, daemon=True)
                 eventually(lambda: all_are_told(transport))
                 for rank in (0, 1):
