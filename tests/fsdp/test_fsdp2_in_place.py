@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_ranks import NOTICE_S, assert_told, fault, survivors
-from process_ranks import run_ranks, start_ranks
+from process_ranks import across, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -501,14 +501,18 @@ def endless(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("do", ["kill", "raise"])
 @pytest.mark.parametrize("point", ["gather.after_chunk", "scatter.after_chunk"])
-@pytest.mark.parametrize("accumulate", ["direct", pytest.param("daemon", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("accumulate", ["direct", pytest.param("daemon", marks=pytest.mark.extended), "hosts"])
 def test_a_rank_that_fails_within_a_gather_or_a_push_is_named(accumulate: str, point: str, do: str) -> None:
-    """Behind the first of several chunks of one slice."""
+    """Behind the first of several chunks of one slice; between hosts, in the middle of what is under way."""
+    hosts, accumulate = (2, "daemon") if accumulate == "hosts" else (1, accumulate)
     env = {**IN_PLACE, "ODC_ACCUMULATE": accumulate, **fault(point, do, at=19)}
-    results = start_ranks(2, endless, env=env).join(120)
+    results = start_ranks(2, across, hosts, endless, env=env).join(120)
     if do == "kill":
         assert results[1].exitcode == -signal.SIGKILL
-        words = ["rank 1", "signal 9"]
+        words = [
+            "rank 1",
+            "signal 9" if hosts == 1 else "onnection",
+        ]  # of a process elsewhere nobody knows how it ended
     else:
         words = ["rank 1", f"fault injected at {point}"]
         assert words[1] in (results[1].error or "")  # in the thread that adds, perhaps: told as what failed earlier

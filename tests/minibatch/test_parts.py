@@ -17,6 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, run_threads, values
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import odc.kernels.chunked
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -290,6 +292,63 @@ def test_what_a_slot_held_before_is_no_padding(mode: str) -> None:
                 assert found[0].tolist() == [28.0 if empty else 32.0 for empty in lacks]
 
     values(run_threads(2, body))
+
+
+class Allocated(TorchDispatchMode):
+    """Memory that operations of this thread allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+        made = [one for one in tree_leaves(result) if torch.is_tensor(one)]
+        self.numels += [one.numel() for one in made if one.untyped_storage().data_ptr() not in given]
+        return result
+
+
+BETWEEN_HOSTS = {
+    # Parameters; dtype of gradients; elements that a gather and a push allocate for a rank of another host.
+    "dense": ([Param(8, 50), Param(6, 7), Param(2, 90)], torch.float32, [], []),
+    "columns": ([Param(8, 50), Param(6, 7, dim=1), Param(2, 90)], torch.float32, [42], [42]),
+    "uneven": ([Param(8, 50), Param(5, 7), Param(1, 90)], torch.float32, [], [7, 90]),
+    "another dtype": ([Param(8, 50), Param(6, 7)], torch.bfloat16, [], [200, 21]),
+}
+
+
+@pytest.mark.parametrize("mode", ["hosts", "device-hosts"])
+@pytest.mark.parametrize("case", BETWEEN_HOSTS)
+def test_between_hosts_nothing_lies_between_parameters_and_the_link(case: str, mode: str) -> None:
+    """But rows that are not dense, those of another dtype than what is sent, and padding."""
+    params, dtype, for_gather, for_push = BETWEEN_HOSTS[case]
+    units = [(params, torch.float32)]
+
+    def body(exchange: ThreadExchange) -> tuple[list[int], list[int]]:
+        with create(exchange, specs_of(units, 2), MODES[mode]) as runtime:
+            places = [Destination([p.room(2, torch.float32) for p in params])]
+            whole = Push(0, (True,) * len(params), 0, False, dtype, 3)
+            grads = as_pushed(whole, params, 2, exchange.rank)
+            for _ in range(2):  # the first ones look up what stays
+                publish_all(runtime)
+                runtime.begin()
+                with Allocated() as by_gather:
+                    runtime.gather(0, places[0])
+                with Allocated() as by_push:
+                    runtime.scatter_accumulate(0, grads)
+                runtime.finish()
+                check_sums(runtime, units, [[whole], [whole]], exchange.rank)
+            return by_gather.numels, by_push.numels
+
+    found = values(run_threads(2, body))
+    assert (
+        max(numel for of_rank in found for numels in of_rank for numel in [*numels, 0])
+        < specs_of(units, 2)[0].shard_numel
+    )
+    if mode == "hosts":  # a device has its staging memory, too
+        assert found[0] == (for_gather, for_push)
+        assert found[1] == (for_gather, [] if case == "uneven" else for_push)  # the first rank lacks nothing
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (1, 24), (24,), (2, 3, 4)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import resource
 import socket
@@ -19,7 +21,7 @@ from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limit
 from odc.engines.base import no_op
 from odc.setup.topology import Topology
 from odc.transports._control import Closing, Heartbeats
-from odc.transports._frames import HEADER, MAX_RANKS, Frame, Kind
+from odc.transports._frames import CHUNK_BYTES, HEADER, MAX_RANKS, Frame, Kind
 from odc.transports._link import Link
 from odc.transports._links import LinkThread
 from odc.transports._peers import Peers
@@ -191,6 +193,57 @@ def test_an_answer_longer_than_asked_for_is_refused() -> None:
             pair.link.read(0, 0, [memoryview(target)], no_op)
         thread.join()
         assert target == bytearray(4)
+
+
+SIZES = {"few": [0, 3, CHUNK_BYTES, 5, 0, 2 * CHUNK_BYTES + 1, 7], "many": [1 + n % 3 for n in range(3000)]}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_memory_in_several_pieces_travels_as_if_it_were_one(sizes: list[int]) -> None:
+    """More than one call or one frame can take, and pieces that go on in the next one."""
+    data = os.urandom(sum(sizes))
+    ends = list(itertools.accumulate(sizes))
+    with Pair() as pair:
+        sources = [memoryview(data)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        push = threading.Thread(target=pair.link.write, args=(0, 5, sources))
+        push.start()
+        assert pair.receive(pair.far, HEADER.size) == Frame(Kind.WRITE, 0, 5, len(data)).pack()
+        assert pair.receive(pair.far, len(data)) == data
+        push.join()
+
+        def answer() -> None:
+            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+            assert request == Frame(Kind.READ, 0, 5, len(data), request.c)
+            for low in range(0, len(data), 3000):
+                part = data[low : low + 3000]
+                pair.far.sendall(Frame(Kind.DATA, a=low, b=len(part), c=request.c).pack() + part)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        targets = [bytearray(size) for size in sizes]
+        pair.link.read(0, 5, list(map(memoryview, targets)), no_op)
+        answering.join()
+        assert b"".join(targets) == data
+
+
+def test_a_read_that_was_given_up_writes_nothing_any_more() -> None:
+    """Its targets may be somebody else's memory by then."""
+    with Pair(timeout_s=0.5) as pair:
+        targets = [bytearray(4) for _ in range(3)]
+
+        def answer() -> None:
+            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+            pair.far.sendall(Frame(Kind.DATA, a=0, b=12, c=request.c).pack() + b"half" + b"ha")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(PeerSilentError, match="rank 7 has answered nothing for 0.5 s"):
+            pair.link.read(0, 0, list(map(memoryview, targets)), no_op)
+        answering.join()
+        with contextlib.suppress(OSError):
+            pair.far.sendall(b"lflate")
+        pair.until(lambda: pair.link.data not in pair.thread._selector.get_map())
+        assert [bytes(target) for target in targets] == [b"half", b"ha\0\0", bytes(4)]
 
 
 def test_an_answer_that_does_not_come_is_silence() -> None:

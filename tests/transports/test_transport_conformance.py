@@ -129,16 +129,19 @@ def test_symmetric_memory_is_zeroed_and_addressed_by_rank(near: str, kind: str) 
 
 
 def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
-    """Whatever host it is on: offsets, dtypes, more than one chunk, many at a time."""
+    """Whatever host it is on: offsets, dtypes, more than one chunk, many at a time, in one piece and in several."""
     numel = (9 << 20) // 2 + 3
+    cuts = [1, numel // 3, 0, numel - numel // 3 - 6, 5]
 
     def body(transport: Transport, exchange: ThreadExchange) -> list[bool]:
         device, rank = device_of(name), exchange.rank
         buffer = transport.allocate(3 * 2 * numel + 64, "test")
         mine = torch.full((numel,), rank + 1.5, dtype=torch.bfloat16, device=device)
         chunks = []
+        apart = [one.clone() for one in mine.split_with_sizes(cuts)]
         for owner in transport.topology.rotation():
-            transport.write(buffer, owner, 64 + rank * 2 * numel, [mine], lambda: chunks.append(1))
+            sources = apart if owner else [mine]
+            transport.write(buffer, owner, 64 + rank * 2 * numel, sources, lambda: chunks.append(1))
         transport.post(5)
         for owner in range(3):
             await_signal(transport, owner, 5, 1)
@@ -152,7 +155,8 @@ def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
             found.append(out.view(3, -1).eq(torch.tensor([[1.5], [2.5], [3.5]], device=device)).all().item())
         rows = torch.zeros(3, numel, dtype=torch.bfloat16, device=device)
         offset = 64 + 2 * numel * ((rank + 1) % 3)  # where another rank wrote to all of them
-        transport.read([([rows[owner]], owner) for owner in transport.topology.rotation()], buffer, offset)
+        pieces = [row.split_with_sizes(cuts[::-1] if owner else [numel]) for owner, row in enumerate(rows)]
+        transport.read([(pieces[owner], owner) for owner in transport.topology.rotation()], buffer, offset)
         assert transport.engine.synchronize(30.0)
         found.append(rows.eq((rank + 1) % 3 + 1.5).all().item())
         meet(transport, exchange)
