@@ -2,9 +2,9 @@
 shows whether its host is there. One thread serves all links of a rank (:class:`odc.transports._links.LinkThread`).
 
 *Data* (reads, writes, signals). What the other rank asks for is done here as its frames come: signals are posted, what
-it pushes is received straight into the memory it is for, what it reads is queued. The threads of this rank send their
-own frames themselves, while that one goes on receiving: so two ranks that push to each other, or read from each other,
-at the same time never both wait for the other to receive.
+it pushes and what it answers is received straight into the memory it is for, in however many pieces that lies, what it
+reads is queued. The threads of this rank send their own frames themselves, while that one goes on receiving: so two
+ranks that push to each other, or read from each other, at the same time never both wait for the other to receive.
 
 *Control* (status, errors, that a rank closes). A few bytes a second, which never fill the other side's buffer. They
 overtake data, and get through when a transfer was given up in the middle. So a rank that has said that it closes has
