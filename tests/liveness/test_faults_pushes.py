@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -282,13 +282,13 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._original = Link._send
-        self._frames: list[tuple[Frame, bytes | None]] = []
+        self._frames: list[tuple[Frame, bytes]] = []
         self._link: Link | None = None
         recorder = self
 
-        def send(self: Link, frame: Frame, payload: memoryview | None = None, *rest: Any) -> None:
+        def send(self: Link, frame: Frame, payload: Sequence[memoryview] = (), *rest: Any) -> None:
             if self is recorder._link:
-                recorder._frames.append((frame, None if payload is None else bytes(payload)))
+                recorder._frames.append((frame, b"".join(payload)))
             recorder._original(self, frame, payload, *rest)
 
         monkeypatch.setattr(Link, "_send", send)
@@ -301,7 +301,7 @@ class Recorder:
     def repeat(self, link: Link) -> None:
         assert [frame.kind.name for frame, _ in self._frames] == ["WRITE", "WRITE", "POST"]
         for frame, payload in self._frames:
-            self._original(link, frame, None if payload is None else memoryview(payload))
+            self._original(link, frame, [memoryview(payload)])
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["shared", "per-client"])
