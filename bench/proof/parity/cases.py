@@ -17,6 +17,11 @@ FACTORS: dict[str, dict[str, str]] = {
     },
     "ranks": {"2": "", "3": "", "4": "", "2x2": "two replicas of a shard group of two"},
     "transport": {"shm": "one host", "tcp": "the ranks pose as hosts of one rank, or two where there are four"},
+    "staging": {
+        "in-place": "matrices by themselves, what is small together; not with reshard=int, as ODC itself says",
+        "staged": "ODC_STAGING=on",
+        "none": "FSDP1, whose parameters are one flat tensor",
+    },
     "units": {str(n): "" for n in range(1, 6)},
     "shapes": {
         "even": "divisible by the number of ranks",
@@ -84,6 +89,7 @@ class Case:
     fsdp: str
     ranks: str
     transport: str
+    staging: str
     units: str
     shapes: str
     tie: str
@@ -138,7 +144,7 @@ class Case:
         words = [
             f"{name}={value}"
             for name, value in asdict(self).items()
-            if name in ("fsdp", "ranks", "transport", "units") or value != next(iter(FACTORS[name]))
+            if name in ("fsdp", "ranks", "transport", "staging", "units") or value != next(iter(FACTORS[name]))
         ]
         return " ".join(words)
 
@@ -149,6 +155,8 @@ assert [field.name for field in fields(Case)] == list(FACTORS)
 def impossible(values: Mapping[str, str]) -> str | None:
     """Why no script can do this, FSDP being what it is; None if one can."""
     is_fsdp1 = values["fsdp"] != "fsdp2"
+    if is_fsdp1 != (values["staging"] == "none"):
+        return "FSDP2 alone has buffers to do without"
     if values["reshard"] == "int" and (is_fsdp1 or values["ranks"] != "4"):
         return "reshard_after_forward takes a number under FSDP2 only, and the number must divide the ranks"
     if values["reshard"] == "no" and is_fsdp1 and values["ranks"] == "2x2":

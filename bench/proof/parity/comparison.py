@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odc.bench.proof.parity.cases import Case
 from odc.bench.proof.parity.training import STEPS, Run, largest_terms, train
+from odc.config import STAGING
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 """Of the largest term of each sum, times the number of steps so far: a difference of rounding in the parameters is one
@@ -87,10 +88,16 @@ def compare(case: Case, expected: Run, found: Run, terms: Mapping[str, float]) -
             is_first = quantity == "gradients" and isinstance(key, tuple) and key[0] == 0
             if not error <= (rounding if is_first or case.precision == "fp32" else TOLERANCES[case.precision]):
                 wrong.append(f"{quantity} {key}: {_in_words(error, theirs.get(key), ours.get(key))}")
-    wanted = "tcp" if case.transport == "tcp" else "shm"
-    if wanted not in found.transport:
-        wrong.append(f"transport {found.transport!r} in place of {wanted!r}")
+    wrong += [f"{found.description!r} without {word!r}" for word in _way(case) if word not in found.description]
     return errors, wrong
+
+
+def _way(case: Case) -> list[str]:
+    """What a session says of itself that communicates as this case wants it."""
+    staging = {"in-place": "in place", "staged": f"staged ({STAGING}=on)", "none": ""}[case.staging]
+    if case.staging == "in-place" and case.reshard == "int":
+        staging = "staged (with reshard_after_forward=<int>)"
+    return [case.transport, staging]
 
 
 def _in_words(error: float, theirs: torch.Tensor | None, ours: torch.Tensor | None) -> str:

@@ -22,11 +22,13 @@ from odc.bench.harness.ranks import meet, rank_processes
 from odc.bench.proof.parity import training
 from odc.bench.proof.parity.cases import Case
 from odc.bench.proof.parity.comparison import Outcome, PlainFails, measure
-from odc.config import HOST_ID, TIMEOUT
+from odc.config import HOST_ID, STAGING, TIMEOUT
+from odc.fsdp_patch import fsdp2_in_place
 
 CASE_LIMIT_S = 60.0  # a case takes a second or two
 SILENCE_LIMIT_S = 8  # of one rank towards another, with ODC
 _GROUP_LIMIT_S = 20  # of a collective of the script
+_SMALL_NUMEL = 24  # of a slice: matrices are larger, biases and norms smaller, as real ones are to ODC's own limit
 _LAST_WORDS_S = 10.0  # for the other ranks, once one has failed
 _REFUSALS = (odc.UnsupportedError.__name__, odc.ProtocolError.__name__, odc.ConfigError.__name__)
 Prepare = Callable[[int], None]
@@ -141,6 +143,7 @@ def _main(
             prepare(rank)
         for case in cases.values():
             os.environ[HOST_ID] = _host_of(case, rank)
+            os.environ[STAGING] = "on" if case.staging == "staged" else "auto"
             errors, wrong = measure(case, meshes[case.is_replicated])
             pipe.send_bytes(json.dumps({"errors": errors, "wrong": wrong}).encode())
     except BaseException as error:
@@ -178,6 +181,7 @@ def _set_up(rank: int, world_size: int, store: str) -> dict[bool, DeviceMesh]:
     warnings.simplefilter("ignore")  # FSDP1 has much to say about its own future
     torch.set_num_threads(1)
     os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
+    fsdp2_in_place.SMALL_NUMEL = _SMALL_NUMEL
     meet(rank, world_size, store, "gloo", _GROUP_LIMIT_S)
     meshes = {False: init_device_mesh("cpu", (world_size,))}
     if world_size == 4:

@@ -159,7 +159,8 @@ class Run:
     clipped_to: dict[int, float] = field(default_factory=dict)
     """The factor by which each step's gradients were made smaller."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    transport: str = ""
+    description: str = ""
+    """What the session says of itself."""
 
 
 def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
@@ -176,7 +177,7 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
     optimizers = optimizers_of(case, list(model.parameters()))
     options: dict[str, Any] = {"daemon": {"accumulate": "daemon"}, "deterministic": {"deterministic": True}}
     session = odc.patch_fsdp(model, **options.get(case.sums, {})) if patch else None
-    run.transport = session.transport if session else ""
+    run.description = session.describe() if session else ""
     kept: dict[str, torch.Tensor] = {}
 
     # FSDP2 leaves the root whole after an evaluation, and gradients out of reach of who clears model.parameters(). Were
