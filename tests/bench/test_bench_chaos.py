@@ -19,7 +19,7 @@ from odc.bench.proof.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAIS
 from odc.liveness.faults import ACTIONS as FAULT_ACTIONS
 from odc.liveness.faults import POINTS as FAULT_POINTS
 
-PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, False)
+PLAIN = Trial(0, "fsdp2", "shm", 2, 1, "kill", "gather", "", 2, 0.1, 1.0, False, "in place")
 DEAD = "rank 0 waited 0.1 s for rank 1 (host a, pid 8): gather of unit 'x'. Cause: rank 1 is dead: killed by signal 9"
 
 
@@ -32,12 +32,12 @@ def test_ranks_that_come_to_grief_are_named_by_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)  # how soon is what the benchmark is for
     trials = trials_of(
         {"action": "kill", "phase": "push", "point": "scatter.after_chunk", "at": 9},
-        {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5},
-        {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0},
-        {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat"},
-        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig"},
+        {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5, "staging": "staged"},
+        {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0, "staging": "staged"},
+        {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat", "staging": ""},
+        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig", "staging": ""},
         {"action": "stop", "phase": "publish", "point": "publish.before", "at": 9},
-        {"action": "exit", "phase": "clip", "transport": "tcp", "fsdp": "fsdp1-flat"},
+        {"action": "exit", "phase": "clip", "transport": "tcp", "fsdp": "fsdp1-flat", "staging": ""},
         {"action": "raise", "phase": "set-up", "transport": "replicas", "world_size": 4, "victim": 0, "idle": True},
         {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3},
     )
@@ -148,6 +148,13 @@ def test_trials_are_those_of_the_seed_and_all_kinds_come() -> None:
     assert {t.action for t in trials} == set(ACTIONS)
     assert {t.phase for t in trials} == set(PHASES)
     assert all(count >= 2 for count in Counter((t.transport, t.action) for t in trials).values())
+
+
+def test_fsdp2_meets_every_end_in_place_and_staged() -> None:
+    trials = [trial for trial in itertools.islice(generate(0), 200) if trial.fsdp == "fsdp2"]
+    for values in (TRANSPORTS, ACTIONS, PHASES):
+        met = Counter((t.staging, v) for t in trials for v in (t.transport, t.action, t.phase) if v in values)
+        assert all(met[way, value] >= 2 for way in ("in place", "staged") for value in values), met
 
 
 def test_injected_faults_are_those_that_odc_knows() -> None:

@@ -21,12 +21,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 import odc
 from odc.bench.harness.ranks import meet
 from odc.bench.proof.chaos.trials import COLLECTIVE_LIMIT_S, EXIT_CODE, INJECTED, RAISED, SILENCE_LIMIT_S, STEPS, Trial
-from odc.config import FAULT, HOST_ID, TIMEOUT
+from odc.config import FAULT, HOST_ID, STAGING, TIMEOUT
+from odc.fsdp_patch import fsdp2_in_place
 
 WIDTH = 9
 VOCABULARY = 11
 TOLERANCE = 1e-5  # of the largest value of each parameter, against one process in float64
 WRONG_NUMBERS = "wrong numbers"
+_SMALL_NUMEL = 20  # of a slice: matrices are larger and biases smaller, as real ones are to ODC's own limit
 _BETWEEN_SAVES = 3
 _BETWEEN_COLLECTIVES = 4
 
@@ -103,6 +105,8 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
     os.environ[HOST_ID] = trial.host_of(rank)
+    os.environ[STAGING] = "on" if trial.staging == "staged" else "auto"
+    fsdp2_in_place.SMALL_NUMEL = _SMALL_NUMEL
     if trial.point and rank == trial.victim:
         os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"
     meet(rank, trial.world_size, str(folder / "store"), "gloo", COLLECTIVE_LIMIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,11 @@ TRANSPORTS = {
     "shm": "one host",
     "tcp": "every rank poses as a host; four ranks as two hosts",
     "replicas": "two replicas of a shard group of two, each on a host",
+}
+STAGING = {
+    "in place": "matrices by themselves, what is small together",
+    "staged": "ODC_STAGING=on",
+    "": "FSDP1, which has no such choice",
 }
 ACTIONS = {
     "kill": "SIGKILL",
@@ -76,6 +82,8 @@ class Trial:
     pause_s: float
     idle: bool
     """Whether in each step another rank has no microbatch."""
+    staging: str
+    """How FSDP2 communicates, one of ``STAGING``."""
 
     def host_of(self, rank: int) -> str:
         if self.transport == "shm":
@@ -132,21 +140,34 @@ class Trial:
         where = f"after {self.delay_s:.2f} s" if self.phase == "any" else where
         idle = ", idle ranks" if self.idle else ""
         return (
-            f"{self.fsdp}, {self.world_size} ranks, {self.transport}{idle}: rank {self.victim} "
-            f"{self.action} in {self.phase} ({where})"
+            f"{self.fsdp}{self.staging and ' ' + self.staging}, {self.world_size} ranks, {self.transport}{idle}: "
+            f"rank {self.victim} {self.action} in {self.phase} ({where})"
         )
 
 
 def generate(seed: int) -> Iterator[Trial]:
-    """Trials without end, the same for the same seed. Transports, actions and phases come equally often."""
+    """Trials without end, the same for the same seed. Transports, actions and phases come equally often; FSDP2 is
+    staged or not, whichever has met the rest of the trial more seldom."""
     chance = random.Random(seed)
+    seen: Counter[tuple[object, ...]] = Counter()
     number = 0
     while True:
         rows = [(t, a, p) for t in TRANSPORTS for a in ACTIONS for p in PHASES if _is_possible(a, p)]
         chance.shuffle(rows)
         for transport, action, phase in rows:
-            yield _trial(number, transport, action, phase, chance)
+            drawn = _trial(number, transport, action, phase, chance)
+            ways = ("staged", "in place") if drawn.staging == "staged" else ("in place", "staged")
+            both = [replace(drawn, staging=way if drawn.fsdp == "fsdp2" else "") for way in ways]
+            trial = max(both, key=lambda one: sum(1 / (1 + seen[pair]) for pair in _pairs(one)))
+            seen.update(_pairs(trial))
+            yield trial
             number += 1
+
+
+def _pairs(trial: Trial) -> list[tuple[object, ...]]:
+    """Of the staging with each of the rest."""
+    rest = ("transport", "world_size", "action", "phase", "point", "idle")
+    return [(trial.staging, name, getattr(trial, name)) for name in rest]
 
 
 def _is_possible(action: str, phase: str) -> bool:
@@ -177,6 +198,6 @@ def _trial(number: int, transport: str, action: str, phase: str, chance: random.
         delay_s=round(chance.uniform(0.0, 0.6), 3),
         pause_s=round(chance.uniform(0.5, 3.0), 2),
         idle=False,
+        staging=chance.choice(("staged", "in place")),
     )
-    chance.choice(("on", "off"))  # of what is no more: a seed goes on to mean the trials of the committed results
     return replace(trial, idle=chance.random() < 0.25)
