@@ -1,8 +1,13 @@
-"""Layer 3: ranks as processes. Options and habits of FSDP2 scripts that must keep working under ODC."""
+"""Layer 3: ranks as processes. Options and habits of FSDP2 scripts that must keep working under ODC, in
+place and staged.
+
+What is only of one way, or the same either way, runs once.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from training import (
+    BOTH,
     build,
+    communicating,
+    each_way,
     full_parameters,
     largest_difference,
     loss_of,
@@ -34,7 +42,6 @@ from odc.fsdp_patch.fsdp2_param import reaches_optimizer
 COUNTS = [2, 1]
 STEPS = 4
 
-
 Script = Callable[..., dict[str, Any]]
 SESSIONS: list[odc.Session] = []
 
@@ -46,23 +53,34 @@ def patched(model: Any, use_odc: bool) -> odc.Session | None:
     return SESSIONS[-1] if use_odc else None
 
 
-def differences(rank: int, world_size: int) -> dict[str, float]:
-    """Largest parameter difference between each script patched and not; equal counts, so both can run."""
-    found = {}
+Differences = dict[str, dict[str, float]]
+
+
+def differences(rank: int, world_size: int) -> Differences:
+    """Largest parameter difference between each script patched, either way, and not; equal counts, so both can run."""
+    found = dict[str, dict[str, float]]()
     for name, script in SCRIPTS.items():
-        theirs, ours = script(rank, world_size, False), script(rank, world_size, True)
-        assert SESSIONS, name
-        while SESSIONS:
-            session = SESSIONS.pop()
-            assert session.stats().pushes > 0, name
-            session.close()
-        found[name] = largest_difference(ours, theirs)
+        theirs = script(rank, world_size, False)
+        for way in BOTH:
+            with communicating(way):
+                ours = script(rank, world_size, True)
+                assert SESSIONS, name
+                while SESSIONS:
+                    session = SESSIONS.pop()
+                    assert session.stats().pushes > 0, name
+                    session.close()
+            found.setdefault(name, {})[way] = largest_difference(ours, theirs)
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, float]:
+def found() -> Differences:
     return run_ranks(2, differences, timeout_s=300)[0]
+
+
+def check(found: Differences, name: str, tolerance: float = 1e-5) -> None:
+    assert set(found[name]) == set(BOTH)
+    assert max(found[name].values()) < tolerance, found[name]
 
 
 def with_options(rank: int, world_size: int, use_odc: bool, **options: Any) -> dict[str, Any]:
@@ -85,24 +103,25 @@ OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_fully_shard(name: str, found: dict[str, float]) -> None:
-    assert found[name] < OPTIONS[name][1]
+def test_options_of_fully_shard(name: str, found: Differences) -> None:
+    check(found, name, OPTIONS[name][1])
 
 
 def wire_bytes(rank: int, world_size: int) -> list[int]:
-    """With bf16 and with fp32."""
+    """Each way with bf16 and with fp32."""
     found = []
-    for dtype in (torch.bfloat16, torch.float32):
+    for way, dtype in itertools.product(BOTH, (torch.bfloat16, torch.float32)):
         model = shard(build(), world_size, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-        with odc.patch_fsdp(model) as session:
+        with communicating(way), odc.patch_fsdp(model) as session:
             train(model, session, rank, world_size, [1, 1], 1)
             found.append(session.stats().gather_bytes)
     return found
 
 
 def test_the_wire_carries_the_compute_dtype() -> None:
-    bf16, fp32 = run_ranks(2, wire_bytes)[0]
+    bf16, fp32, *staged = run_ranks(2, wire_bytes)[0]
     assert bf16 * 2 == fp32
+    assert staged == [bf16, fp32]
 
 
 def with_frozen(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -116,8 +135,8 @@ def with_frozen(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_frozen_parameters(found: dict[str, float]) -> None:
-    assert found["with_frozen"] < 1e-5
+def test_frozen_parameters(found: Differences) -> None:
+    check(found, "with_frozen")
 
 
 def never_used(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -130,8 +149,8 @@ def never_used(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_what_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it(found: dict[str, float]) -> None:
-    assert found["never_used"] < 1e-5
+def test_what_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it(found: Differences) -> None:
+    check(found, "never_used")
 
 
 def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -150,8 +169,8 @@ def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradient_accumulation_without_sync(found: dict[str, float]) -> None:
-    assert found["no_sync"] < 1e-5
+def test_gradient_accumulation_without_sync(found: Differences) -> None:
+    check(found, "no_sync")
 
 
 def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -169,8 +188,8 @@ def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradients_that_are_not_zeroed_accumulate_over_minibatches(found: dict[str, float]) -> None:
-    assert found["kept_gradients"] < 1e-5
+def test_gradients_that_are_not_zeroed_accumulate_over_minibatches(found: Differences) -> None:
+    check(found, "kept_gradients")
 
 
 def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -188,12 +207,20 @@ def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_gradient_divide_factor(found: dict[str, float]) -> None:
-    assert found["divide_factor"] < 1e-5
+def test_gradient_divide_factor(found: Differences) -> None:
+    check(found, "divide_factor")
 
 
-def with_evaluations(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return [with_evaluation(rank, world_size, lonely) for lonely in (False, True)]
+Evaluated = dict[tuple[str, bool], dict[str, Any]]
+
+
+def with_evaluations(rank: int, world_size: int) -> Evaluated:
+    """By way, and whether one rank evaluates alone."""
+    found = {}
+    for way, lonely in itertools.product(BOTH, (False, True)):
+        with communicating(way):
+            found[way, lonely] = with_evaluation(rank, world_size, lonely)
+    return found
 
 
 def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
@@ -228,13 +255,18 @@ def evaluate(model: nn.Module) -> None:
 
 
 @pytest.fixture(scope="module")
-def evaluated() -> list[dict[str, Any]]:
+def evaluated() -> Evaluated:
     return run_ranks(2, with_evaluations)[0]
 
 
+@pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("lonely", [False, True])
-def test_evaluation_inside_and_between_minibatches(lonely: bool, evaluated: list[dict[str, Any]]) -> None:
-    assert largest_difference(evaluated[lonely], reference(COUNTS, STEPS)) < 1e-5
+def test_evaluation_inside_and_between_minibatches(lonely: bool, way: str, evaluated: Evaluated) -> None:
+    assert largest_difference(evaluated[way, lonely], reference(COUNTS, STEPS)) < 1e-5
+
+
+def without_context_managers(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return each_way(BOTH, without_context_manager, rank, world_size)
 
 
 def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
@@ -254,7 +286,8 @@ def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_finish_instead_of_the_context_manager() -> None:
-    assert largest_difference(run_ranks(2, without_context_manager)[0], reference([2, 0], STEPS)) < 1e-5
+    for found in run_ranks(2, without_context_managers)[0]:
+        assert largest_difference(found, reference([2, 0], STEPS)) < 1e-5
 
 
 def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -275,8 +308,8 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_two_optimizers_publish_once_both_have_stepped(found: dict[str, float]) -> None:
-    assert found["two_optimizers"] < 1e-5
+def test_two_optimizers_publish_once_both_have_stepped(found: Differences) -> None:
+    check(found, "two_optimizers")
 
 
 def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -305,8 +338,8 @@ def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "set_custom_all_gather")]
 
 
-def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again(found: dict[str, float]) -> None:
-    assert found["close_and_go_on"] < 1e-5
+def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again(found: Differences) -> None:
+    check(found, "close_and_go_on")
 
 
 def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) -> dict[str, Any]:
@@ -335,12 +368,16 @@ def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) ->
 
 
 def checkpoints(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [checkpoint(rank, world_size, under_odc, f"{folder}/{under_odc}") for under_odc in (True, False)]
+    found = []
+    for way, under_odc in itertools.product(BOTH, (True, False)):
+        with communicating(way):
+            found.append(checkpoint(rank, world_size, under_odc, f"{folder}/{way}-{under_odc}"))
+    return found
 
 
 def test_checkpoints_cross_over_in_both_directions(tmp_path: Path) -> None:
-    under_odc, plain = run_ranks(2, checkpoints, str(tmp_path))[0]
-    assert largest_difference(under_odc, plain) < 1e-5
+    first, *others = run_ranks(2, checkpoints, str(tmp_path))[0]
+    assert max(largest_difference(first, other) for other in others) < 1e-5
 
 
 def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -355,8 +392,8 @@ def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def test_a_unit_of_several_modules(found: dict[str, float]) -> None:
-    assert found["shared_unit"] < 1e-5
+def test_a_unit_of_several_modules(found: Differences) -> None:
+    check(found, "shared_unit")
 
 
 SCRIPTS: dict[str, Script] = {
@@ -426,14 +463,15 @@ def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
     return found
 
 
-def looked(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    return hooks_that_look(rank, world_size, False), hooks_that_look(rank, world_size, True)
+def looked(rank: int, world_size: int) -> list[list[float]]:
+    return [hooks_that_look(rank, world_size, False), *each_way(BOTH, hooks_that_look, rank, world_size, True)]
 
 
 def test_hooks_behind_accumulation_find_what_is_final() -> None:
-    for theirs, ours in run_ranks(2, looked):
-        assert len(ours) == len(theirs) > STEPS
-        assert sorted(ours) == pytest.approx(sorted(theirs), rel=1e-5)
+    for theirs, *ours in run_ranks(2, looked):
+        for norms in ours:
+            assert len(norms) == len(theirs) > STEPS
+            assert sorted(norms) == pytest.approx(sorted(theirs), rel=1e-5)
 
 
 class Hidden:

@@ -1,4 +1,5 @@
-"""Layer 3: ranks as processes. Hybrid sharding of FSDP2 on 4 ranks that pose as 2 hosts, and CPU offload."""
+"""Layer 3: ranks as processes. Hybrid sharding of FSDP2 on 4 ranks that pose as 2 hosts, and CPU offload; with replicas
+in place and staged, all else is staged either way."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from training import (
+    BOTH,
     Net,
     build,
+    communicating,
+    each_way,
     full_parameters,
     largest_difference,
     loss_of,
@@ -26,6 +30,8 @@ from training import (
 import odc
 from odc.fsdp_patch.compat import torch_version
 
+WAYS_OF = {"hsdp": BOTH, "int": ("small",), "offload": ("small",)}
+"""Ways to communicate that differ, by kind of sharding."""
 FULL_PRECISION = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -74,7 +80,8 @@ def hybrid_run(rank: int, world_size: int, kind: str, policy: MixedPrecisionPoli
 
 
 def hybrid_runs(rank: int, world_size: int, kind: str, policy: MixedPrecisionPolicy) -> list[Any]:
-    return [hybrid_run(rank, world_size, kind, policy, use_odc) for use_odc in (False, True)]
+    plain = hybrid_run(rank, world_size, kind, policy, False)
+    return [plain, *each_way(WAYS_OF[kind], hybrid_run, rank, world_size, kind, policy, True)]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +91,14 @@ def hybrid_runs(rank: int, world_size: int, kind: str, policy: MixedPrecisionPol
     "policy", [pytest.param(FULL_PRECISION, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.extended)]
 )
 def test_hybrid_sharding_matches_plain_fsdp2(kind: str, policy: MixedPrecisionPolicy) -> None:
-    theirs, ours = run_ranks(4, hybrid_runs, kind, policy, timeout_s=180)[0]
-    assert largest_difference(ours[0], theirs[0]) < 2e-6
-    assert largest_difference(ours[1], theirs[1]) < 1e-5
+    theirs, *each = run_ranks(4, hybrid_runs, kind, policy, timeout_s=180)[0]
+    for ours in each:
+        assert largest_difference(ours[0], theirs[0]) < 2e-6
+        assert largest_difference(ours[1], theirs[1]) < 1e-5
+
+
+def uneven_runs(rank: int, world_size: int, kind: str) -> list[dict[str, Any]]:
+    return each_way(WAYS_OF[kind], uneven_run, rank, world_size, kind)
 
 
 def uneven_run(rank: int, world_size: int, kind: str) -> dict[str, Any]:
@@ -98,8 +110,9 @@ def uneven_run(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["hsdp", "int"])
 def test_uneven_microbatches_and_units_unused_on_one_host(kind: str) -> None:
-    ours = run_ranks(4, uneven_run, kind, timeout_s=180)[0]
-    assert largest_difference(ours, reference([3, 0, 1, 2], 4, unused_on_host_1)) < 1e-5
+    expected = reference([3, 0, 1, 2], 4, unused_on_host_1)
+    for ours in run_ranks(4, uneven_runs, kind, timeout_s=180)[0]:
+        assert largest_difference(ours, expected) < 1e-5
 
 
 class MixedDtypes(nn.Module):
@@ -146,22 +159,22 @@ def test_a_unit_of_several_dtypes_in_the_three_orders_of_rows() -> None:
         assert ours == theirs
 
 
-def repeated_run(rank: int, world_size: int, kind: str) -> tuple[Any, Any]:
-    """Bit-equal repeats with ``deterministic=True``."""
+def repeated_run(rank: int, world_size: int, kind: str) -> list[dict[str, Any]]:
+    """Bit-equal repeats with ``deterministic=True``, whichever way."""
     results = []
-    for _ in range(2):
+    for way in WAYS_OF[kind] * 2:
         model = shard_hybrid(build(), rank, world_size, kind, FULL_PRECISION)
-        with odc.patch_fsdp(model, deterministic=True) as session:
+        with communicating(way), odc.patch_fsdp(model, deterministic=True) as session:
             train(model, session, rank, world_size, [2, 1, 1, 2], 4)
         results.append(full_parameters(model))
-    return results[0], results[1]
+    return results
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["hsdp", "int"])
 def test_deterministic_includes_the_replicas(kind: str) -> None:
-    first, second = run_ranks(4, repeated_run, kind, timeout_s=180)[0]
-    assert largest_difference(first, second) == 0.0
+    first, *others = run_ranks(4, repeated_run, kind, timeout_s=180)[0]
+    assert [largest_difference(first, other) for other in others] == [0.0] * len(others)
 
 
 def lost_replica(rank: int, world_size: int) -> None:

@@ -2,30 +2,47 @@
 
 Each script runs twice on the same ranks, as it is and patched. With one microbatch per minibatch on two ranks a
 gradient is a sum of two numbers, which does not depend on their order: then all numbers must be bit-equal.
+
+Scripts run in place, as is the default. Those of other models or other orders of gathers and pushes run staged too; all
+others do with ``-m extended``.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from fsdp_scripts import ends, hybrid, kept, loops, models, reading
 from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
-from fsdp_scripts.run import Case, Run, difference, with_
+from fsdp_scripts.run import Case, Outcome, Run, Script, difference, with_
 from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
-from training import TOLERANCE, loss_of, tokens
+from training import TOLERANCE, each_way, loss_of, tokens
 
 import odc
 
 REENTRANT_WRAPPER = with_(models.wrapped_checkpointing, checkpoint_impl=CheckpointImpl.REENTRANT)
-CASES: dict[str, Case] = {
+
+
+def staged(cases: Mapping[str, Case]) -> dict[str, Case]:
+    """The same through FSDP2's buffers."""
+    return {f"{name}, staged": replace(case, script=with_(run_staged, case.script)) for name, case in cases.items()}
+
+
+def run_staged(run: Run, script: Script) -> Outcome | None:
+    (found,) = each_way(["staged"], script, run)
+    assert not any("in place" in session.describe() for session in run.live_sessions())
+    return found
+
+
+LOOPS: dict[str, Case] = {
     "clip_grad_norm_": Case(ends.clipping_by_norm),
     "clip_grad_norm_ twice": Case(ends.clipping_twice),
     "clip_grad_norm_ by keyword": Case(ends.clipping_by_keyword),
@@ -40,9 +57,6 @@ CASES: dict[str, Case] = {
     "closure": Case(with_(ends.closure, False)),
     "closure by keyword": Case(with_(ends.closure, True)),
     "schedulers": Case(ends.schedulers),
-    "accumulation": Case(with_(loops.accumulation, False), TOLERANCE),
-    "accumulation without sync": Case(with_(loops.accumulation, True), TOLERANCE),
-    "accumulation without sync, deterministic": Case(loops.accumulation_without_sync_and_deterministic),
     "zero_grad after the step": Case(with_(loops.clearing, "none")),
     "zero_grad before forward": Case(with_(loops.clearing, "none", first=True)),
     "zero_grad in place": Case(with_(loops.clearing, "in place")),
@@ -55,11 +69,20 @@ CASES: dict[str, Case] = {
     "zero_grad twice": Case(loops.cleared_between_backward_passes),
     "gradients changed by hand": Case(loops.gradients_moved_by_hand),
     "gradients kept by reference": Case(loops.gradients_kept_by_reference),
+    "collectives of the script": Case(loops.logging_between),
+    **reading.CASES,
+    **reading.FSDP2_CASES,
+    **kept.CASES,
+}
+"""What is done with gradients that are there, and when."""
+MODELS: dict[str, Case] = {
+    "accumulation": Case(with_(loops.accumulation, False), TOLERANCE),
+    "accumulation without sync": Case(with_(loops.accumulation, True), TOLERANCE),
+    "accumulation without sync, deterministic": Case(loops.accumulation_without_sync_and_deterministic),
     "a rank without microbatches": Case(loops.without_microbatches, minibatches=6),
     "evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
     "evaluation in inference mode": Case(with_(loops.evaluation, torch.inference_mode), TOLERANCE),
     "evaluation only": Case(loops.evaluation_only, minibatches=0, pushes=False),
-    "collectives of the script": Case(loops.logging_between),
     "checkpointing": Case(with_(models.checkpointing, False)),
     "checkpointing, reentrant": Case(with_(models.checkpointing, True)),
     "checkpoint_wrapper": Case(models.wrapped_checkpointing),
@@ -86,25 +109,31 @@ CASES: dict[str, Case] = {
     "load after patching, assign": Case(with_(models.loaded_after_patching, True), minibatches=None),
     "add_param_group": Case(models.added_at_the_end),
     "averages in a step hook": Case(models.weight_averages),
-    **reading.CASES,
-    **reading.FSDP2_CASES,
-    **kept.CASES,
 }
+"""What the models are, and when their units are gathered and pushed."""
 COMPILED = {
     "aot_eager": Case(with_(models.compiled, "aot_eager"), minibatches=2),
 }
-
-
-HYBRID = {
+FOUR_RANKS = {
     "hybrid": Case(hybrid.plain),
     "hybrid, accumulation": Case(with_(hybrid.accumulation, False), TOLERANCE),
     "hybrid, set_requires_all_reduce": Case(with_(hybrid.accumulation, True), TOLERANCE),
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
 }
-ALL = {**CASES, **COMPILED, **HYBRID, **PAIRS}
 OTHERS = pairs_of("fsdp1")
-GROUPS = {"two": CASES, "compiled": COMPILED, "hybrid": HYBRID, "pairs": pairs_of("fsdp2"), "other pairs": OTHERS}
+CASES = {**LOOPS, **MODELS, **staged(MODELS)}
+HYBRID = {**FOUR_RANKS, **staged(FOUR_RANKS)}
+FURTHER = staged({**LOOPS, **COMPILED, **pairs_of("fsdp2")})
+GROUPS = {
+    "two": CASES,
+    "further": FURTHER,
+    "compiled": COMPILED,
+    "hybrid": HYBRID,
+    "pairs": pairs_of("fsdp2"),
+    "other pairs": OTHERS,
+}
+ALL = {name: case for group in GROUPS.values() for name, case in group.items()}
 
 
 def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
@@ -131,6 +160,12 @@ def check(group: str, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_scripts_keep_their_numbers(name: str) -> None:
     check("two", name)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_scripts_keep_their_numbers_staged(name: str) -> None:
+    check("further", name)
 
 
 @pytest.mark.extended  # every run has pairs in generated scripts, of both FSDPs: test_bench_parity.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -85,6 +85,9 @@ def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
 
 
 WAYS = ("in place", "small", "staged")
+BOTH = ("small", "staged")
+"""The default, for parameters of these sizes, and the other one."""
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -95,6 +98,15 @@ def communicating(way: str) -> Iterator[None]:
         patch.setenv("ODC_STAGING", "on" if way == "staged" else "auto")
         patch.setattr(fsdp2_in_place, "SMALL_NUMEL", 0 if way == "in place" else 4096)
         yield
+
+
+def each_way(ways: Sequence[str], run: Callable[..., Result], *arguments: Any) -> list[Result]:
+    """What ``run`` returns under each of the ways of :func:`communicating`."""
+    found = []
+    for way in ways:
+        with communicating(way):
+            found.append(run(*arguments))
+    return found
 
 
 def gradient_now(parameter: torch.Tensor) -> torch.Tensor | None:
