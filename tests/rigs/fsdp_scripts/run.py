@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import Net, build, largest_difference, loss_of, optimizer_of, tokens
+from training import Net, build, each_way, largest_difference, loss_of, optimizer_of, tokens
 
 import odc
 
@@ -123,8 +123,21 @@ def _local(value: Any) -> torch.Tensor:
 
 def difference(case: Case, make_run: Callable[[bool], Run]) -> float | str:
     """The largest difference between plain and patched, or how the script failed."""
+    return differences(case, make_run, ["small"])["small"]
+
+
+def differences(case: Case, make_run: Callable[[bool], Run], ways: Sequence[str]) -> dict[str, float | str]:
+    """The same for each of the ways of :func:`training.communicating`; the plain script runs once."""
     try:
-        plain, ours = (perform(case, make_run(patched)) for patched in (False, True))
+        plain = perform(case, make_run(False))
+    except Exception:
+        return dict.fromkeys(ways, traceback.format_exc())
+    return dict(zip(ways, each_way(ways, _compare, case, make_run, plain), strict=True))
+
+
+def _compare(case: Case, make_run: Callable[[bool], Run], plain: Outcome) -> float | str:
+    try:
+        ours = perform(case, make_run(True))
     except Exception:
         return traceback.format_exc()
     if set(plain) == set(ours) and all(torch.equal(plain[key], ours[key]) for key in plain):
