@@ -19,7 +19,7 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.proof.chaos.launch import OUTCOMES, Outcome, run_trials
-from odc.bench.proof.chaos.trials import ACTIONS, PHASES, TRANSPORTS, generate
+from odc.bench.proof.chaos.trials import ACTIONS, PHASES, TRANSPORTS, WAYS, generate
 
 
 def measure(
@@ -44,7 +44,13 @@ def measure(
     counts = Counter(outcome.status for outcome in outcomes)
     run.environment["threads_per_rank"] = 1
     return {
-        "meanings": {"transports": TRANSPORTS, "actions": ACTIONS, "phases": PHASES, "outcomes": OUTCOMES},
+        "meanings": {
+            "transports": TRANSPORTS,
+            "staging": WAYS,
+            "actions": ACTIONS,
+            "phases": PHASES,
+            "outcomes": OUTCOMES,
+        },
         "counts": {status: counts[status] for status in OUTCOMES},
         "by_transport_and_action": _counts(outcomes),
         "trials": [outcome.as_row() for outcome in outcomes],

@@ -114,6 +114,7 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     model = _shard(trial, _build(lambda: fault.at(where[0])))
     fault.at("set-up")
     session = odc.patch_fsdp(model)
+    assert trial.staging in session.describe(), session.describe()
     optimizer = _optimizer(model)
     (folder / f"training{rank}").touch()
     for step in range(STEPS):

@@ -20,7 +20,7 @@ TRANSPORTS = {
     "tcp": "every rank poses as a host; four ranks as two hosts",
     "replicas": "two replicas of a shard group of two, each on a host",
 }
-STAGING = {
+WAYS = {
     "in place": "matrices by themselves, what is small together",
     "staged": "ODC_STAGING=on",
     "": "FSDP1, which has no such choice",
@@ -83,7 +83,7 @@ class Trial:
     idle: bool
     """Whether in each step another rank has no microbatch."""
     staging: str
-    """How FSDP2 communicates, one of ``STAGING``."""
+    """How FSDP2 communicates, one of ``WAYS``."""
 
     def host_of(self, rank: int) -> str:
         if self.transport == "shm":
@@ -156,9 +156,8 @@ def generate(seed: int) -> Iterator[Trial]:
         chance.shuffle(rows)
         for transport, action, phase in rows:
             drawn = _trial(number, transport, action, phase, chance)
-            ways = ("staged", "in place") if drawn.staging == "staged" else ("in place", "staged")
-            both = [replace(drawn, staging=way if drawn.fsdp == "fsdp2" else "") for way in ways]
-            trial = max(both, key=lambda one: sum(1 / (1 + seen[pair]) for pair in _pairs(one)))
+            each = [replace(drawn, staging=way) for way in WAYS if bool(way) == (drawn.fsdp == "fsdp2")]
+            trial = max(each, key=lambda one: sum(1 / (1 + seen[pair]) for pair in _pairs(one)))
             seen.update(_pairs(trial))
             yield trial
             number += 1
@@ -198,6 +197,7 @@ def _trial(number: int, transport: str, action: str, phase: str, chance: random.
         delay_s=round(chance.uniform(0.0, 0.6), 3),
         pause_s=round(chance.uniform(0.5, 3.0), 2),
         idle=False,
-        staging=chance.choice(("staged", "in place")),
+        staging="",  # chosen later
     )
+    chance.choice(("on", "off"))  # of what is no more: a seed goes on to mean the trials of the committed results
     return replace(trial, idle=chance.random() < 0.25)
