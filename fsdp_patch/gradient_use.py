@@ -475,7 +475,8 @@ class GradientUse(Listener):
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
         if tensors is None and (session := self.session()) is not None:
             session.go_on_loading(is_entering=True)
-        self._runtime.enters_collective(what, is_due=tensors is not None and self.owns(tensors))
+        is_due = tensors is not None and self.owns(tensors)
+        self._runtime.enters_collective(what, is_due=is_due, is_in_forward=self.in_training_forward)
 
     def leaves_collective(self) -> None:
         self._runtime.leaves_collective()

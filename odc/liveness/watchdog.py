@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from odc import limits
-from odc.errors import PeerDiedError, PeerSilentError
+from odc.errors import PeerDiedError, PeerSilentError, ProtocolError
 from odc.liveness.threads import HelperThread
 from odc.liveness.waiting import Failure, Job, Patience
 from odc.transports._peers import PeerState
@@ -87,6 +87,8 @@ class InCollective:
     process that does not run at all is: what it does in between is the script's own affair."""
     since: float = 0.0
     """On the monotonic clock."""
+    microbatch: int = 0
+    """Of the forward in which it is, from 1; 0: in none."""
 
 
 class JobWatchdog:
@@ -94,6 +96,7 @@ class JobWatchdog:
 
     Args:
         end_collectives: makes collectives of torch in this process fail, those under way and those to come.
+        why_stuck: why a collective of a forward will not complete, if that is so; asked for a microbatch.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class JobWatchdog:
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         end_collectives: Callable[[], object],
+        why_stuck: Callable[[int], str | None] = lambda microbatch: None,
     ) -> None:
         self._job = job
         self._failure = failure
@@ -111,6 +115,7 @@ class JobWatchdog:
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._end_collectives = end_collectives
+        self._why_stuck = why_stuck
         self._failed_since: float | None = None
         self._lost_since: float | None = None
         self._passed_on: str | None = None
@@ -128,6 +133,7 @@ class JobWatchdog:
                 continue
             patience = (patience or Patience(self._job, self._timeout_s)) if self._in_collective.what else None
             if patience is not None:
+                self._look_for_partners()
                 self._look_for_silence(patience)
 
     def _look_for_failures(self) -> bool:
@@ -163,6 +169,13 @@ class JobWatchdog:
             and self._job.abort_notice() is None
         ):
             self._on_failure(PeerDiedError(self._describe(lost[0], "is dead")))
+
+    def _look_for_partners(self) -> None:
+        """The training loop may wait for a rank that has ended the minibatch."""
+        here = self._in_collective
+        microbatch, waited_s = here.microbatch, time.monotonic() - here.since
+        if microbatch and waited_s > limits.FAILURE_GRACE_S and (why := self._why_stuck(microbatch)) is not None:
+            self._on_failure(ProtocolError(why))
 
     def _look_for_silence(self, patience: Patience) -> None:
         """The training loop waits in a collective: for whom, nobody knows, so for all."""

@@ -7,6 +7,7 @@ benchmarks and the protocol tests build theirs directly.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import math
 import os
@@ -27,6 +28,7 @@ from odc.liveness.waiting import Endpoint
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
+from odc.minibatch.partners import Partners, why_stuck
 from odc.minibatch.protocol import End, MinibatchProtocol
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
@@ -92,6 +94,7 @@ class Runtime(RankContext):
         self._job_watchdog: JobWatchdog | None = None
         self._end_collectives: Callable[[], object] | None = None
         self._replicas: Transport | None = None
+        self._partners: list[Partners] = []
         self._beside: list[Transport] = []  # over which this rank hears of others: its replicas, its partners
         self._meetings = 0  # with the replicas
         self._has_refused = False  # since the last end of a minibatch
@@ -146,7 +149,7 @@ class Runtime(RankContext):
             if replicas is not None:
                 runtime._replicas = runtime._join(replicas)
             for exchange in partners:
-                runtime._join(exchange)
+                runtime._join(exchange, lambda transport: runtime._partners.append(Partners(transport)))
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
 
@@ -170,7 +173,7 @@ class Runtime(RankContext):
 
         together(self._transport.exchange, begin)
 
-    def _join(self, exchange: Exchange) -> Transport:
+    def _join(self, exchange: Exchange, prepare: Callable[[Transport], object] = lambda transport: None) -> Transport:
         """Hear of these ranks, too. Collective over them and over the shard group; what fails, fails on all."""
         problem: Exception | None = None
         try:
@@ -179,6 +182,7 @@ class Runtime(RankContext):
             transport = kind(exchange, topology, self.config.timeout_s)
             self._beside.append(transport)
             transport.open(num_signals=1, num_locks=0)
+            prepare(transport)
             transport.seal()
         except Exception as error:  # whatever it is, the other groups must not wait for this one
             problem = error
@@ -201,6 +205,7 @@ class Runtime(RankContext):
             self.config.timeout_s,
             weak_abort(self),
             end_collectives,
+            functools.partial(why_stuck, self._partners, self.state),
         )
 
     def _parts(self) -> list[Closable]:
@@ -298,6 +303,9 @@ class Runtime(RankContext):
     def finish(self, how: End | None = None) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.finish`."""
         with self.reporting:
+            self.state.check_finish()
+            for partners in self._partners:
+                partners.end(max(self.state.pushes, default=0), self._waiter, self.minibatch)
             self._protocol.finish(how)
         if self._has_refused:  # and has gone on
             self._has_refused = False
@@ -364,14 +372,16 @@ class Runtime(RankContext):
                     self._end_collectives()  # nobody will wait for it, and the process could not end before it does
                 raise cause from None
 
-    def enters_collective(self, what: str, *, is_due: bool) -> None:
+    def enters_collective(self, what: str, *, is_due: bool, is_in_forward: bool = False) -> None:
         """The training loop may wait for other ranks in a collective of torch.
 
         Args:
+            is_in_forward: it is inside the forward of a microbatch.
             is_due: every rank comes to it at the end of its minibatch.
         """
         if not self._closed and os.getpid() == self._pid:
             here = self._in_collective
+            here.microbatch = max(self.state.pushes, default=0) + 1 if is_in_forward else 0
             here.since, here.is_due, here.what = time.monotonic(), is_due, what
             if not is_due:  # else the watchdog says for whom
                 self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)

@@ -123,3 +123,23 @@ def test_all_ranks_hear_of_a_failure_in_a_compute_group(where: str) -> None:
         assert result.error is not None
         assert "rank 3" in result.error
         assert "out of luck" in result.error
+
+
+def differing_run(rank: int, world_size: int, counts: Sequence[int]) -> None:
+    """``counts``: each rank's microbatches in the second step."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(build(), mesh)
+    with odc.patch_fsdp(model):
+        train(model, [2, 2], [rank // 2], 1)
+        train(model, [counts[rank]] * 2, [rank // 2], 1)
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 2, 2], [2, 2, 0, 1]])
+def test_partners_with_different_numbers_of_microbatches_are_named(counts: Sequence[int]) -> None:
+    results = start_ranks(4, differing_run, counts).join(60)
+    who, other = (0, 1) if counts[0] != counts[1] else (2, 3)
+    for result in results:
+        assert result.error is not None
+        assert "have different numbers of microbatches" in result.error
+        assert f"rank {who}" in result.error
+        assert f"rank {other}" in result.error
