@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,12 +39,21 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
 
 
+def make_mesh(world_size: int) -> DeviceMesh:
+    """Of pairs of partners: in two shard groups, or on 8 ranks in two replicas of such."""
+    shape, names = (world_size // 2, 2), ("dp", "tp")
+    if world_size == 8:
+        shape, names = (2, 2, 2), ("replicate", "dp", "tp")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Over dimension "dp" of ``mesh`` by FSDP2, and over "tp"."""
+    """Over "tp", and over the other dimensions by FSDP2."""
+    rest = mesh["replicate", "dp"] if mesh.ndim == 3 else mesh["dp"]
     for block in model:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+        fully_shard(block, mesh=rest)
+    fully_shard(model, mesh=rest)
     return model
 
 
@@ -67,10 +77,12 @@ def train(model: nn.Module, counts: Sequence[int], groups: Sequence[int], num_st
     return norms, {name: value.detach().numpy() for name, value in whole.items()}
 
 
-def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int) -> list[Any]:
+def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int, hosts: Sequence[int] = ()) -> list[Any]:
+    """Without ODC, if all have as many microbatches, and with it. ``hosts``: which one each rank poses to be on."""
+    if hosts:
+        os.environ["ODC_HOST_ID"] = f"host-{hosts[rank]}"
     found = []
-    # One mesh: DTensor's cache takes two equal ones for one, on ranks that have computed with the first.
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh(world_size)  # one: DTensor's cache takes two equal ones for one, on ranks that computed with both
     for use_odc in (False, True):
         model = shard(build(), mesh)
         if use_odc:
@@ -88,20 +100,28 @@ def test_tensor_parallel_partners_train_as_under_plain_fsdp2() -> None:
     assert largest_difference(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("counts", [[2, 3], [0, 2]])
-def test_uneven_compute_groups_train_as_one_process(counts: Sequence[int]) -> None:
-    norms, ours = run_ranks(4, runs, counts, 5, timeout_s=120)[0][-1]
+@pytest.mark.parametrize(
+    ("counts", "hosts"),
+    [
+        ([2, 3], []),
+        ([0, 2], []),
+        pytest.param([1, 2], [0, 0, 1, 1], id="hosts-of-partners"),
+        pytest.param([1, 2], [0, 1, 0, 1], id="hosts-of-shards", marks=pytest.mark.extended),
+        pytest.param([2, 0, 3, 1], [0, 0, 0, 0, 1, 1, 1, 1], id="replicas"),
+    ],
+)
+def test_uneven_compute_groups_train_as_one_process(counts: Sequence[int], hosts: Sequence[int]) -> None:
+    norms, ours = run_ranks(2 * len(counts), runs, counts, 5, hosts, timeout_s=120)[0][-1]
     model = build().double()
     for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad / 2)  # as FSDP divides by the ranks of a shard group
-    expected_norms, expected = train(model, counts, [0, 1], 5)
+        parameter.register_hook(lambda grad: grad / len(counts))  # as FSDP divides
+    expected_norms, expected = train(model, counts, range(len(counts)), 5)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert largest_difference(ours, expected) < 1e-5
 
 
 def failing_run(rank: int, world_size: int, failing: int, where: str) -> None:
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = shard(build(), mesh)
+    model = shard(build(), make_mesh(world_size))
 
     def fail(*args: Any) -> None:
         raise RuntimeError("out of luck")
@@ -127,8 +147,7 @@ def test_all_ranks_hear_of_a_failure_in_a_compute_group(where: str) -> None:
 
 def differing_run(rank: int, world_size: int, counts: Sequence[int]) -> None:
     """``counts``: each rank's microbatches in the second step."""
-    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = shard(build(), mesh)
+    model = shard(build(), make_mesh(world_size))
     with odc.patch_fsdp(model):
         train(model, [2, 2], [rank // 2], 1)
         train(model, [counts[rank]] * 2, [rank // 2], 1)
