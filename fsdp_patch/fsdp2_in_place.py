@@ -97,10 +97,11 @@ class InPlace:
         self._grad_dtype, self._world_size, self._device = grad_dtype, world_size, device
         self._held = held
         self._stream: Any = None  # whose memory it is, on a device
-        small = [param for param, _ in params if self._is_small(param)]
+        # A device takes one launch for all parts, however small.
+        small = [param for param, _ in params if is_small(param)] if device.type == "cpu" else []
         self._small = small if len(small) > 1 else []
         self._trainable = [param for param, _ in params if param.sharded.requires_grad]
-        self._small_grads = [param for param in self._trainable if self._is_small(param)]
+        self._small_grads = {id(param) for param in self._trainable if param in small}
         self._places: Destination | None = None
         self._small_rows = torch.empty(0, dtype=params[0][1], device=device)
 
@@ -197,7 +198,7 @@ class InPlace:
     def rows(self, grads: dict[int, torch.Tensor]) -> list[Rows]:
         """Gradients as they are pushed; ``grads``: by the id of the FSDPParam, unsharded."""
         here = [(param, grads[id(param.inner)]) for param in self._trainable if id(param.inner) in grads]
-        small = [(param, grad) for param, grad in here if self._is_small(param)]
+        small = [(param, grad) for param, grad in here if id(param) in self._small_grads]
         if len(small) < 2 or len(small) < len(self._small_grads):
             small = []
         rows = []
