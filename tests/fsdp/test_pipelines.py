@@ -18,7 +18,11 @@ from torch.distributed.pipelining import schedules as schedules_of_torch
 from training import Block, largest_difference
 
 import odc
+from odc.fsdp_patch.compat import torch_version
 
+pytestmark = pytest.mark.skipif(
+    torch_version() < (2, 10), reason="torch's pipelines over FSDP2 crash in gloo before 2.10, without ODC too"
+)
 WIDTH, STEPS, ROWS = 13, 3, 4
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")

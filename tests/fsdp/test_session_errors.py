@@ -103,7 +103,7 @@ def nothing(model: nn.Module, world_size: int) -> None:
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
     (two_meshes, "different meshes"),
-    (experts, "unit 'blocks.0.up' is sharded over ranks ([0, 2], []), '<root>' over"),
+    (experts, "'<root>' over ([0, 1, 2, 3], []); units on different meshes are not supported yet"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (all_reduce_hook, "set_all_reduce_hook"),
