@@ -12,6 +12,7 @@
 | a process group of its own for the reduce-scatter | - | - | - | - | yes | groups are never compared by identity |
 | ``all_gather_single``, ``reduce_scatter_single`` | - | - | - | - | yes | FSDP is not entered through these |
 | integer parameters | - | - | - | yes | yes | torch refuses them before 2.12 |
+| pipeline schedules over plain FSDP2 crash in gloo | yes | yes | yes | - | - | not tested there |
 | a reduction returns the stream that it ended on, too | - | - | - | - | yes | ``reduced`` |
 
 Newer: torch 2.15 keeps the mixed precision policy with each parameter instead of the group (:func:`mp_policy`), and
