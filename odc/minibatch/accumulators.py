@@ -284,7 +284,7 @@ class AccumulatorStore(ABC):
 
     def _fill(
         self,
-        owner: int,
+        sums: _OwnerSums,
         number: int,
         unit: int,
         rows: Sequence[torch.Tensor],
@@ -292,9 +292,12 @@ class AccumulatorStore(ABC):
         present: Sequence[bool] | None,
         first: bool,
     ) -> None:
-        """Add a push to one of ``owner``'s sums; or write it there, and zeros where it has nothing, if it is the
+        """Add a push to one of an owner's sums; or write it there, and zeros where it has nothing, if it is the
         ``first``. Padding is not written: it stays zero."""
-        total, known = self._of(owner).sums[number][unit], self._of(owner).targets
+        total, known = sums.sums[number][unit], sums.targets
+        if len(rows) == 1 and rows[0].shape == total.shape:  # flat and whole
+            (self._engine.copy if first else self._engine.add)(total, rows[0], self._after_chunk)
+            return
         if present is None:
             key = (number, unit, tuple(numels))
             targets = known.get(key)
@@ -423,7 +426,7 @@ class SharedStore(AccumulatorStore):
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
                 self._check_open(owner, minibatch, unit, self._rank)
-            self._fill(owner, 0, unit, rows, numels, present, pushed.units[unit] != minibatch)
+            self._fill(sums, 0, unit, rows, numels, present, pushed.units[unit] != minibatch)
             self._note(pushed, unit, present, minibatch)
         finally:
             block.unlock(unit)
@@ -494,8 +497,9 @@ class PerClientStore(AccumulatorStore):
     ) -> None:
         client = self._rank
         self._check_open(owner, minibatch, unit, client)
-        pushed = self._of(owner).pushed[client]
-        self._fill(owner, client, unit, rows, numels, present, pushed.units[unit] != minibatch)
+        sums = self._of(owner)
+        pushed = sums.pushed[client]
+        self._fill(sums, client, unit, rows, numels, present, pushed.units[unit] != minibatch)
         self._note(pushed, unit, present, minibatch)
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
