@@ -79,7 +79,7 @@ def _moved_by(me: Rank, staging: str) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize(("staging", "moved_by"), [("on", ("copy", "add_all")), ("auto", ("copy_all", "add_all"))])
+@pytest.mark.parametrize(("staging", "moved_by"), [("on", ("copy", "add")), ("auto", ("copy_all", "add_all"))])
 def test_what_moves_bytes_is_switched_off(staging: str, moved_by: tuple[str, str]) -> None:
     """Else its time would count as another part's."""
     gather, push = moved_by
