@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -40,8 +41,10 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
 
 
+@functools.cache
 def make_mesh(world_size: int) -> DeviceMesh:
-    """Of pairs of partners: in two shard groups, or on 8 ranks in two replicas of such."""
+    """Of pairs of partners: in two shard groups, or on 8 ranks in two replicas of such. One for each process: DTensor's
+    cache takes two equal ones for one, on ranks that have computed with both."""
     shape, names = (world_size // 2, 2), ("dp", "tp")
     if world_size == 8:
         shape, names = (2, 2, 2), ("replicate", "dp", "tp")
@@ -90,9 +93,8 @@ def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int, host
     if hosts:
         os.environ["ODC_HOST_ID"] = f"host-{hosts[rank]}"
     found = []
-    mesh = make_mesh(world_size)  # one: DTensor's cache takes two equal ones for one, on ranks that computed with both
     for use_odc in (False, True):
-        model = shard(build(), mesh)
+        model = shard(build(), make_mesh(world_size))
         if use_odc:
             with odc.patch_fsdp(model) as session:
                 found.append(train(model, counts, [rank // 2], num_steps))
@@ -102,31 +104,52 @@ def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int, host
     return found
 
 
-def test_tensor_parallel_partners_train_as_under_plain_fsdp2() -> None:
-    for (their_norms, theirs), (our_norms, ours) in run_ranks(4, runs, [2, 2], 20, timeout_s=120):
+STEPS = {(2, 2): 20, (2, 3): 5, (0, 2): 5}
+"""By microbatches of each compute group, on one host."""
+
+
+def all_runs(rank: int, world_size: int) -> dict[tuple[int, ...], list[Any]]:
+    return {counts: runs(rank, world_size, counts, num_steps) for counts, num_steps in STEPS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_one_host() -> list[dict[tuple[int, ...], list[Any]]]:
+    return run_ranks(4, all_runs, timeout_s=180)
+
+
+def test_tensor_parallel_partners_train_as_under_plain_fsdp2(on_one_host: Any) -> None:
+    for of_rank in on_one_host:
+        (their_norms, theirs), (our_norms, ours) = of_rank[2, 2]
         assert our_norms == pytest.approx(their_norms, rel=1e-6)
         assert largest_difference(ours, theirs) < 1e-6
+
+
+def check(found: Sequence[Any], counts: Sequence[int]) -> None:
+    """What each rank has found is that of one process."""
+    model = build().double()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / len(counts))  # as FSDP divides
+    expected_norms, expected = train(model, counts, range(len(counts)), 5)
+    for rank, (norms, ours) in enumerate(found):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert largest_difference(ours, {name: part(name, whole, rank) for name, whole in expected.items()}) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (0, 2)])
+def test_uneven_compute_groups_train_as_one_process(counts: tuple[int, ...], on_one_host: Any) -> None:
+    check([of_rank[counts][-1] for of_rank in on_one_host], counts)
 
 
 @pytest.mark.parametrize(
     ("counts", "hosts"),
     [
-        ([2, 3], []),
-        ([0, 2], []),
-        pytest.param([1, 2], [0, 0, 1, 1], id="hosts-of-partners"),
-        pytest.param([1, 2], [0, 1, 0, 1], id="hosts-of-shards", marks=pytest.mark.extended),
+        pytest.param([1, 2], [0, 0, 1, 1], id="partners-on-one-host"),
+        pytest.param([1, 2], [0, 1, 0, 1], id="shards-on-one-host", marks=pytest.mark.extended),
         pytest.param([2, 0, 3, 1], [0, 0, 0, 0, 1, 1, 1, 1], id="replicas"),
     ],
 )
-def test_uneven_compute_groups_train_as_one_process(counts: Sequence[int], hosts: Sequence[int]) -> None:
-    found = run_ranks(2 * len(counts), runs, counts, 5, hosts, timeout_s=120)
-    model = build().double()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad / len(counts))  # as FSDP divides
-    expected_norms, expected = train(model, counts, range(len(counts)), 5)
-    for rank, [(norms, ours)] in enumerate(found):
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
-        assert largest_difference(ours, {name: part(name, whole, rank) for name, whole in expected.items()}) < 1e-5
+def test_compute_groups_on_several_hosts_train_as_one_process(counts: Sequence[int], hosts: Sequence[int]) -> None:
+    check([found[-1] for found in run_ranks(2 * len(counts), runs, counts, 5, hosts, timeout_s=120)], counts)
 
 
 def failing_run(rank: int, world_size: int, failing: int, where: str) -> None:
@@ -162,7 +185,7 @@ def differing_run(rank: int, world_size: int, counts: Sequence[int]) -> None:
         train(model, [counts[rank]] * 2, [rank // 2], 1)
 
 
-@pytest.mark.parametrize("counts", [[2, 1, 2, 2], [2, 2, 0, 1]])
+@pytest.mark.parametrize("counts", [[2, 1, 2, 2], pytest.param([2, 2, 0, 1], marks=pytest.mark.extended)])
 def test_partners_with_different_numbers_of_microbatches_are_named(counts: Sequence[int]) -> None:
     results = start_ranks(4, differing_run, counts).join(60)
     who, other = (0, 1) if counts[0] != counts[1] else (2, 3)
