@@ -372,10 +372,13 @@ class MinibatchProtocol:
             self._push_to_all(unit, grads, present, self.state.minibatch)
             self._engine.note_use()
         else:
+            rows: Sequence[Sequence[torch.Tensor]]
             if isinstance(grads, torch.Tensor):
-                grads = [Rows(grads.view(self._world_size, -1), grads.numel() // self._world_size)]
-            numels = [part.numel for part in grads]
-            rows = list(zip(*(part.unbind(self._world_size) for part in grads), strict=True))
+                numels = [grads.numel() // self._world_size]
+                rows = [(row,) for row in grads.split_with_sizes(numels * self._world_size)]
+            else:
+                numels = [part.numel for part in grads]
+                rows = list(zip(*(part.unbind(self._world_size) for part in grads), strict=True))
             add, minibatch = self._store.add, self.state.minibatch
             for owner in self._rotation:
                 if not is_welcome:
