@@ -27,8 +27,6 @@ class Partners:
         transport: between them, with one signal. Not sealed yet.
     """
 
-    num_signals = 1
-
     def __init__(self, transport: Transport) -> None:
         self._transport, topology = transport, transport.topology
         self._rank, self._size = topology.rank, topology.world_size
