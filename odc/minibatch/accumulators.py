@@ -169,7 +169,7 @@ class AccumulatorStore(ABC):
         self,
         owner: int,
         unit: int,
-        rows: Sequence[torch.Tensor],
+        rows: torch.Tensor | Sequence[torch.Tensor],
         numels: Sequence[int],
         present: Sequence[bool] | None,
         minibatch: int,
@@ -177,8 +177,9 @@ class AccumulatorStore(ABC):
         """Add a push of this rank to ``owner``'s sum of ``unit``, on host memory.
 
         Args:
-            rows, numels: the owner's row of each of its parts, and how many elements that would have without padding
-                being left out; together the gradients of the ``present`` parameters (None: of all), back to back.
+            rows: the owner's row, flat; or that of each part of the push. Together the gradients of the ``present``
+                parameters (None: of all), back to back.
+            numels: of each row, how many elements it would have without padding being left out.
 
         Raises:
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
@@ -287,7 +288,7 @@ class AccumulatorStore(ABC):
         sums: _OwnerSums,
         number: int,
         unit: int,
-        rows: Sequence[torch.Tensor],
+        rows: torch.Tensor | Sequence[torch.Tensor],
         numels: Sequence[int],
         present: Sequence[bool] | None,
         first: bool,
@@ -295,9 +296,11 @@ class AccumulatorStore(ABC):
         """Add a push to one of an owner's sums; or write it there, and zeros where it has nothing, if it is the
         ``first``. Padding is not written: it stays zero."""
         total, known = sums.sums[number][unit], sums.targets
-        if len(rows) == 1 and rows[0].shape == total.shape:  # flat and whole
-            (self._engine.copy if first else self._engine.add)(total, rows[0], self._after_chunk)
-            return
+        if isinstance(rows, torch.Tensor):
+            if present is None:
+                (self._engine.copy if first else self._engine.add)(total, rows, self._after_chunk)
+                return
+            rows = [rows]
         if present is None:
             key = (number, unit, tuple(numels))
             targets = known.get(key)
@@ -414,7 +417,7 @@ class SharedStore(AccumulatorStore):
         self,
         owner: int,
         unit: int,
-        rows: Sequence[torch.Tensor],
+        rows: torch.Tensor | Sequence[torch.Tensor],
         numels: Sequence[int],
         present: Sequence[bool] | None,
         minibatch: int,
@@ -426,7 +429,11 @@ class SharedStore(AccumulatorStore):
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
                 self._check_open(owner, minibatch, unit, self._rank)
-            self._fill(sums, 0, unit, rows, numels, present, pushed.units[unit] != minibatch)
+            first = pushed.units[unit] != minibatch
+            if present is None and isinstance(rows, torch.Tensor):  # here: the usual push has one frame less
+                (self._engine.copy if first else self._engine.add)(sums.sums[0][unit], rows, self._after_chunk)
+            else:
+                self._fill(sums, 0, unit, rows, numels, present, first)
             self._note(pushed, unit, present, minibatch)
         finally:
             block.unlock(unit)
@@ -490,7 +497,7 @@ class PerClientStore(AccumulatorStore):
         self,
         owner: int,
         unit: int,
-        rows: Sequence[torch.Tensor],
+        rows: torch.Tensor | Sequence[torch.Tensor],
         numels: Sequence[int],
         present: Sequence[bool] | None,
         minibatch: int,

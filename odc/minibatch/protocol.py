@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -242,11 +243,22 @@ class MinibatchProtocol:
             self._engine.note_use()
         else:
             is_ready = self._ready[unit] == self.state.changed[unit]
-            read = self._parts_reader(unit, out) if isinstance(out, Destination) else self._rows_reader(unit, out)
+            rows: Any  # of each owner a tensor, or several
+            sources: Any
+            copy: Callable[[Any, Any, Callable[[], None]], None]
+            if isinstance(out, Destination):
+                rows, sources, copy = out.rows, self._parts_of(unit, out), self._engine.copy_all
+            else:
+                rows = out.split_with_sizes([self._units[unit].shard_numel] * self._world_size)  # faster than chunk
+                sources, copy = self._shards[unit], self._engine.copy
+            after_chunk = self._waiter.after_gather_chunk
             for owner in owners:
                 if not is_ready:
                     self._await_published(unit, [owner])
-                read(owner)
+                if sources[owner] is None:
+                    self._read_row(unit, owner, rows[owner])
+                else:
+                    copy(rows[owner], sources[owner], after_chunk)
             self._ready[unit] = self.state.changed[unit]
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.gathers += 1
@@ -255,41 +267,22 @@ class MinibatchProtocol:
         if self.timeline is not None:
             self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns, bytes=out.nbytes)
 
-    def _rows_reader(self, unit: int, out: torch.Tensor) -> Callable[[int], None]:
-        """Reads one owner's shard into its row."""
-        shards, copy, after_chunk = self._shards[unit], self._engine.copy, self._waiter.after_gather_chunk
-        rows = out.split_with_sizes([self._units[unit].shard_numel] * self._world_size)  # faster than chunk
-
-        def read(owner: int) -> None:
-            shard = shards[owner]
-            if shard is None:
-                self._read_far(unit, [([rows[owner]], owner)])
-            else:
-                copy(rows[owner], shard, after_chunk)
-
-        return read
-
-    def _parts_reader(self, unit: int, out: Destination) -> Callable[[int], None]:
-        """Reads one owner's shard, each part into its place."""
+    def _parts_of(self, unit: int, out: Destination) -> Sequence[list[torch.Tensor] | None]:
+        """By owner: the parts of its shard, where this rank reaches it."""
         if (known := self._parts.get(unit)) is None or known[0] is not out:
             parts = [None if shard is None else out.parts_of(shard) for shard in self._shards[unit]]
             self._parts[unit] = known = out, parts
-        rows, parts = out.rows, known[1]
-        engine, after_chunk = self._engine, self._waiter.after_gather_chunk
+        return known[1]
 
-        def read(owner: int) -> None:
-            sources = parts[owner]
-            if sources is not None:
-                engine.copy_all(rows[owner], sources, after_chunk)
-                return
-            # What arrives goes into its place; but for rows that are not dense, which take one more pass.
-            dense = [row if row.is_contiguous() else row.new_empty(row.shape) for row in rows[owner]]
-            self._read_far(unit, [([row.view(-1) for row in dense], owner)])
-            for row, tmp in zip(rows[owner], dense, strict=True):
-                if tmp is not row:
-                    engine.copy(row, tmp, after_chunk)
-
-        return read
+    def _read_row(self, unit: int, owner: int, row: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """The shard of an owner on another host. What arrives goes into its place; but for what is not dense, which
+        takes one more pass."""
+        places = [row] if isinstance(row, torch.Tensor) else row
+        dense = [there if there.is_contiguous() else there.new_empty(there.shape) for there in places]
+        self._read_far(unit, [([there.view(-1) for there in dense], owner)])
+        for there, tmp in zip(places, dense, strict=True):
+            if tmp is not there:
+                self._engine.copy(there, tmp, self._waiter.after_gather_chunk)
 
     def _read_far(self, unit: int, parts: Sequence[tuple[Sequence[torch.Tensor], int]]) -> None:
         """Shards of owners on other hosts, each into its places."""
@@ -372,10 +365,10 @@ class MinibatchProtocol:
             self._push_to_all(unit, grads, present, self.state.minibatch)
             self._engine.note_use()
         else:
-            rows: Sequence[Sequence[torch.Tensor]]
+            rows: Sequence[torch.Tensor | Sequence[torch.Tensor]]
             if isinstance(grads, torch.Tensor):
                 numels = [grads.numel() // self._world_size]
-                rows = [(row,) for row in grads.split_with_sizes(numels * self._world_size)]
+                rows = grads.split_with_sizes(numels * self._world_size)
             else:
                 numels = [part.numel for part in grads]
                 rows = list(zip(*(part.unbind(self._world_size) for part in grads), strict=True))

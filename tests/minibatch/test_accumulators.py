@@ -187,7 +187,7 @@ def test_pushes_of_another_minibatch_are_refused() -> None:
         publish_all(runtime)
         for minibatch in (0, 2):
             with pytest.raises(ProtocolError, match=f"for minibatch {minibatch}, unit 'a', refused by rank 0"):
-                runtime._store.add(0, 0, [torch.ones(9)], [9], None, minibatch)
+                runtime._store.add(0, 0, torch.ones(9), [9], None, minibatch)
         assert runtime._store.collect(0, 2) is None
         exchange.all_gather(b"")
         runtime.close()
