@@ -15,7 +15,7 @@ from torch import nn
 from odc.errors import ProtocolError, UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
-from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP
+from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP, listening
 from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher, SinceEnd
 from odc.fsdp_patch.unit import Unit
@@ -42,8 +42,8 @@ class Owner(Protocol):
         """A forward of the model that keeps a graph begins, or another method that is one."""
         ...
 
-    def go_on_loading(self, *, is_entering: bool) -> None:
-        """The script enters a collective of its own, or has left one."""
+    def publish_changed(self, *, may_leave: bool = False, of_all: bool = True) -> None:
+        """Publish anew what the script has changed."""
         ...
 
 
@@ -319,6 +319,8 @@ class GradientUse(Listener):
             # A look at one of each unit: who clears all has cleared it, and clears a part is found at the end.
             if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
                 self.end_if_cleared()
+            if not self.is_in_backward:
+                self._live_session().publish_changed(of_all=False)
             self._in_forward, self.in_training_forward = not is_method, torch.is_grad_enabled()
             if self.in_training_forward:
                 self._live_session().before_training(is_method=is_method)
@@ -352,6 +354,11 @@ class GradientUse(Listener):
         return undo
 
     # What torch and the script do
+
+    @property
+    def is_computing(self) -> bool:
+        """In a forward or a backward, or in a method that is a forward that keeps a graph."""
+        return self._in_forward or self.in_training_forward or self.is_in_backward
 
     @property
     def is_in_backward(self) -> bool:
@@ -473,15 +480,15 @@ class GradientUse(Listener):
             self._expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
-        if tensors is None and (session := self.session()) is not None:
-            session.go_on_loading(is_entering=True)
+        is_first = next(one for one in listening() if isinstance(one, GradientUse)) is self
+        if tensors is None and is_first and not self.is_computing:
+            # Others may wait for it in their forward, and come to this collective behind that.
+            self._live_session().publish_changed(may_leave=True)  # of all sessions
         is_due = tensors is not None and self.owns(tensors)
         self._runtime.enters_collective(what, is_due=is_due, is_in_forward=self.in_training_forward)
 
     def leaves_collective(self) -> None:
         self._runtime.leaves_collective()
-        if (session := self.session()) is not None:
-            session.go_on_loading(is_entering=False)
 
     def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
         return self._runtime.explain_collective(error, what)

@@ -123,6 +123,20 @@ class Guard:
         if found is not None:
             self._fail(found)
 
+    def changed(self, units: Iterable[int]) -> list[int]:
+        """Those of these units that a script has changed since they were published, or found to be as published; or
+        written, in a way that all ranks count: then others may find theirs changed, and this one has to know. Waits for
+        the device only where something tells of a change."""
+        found = []
+        for index in units:
+            if self._whole[index].is_unchanged():
+                continue
+            if (self._units[index].counts_alike and self.is_any_written([index])) or self.is_any_changed([index]):
+                found.append(index)
+            else:
+                self.record(index)
+        return found
+
     def is_any_written(self, units: Iterable[int]) -> bool:
         """Whether anything in these units was written that torch has counted, changed or not."""
         return any(trace.is_written() for index in units for trace in self._traces[index])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,7 +70,7 @@ class Publisher:
         self._changes: dict[int, tuple[int, int]] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
-        self.num_loads = 0  # of checkpoints, over published parameters
+        self._has_loaded = False  # a checkpoint, over published parameters
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
@@ -169,18 +169,37 @@ class Publisher:
             return False
         return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
-    def publish_all(self, *, anew: bool = False) -> None:
+    def changed(self) -> Collection[int]:
+        """The units that the script has changed, or may have, since they were published."""
+        everything = range(len(self._units))
+        for index in everything:
+            self._units[index].take_over_data()
+        return everything if self._has_loaded else self._guard.changed(everything)
+
+    def is_changed(self, index: int) -> bool:
+        """Whether one of them is :meth:`changed`."""
+        return self._has_loaded or bool(self._guard.changed([index]))
+
+    def publish_anew(self, changed: Collection[int]) -> None:
+        """Publish all units behind a fence. Those that are not ``changed`` are what they were on this rank; on others
+        they may not be, so that they are waited for."""
+        self._has_loaded = False
+        for index in range(len(self._units)):
+            unit = self._units[index]
+            self._runtime.publish(index, unit.fill_shard if index in changed else _leave_as_it_is)
+            self._record(index)
+
+    def publish_all(self) -> None:
         """Publish what is not published yet, if this is the time for it.
 
         What no optimizer has updated, and nobody has changed by hand, is what it was, so that no rank needs to wait for
-        another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`. ``anew``: it
-        is not.
+        another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`.
         """
         if self._runtime.state.phase is not Phase.FINISHED:
             return
         rest = [index for index in range(len(self._units)) if not self._runtime.state.is_published(index)]
         kept: list[int] = []
-        if self._runtime.minibatch and not anew:
+        if self._runtime.minibatch:
             # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
             unstepped = [index for index in rest if self.trainable[index].isdisjoint(self.since.stepped)]
             held = self._held() if unstepped else set()
@@ -198,6 +217,9 @@ class Publisher:
         unit = self._units[index]
         self._by_hand |= self._changed_by_hand(index)
         self._runtime.publish(index, unit.fill_shard if is_changed else None)
+        self._record(index)
+
+    def _record(self, index: int) -> None:
         self._guard.record(index)
         self._changes.update({id(p): _trace_of(p) for p in self._parameters[index]})
         if self._through_data:
@@ -224,8 +246,12 @@ class Publisher:
         parameters are other ones since."""
         before = self.all_trainable
         self._look_up_parameters()
-        self.num_loads += any(self._runtime.state.is_published(index) for index in range(len(self._units)))
+        self._has_loaded |= any(self._runtime.state.is_published(index) for index in range(len(self._units)))
         return before != self.all_trainable
+
+
+def _leave_as_it_is(shard: torch.Tensor) -> None:
+    """What is published of a unit that this rank has not changed."""
 
 
 def _trace_of(parameter: nn.Parameter) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import warnings
 import weakref
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc import limits
 from odc.errors import MisuseError, OdcError, UnsupportedError
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
@@ -28,7 +26,7 @@ from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete
 from odc.items.item_exchange import ItemExchange
 from odc.minibatch.protocol import End, EndKind
-from odc.minibatch.runtime import Runtime
+from odc.minibatch.runtime import Runtime, pass_fences
 from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline
@@ -136,12 +134,6 @@ class Session:
         if self._runtime.state.phase is not Phase.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
 
-    def go_on_loading(self, *, is_entering: bool) -> None:
-        """The script enters a collective of its own, to which others may come behind their forward; or has left one,
-        and what it has loaded before may be complete on all ranks now."""
-        if not self._closed and self._publisher.num_loads and self._runtime.state.is_ready:
-            self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S if is_entering else 0.0)
-
     def _patch_anew(self) -> bool:
         """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
 
@@ -237,6 +229,7 @@ class Session:
     def _end_minibatch(self, kind: EndKind) -> None:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
         self._require_open()
+        self.publish_changed()
         if self._runtime.state.phase is not Phase.OPEN:
             self._begin()
         if self.on_finish is not None:
@@ -300,8 +293,9 @@ class Session:
     def _begin(self) -> None:
         if not self._gradients.is_in_backward:  # the gradients of which are refused then
             self._patch_anew()
-        self._publish_loaded()
         self._publisher.publish_all()
+        if not self._gradients.is_in_backward:
+            self.publish_changed(of_all=False)
         for index, unit in enumerate(self._units):
             unit.check_hooks()
             self._guard.compare(index)
@@ -324,26 +318,39 @@ class Session:
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )
-        self._publish_loaded()
-        self._publish_again()
-        for unit in self._units:
-            unit.discard_gathered()
-
-    def _publish_loaded(self, *, patience_s: float = math.inf) -> None:
-        """Publish what was loaded over published parameters, for every load, or as far as all ranks come within
-        ``patience_s``."""
-        while self._publisher.num_loads and self._publish_again(patience_s=patience_s):
-            self._publisher.num_loads -= 1
-
-    def _publish_again(self, *, patience_s: float = math.inf) -> bool:
         self._publisher.publish_all()
-        # Replicas are not waited for: one that has not done the same is found at the next end.
-        if not self._runtime.fence(End(EndKind.FENCE, self._gradients.notes()), patience_s=patience_s):
-            return False
-        with self._runtime.reporting:
-            self._gradients.check_kept(self._runtime.ends)
-        self._publisher.publish_all(anew=True)
-        return True
+        self._publish_again([self], everything=True)
+
+    def publish_changed(self, *, may_leave: bool = False, of_all: bool = True) -> None:
+        """Publish anew, of all sessions of this process, what the script has changed since it was published: it is
+        about to use the model, or to wait for other ranks, which may be about to use it. They come to it, too.
+
+        Args:
+            may_leave: go on without, if nobody else comes.
+            of_all: else of this session.
+        """
+        sessions = open_sessions() if of_all else [self]
+        due = [one for one in sessions if one._runtime.state.phase is Phase.FENCED or one._is_changed()]
+        if due:
+            with self._runtime.at_home():
+                self._publish_again(due, may_leave=may_leave)
+
+    def _is_changed(self) -> bool:
+        return self._runtime.state.phase is Phase.PUBLISHED and bool(self._publisher.changed())
+
+    @staticmethod
+    def _publish_again(sessions: Sequence[Session], *, may_leave: bool = False, everything: bool = False) -> None:
+        """Behind a fence. Replicas are not waited for: one that has not done the same is found at the next end."""
+        by_runtime = {one._runtime: one for one in sessions if one._units}
+        hows = [End(EndKind.FENCE, one._gradients.notes()) for one in by_runtime.values()]
+        for runtime in pass_fences(list(by_runtime), hows, may_leave=may_leave):
+            session = by_runtime[runtime]
+            with runtime.reporting:
+                session._gradients.check_kept(runtime.ends)
+            publisher = session._publisher
+            publisher.publish_anew(range(len(session._units)) if everything else publisher.changed())
+            for unit in session._units:
+                unit.discard_gathered()
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -358,10 +365,6 @@ class Session:
                 "gone to the other ranks, for the parameters that were there before. Load before the first backward or "
                 "after the step; or call odc.session_of(model).discard() on every rank before it"
             )
-        # Here, for a rank without a microbatch may not come to the model before it meets a collective of the script.
-        # Where ranks load one after the other, at the next use.
-        if self._runtime.state.phase is not Phase.OPEN:
-            self._publish_loaded(patience_s=limits.LOAD_PATIENCE_S)
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
@@ -392,9 +395,8 @@ class Session:
         """FSDP's all-gather of one unit."""
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
-        if self._publisher.num_loads and state.is_ready:
-            with self._runtime.at_home():
-                self._publish_loaded()
+        if state.is_ready and not self._gradients.is_computing and self._publisher.is_changed(unit):
+            self.publish_changed(of_all=False)
         if state.phase is Phase.FINISHED:
             since = self._publisher.since
             since.is_between = not (self._gradients.in_training_forward or since.stepped)
@@ -525,8 +527,10 @@ def session_of(model: nn.Module) -> Session:
 
 def find_session(model: nn.Module) -> Session | None:
     """As :func:`session_of`; None where the model is not patched."""
-    for listener in listening():
-        session = listener.session() if isinstance(listener, GradientUse) else None
-        if isinstance(session, Session) and session.is_of(model):
-            return session
-    return None
+    return next((session for session in open_sessions() if session.is_of(model)), None)
+
+
+def open_sessions() -> list[Session]:
+    """Of this process, in the order in which they were made."""
+    found = [listener.session() for listener in listening() if isinstance(listener, GradientUse)]
+    return [session for session in found if isinstance(session, Session)]

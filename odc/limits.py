@@ -21,9 +21,9 @@ FIRST_REMINDER_S = 10.0
 COLLECTIVE_FIRST_LOOK_S = 0.1
 """Before it, a collective is looked at only for failures."""
 FENCE_AWAY_S = 1.0
-"""For which a rank waits elsewhere until it is taken to stay away from a fence: one on its way waits for less."""
-LOAD_PATIENCE_S = 5.0
-"""In ``load_state_dict``, for other ranks to load as well: they may take turns (a lock, a barrier)."""
+"""For which no other rank has worked (each waits, or is gone) until a fence is left to go into a collective first;"""
+FENCE_STUCK_S = 3.0
+"""or until it fails, where there is nothing else to do: they are not on their way to it."""
 LOCK_SLICE_S = 0.05
 """Longest sleep on the lock of a sum."""
 

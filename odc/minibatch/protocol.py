@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,12 @@ from typing import Any
 
 import torch
 
-from odc import limits
 from odc.errors import OUR_FAULT, MisuseError, PeerClosedError, PeerDiedError, ProtocolError
 from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.state import MinibatchState, Phase
 from odc.timeline import Timeline
-from odc.transports._peers import IN_COLLECTIVE, PeerState
 from odc.transports.base import SymmetricBuffer
 from odc.units import Destination, Rows, UnitSpec
 
@@ -403,30 +400,33 @@ class MinibatchProtocol:
         self._await_done()
         self._complete(started_ns)
 
-    def fence(self, how: End, *, patience_s: float = math.inf) -> bool:
-        """An empty minibatch: behind it nobody reads the published shards any more, and they may be replaced.
-
-        Args:
-            patience_s: go on if another rank has not come by then; or a moment after it is seen to stay away: it is
-                gone, waits for this one, or in a collective of the script, which this one may come to later. To be
-                called again before anything else.
-
-        Returns:
-            whether it is over.
+    def begin_fence(self, how: End) -> None:
+        """Begin an empty minibatch: behind it nobody reads the published shards any more, and they may be replaced.
+        Nothing if it has begun.
 
         Raises:
             MisuseError: a minibatch is open, or shards are unpublished.
-            ProtocolError: the ranks have ended this minibatch in different ways.
         """
-        started_ns = time.monotonic_ns()
         if self.state.phase is not Phase.FENCED:
             self._waiter.check()
             self.state.fence()
             self._say_done(how)
-        if not self._await_done(patience_s):
-            return False
+
+    def late(self) -> list[int]:
+        """The ranks, by their numbers here, that are not done with this minibatch."""
+        count, done, minibatch = self._end.transport.count, self._done, self.state.minibatch
+        return [rank for rank in self._rotation if count(rank, done) < minibatch]
+
+    def end_fence(self) -> None:
+        """Nobody is late.
+
+        Raises:
+            ProtocolError: the ranks have ended this minibatch in different ways.
+        """
+        started_ns = time.monotonic_ns()
+        if self._has_streams:
+            self._order_after_done()
         self._complete(started_ns)
-        return True
 
     def _say_done(self, how: End) -> None:
         self._faults.hit("finish.before")
@@ -486,40 +486,10 @@ class MinibatchProtocol:
         rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
         return [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
 
-    def _await_done(self, patience_s: float = math.inf) -> bool:
-        """Whether all ranks are done. ``patience_s``: see :meth:`fence`."""
-        count, done, minibatch = self._end.transport.count, self._done, self.state.minibatch
-        may_leave, deadline = patience_s < math.inf, time.monotonic() + patience_s
-        seen: dict[int, tuple[int, float]] = {}
-
-        def late() -> list[int]:
-            return [rank for rank in self._rotation if count(rank, done) < minibatch]
-
-        def awaited() -> list[int]:
-            ranks = late()
-            if may_leave and (time.monotonic() >= deadline or any(self._stays_away(rank, seen) for rank in ranks)):
-                return []
-            return ranks
-
-        self._waiter.wait(awaited, lambda: "end of the minibatch")
-        if may_leave and late():
-            return False
+    def _await_done(self) -> None:
+        self._waiter.wait(self.late, lambda: "end of the minibatch")
         if self._has_streams:
             self._order_after_done()
-        return True
-
-    def _stays_away(self, rank: int, seen: dict[int, tuple[int, float]]) -> bool:
-        """Whether ``rank`` will not come before this one does something else. ``seen``: its progress, and since when,
-        while it has waited."""
-        peer = self._end.transport.peers.by_rank[rank]
-        if peer.state is not PeerState.ALIVE:
-            return True
-        now, progress = time.monotonic(), peer.heartbeats.progress
-        is_waiting = peer.waiting_on in (IN_COLLECTIVE, self._end.transport.topology.me)
-        if not is_waiting or seen.get(rank, (progress, now))[0] != progress:
-            seen.pop(rank, None)
-            return False
-        return now - seen.setdefault(rank, (progress, now))[1] > limits.FENCE_AWAY_S
 
     def _order_after_done(self) -> None:
         """The current stream goes on when all streams of all ranks are done with this minibatch."""

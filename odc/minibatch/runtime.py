@@ -9,22 +9,22 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from odc import limits
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
-from odc.errors import OUR_FAULT, MisuseError, OdcError
+from odc.errors import OUR_FAULT, MisuseError, OdcError, ProtocolError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
-from odc.liveness.waiting import Endpoint
+from odc.liveness.waiting import Endpoint, Job
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
@@ -35,7 +35,7 @@ from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
 from odc.transports import registry
-from odc.transports._peers import IN_COLLECTIVE
+from odc.transports._peers import IN_COLLECTIVE, PeerState
 from odc.transports.base import HOST, Transport, aligned
 from odc.units import Destination, Rows, UnitSpec
 
@@ -323,11 +323,6 @@ class Runtime(RankContext):
             self._has_refused = True
             self._waiter.job.set_refusal(f"{self._waiter.where()}: {type(error).__name__}: {error}")
 
-    def fence(self, how: End, *, patience_s: float = math.inf) -> bool:
-        """See :meth:`odc.minibatch.protocol.MinibatchProtocol.fence`."""
-        with self.reporting:
-            return self._protocol.fence(how, patience_s=patience_s)
-
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gradient`."""
         self._require_open()
@@ -436,6 +431,92 @@ class Runtime(RankContext):
             "slots": self._daemon.num_bytes if self._daemon is not None else 0,
             "transport": self._transport.extra_bytes,
         }
+
+
+class _Stillness:
+    """For how long no other rank of a job has worked, as far as one wait has seen: each waits, or is gone."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._seen: dict[int, int] = {}
+        self._since = self._last_look = time.monotonic()
+
+    def look(self) -> float:
+        """Seconds."""
+        now = time.monotonic()
+        peers = {rank: self._job.peer(rank) for rank in self._job.others}
+        seen = {rank: peer.heartbeats.progress for rank, peer in peers.items() if peer.state is PeerState.ALIVE}
+        was_absent = now - self._last_look > limits.ABSENCE_S  # suspended, as the others may have been
+        if seen != self._seen or was_absent or any(peers[rank].waiting_on is None for rank in seen):
+            self._seen, self._since = seen, now
+        self._last_look = now
+        return now - self._since
+
+
+def pass_fences(runtimes: Sequence[Runtime], hows: Sequence[End], *, may_leave: bool = False) -> Iterator[Runtime]:
+    """Wait until nobody reads the published shards of these runtimes any more, see
+    :meth:`odc.minibatch.protocol.MinibatchProtocol.begin_fence`; each as soon as it can be, for others may wait for one
+    of them and not have come to another yet. Publish what is yielded at once.
+
+    Args:
+        hows: what this rank says of itself, to those of each.
+        may_leave: go on without the rest when no other rank works, or one that is awaited is gone. To be called again
+            before anything else is done with these.
+
+    Raises:
+        ProtocolError: no other rank works, and those that are awaited wait for something else; or have ended this
+            minibatch in another way.
+        MisuseError: a minibatch is open, or shards are unpublished.
+    """
+    for runtime, how in zip(runtimes, hows, strict=True):
+        with runtime.reporting:
+            runtime._protocol.begin_fence(how)
+    rest = list(runtimes)
+    while rest:
+        if not any(ready := [not runtime._protocol.late() for runtime in rest]):
+            _wait_for_any(rest, may_leave)
+            if not any(ready := [not runtime._protocol.late() for runtime in rest]):
+                return
+        over = [runtime for runtime, is_ready in zip(rest, ready, strict=True) if is_ready]
+        rest = [runtime for runtime in rest if runtime not in over]
+        for runtime in over:
+            with runtime.reporting:
+                runtime._protocol.end_fence()
+            yield runtime
+
+
+def _wait_for_any(runtimes: Sequence[Runtime], may_leave: bool) -> None:
+    """Until one of these fences is over."""
+    first, stillness = runtimes[0], _Stillness(runtimes[0]._waiter.job)
+
+    def awaited() -> list[int]:
+        late = [runtime._protocol.late() for runtime in runtimes]
+        if not all(late):
+            return []
+        still_s = stillness.look()
+        if may_leave and (still_s > limits.FENCE_AWAY_S or any(map(is_gone, runtimes, late))):
+            return []
+        if still_s > limits.FENCE_STUCK_S:
+            raise ProtocolError(_why_nobody_comes(first, late[0]))
+        return late[0]
+
+    def is_gone(runtime: Runtime, ranks: Sequence[int]) -> bool:
+        return any(runtime._transport.peers.by_rank[rank].state is not PeerState.ALIVE for rank in ranks)
+
+    with first.reporting:
+        first._waiter.wait(awaited, lambda: "others that publish changed parameters, too")
+
+
+def _why_nobody_comes(runtime: Runtime, late: Sequence[int]) -> str:
+    number, me = runtime.topology.global_rank(late[0]), runtime.topology.me
+    whom = runtime._waiter.job.peer(number).waiting_on
+    where = "in a collective of the script" if whom == IN_COLLECTIVE else f"for rank {me if whom is None else whom}"
+    return (
+        f"rank {me} has changed parameters since minibatch {runtime.minibatch} was published, and waits for the other "
+        f"ranks to publish theirs anew; rank {number} has not changed any, and waits {where}. Change parameters on "
+        "every rank at the same place of the loop; where that changes nothing on some, call "
+        "odc.session_of(model).publish() behind it, on every rank"
+    )
 
 
 def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:
