@@ -343,7 +343,8 @@ class Session:
         """Behind a fence. Replicas are not waited for: one that has not done the same is found at the next end."""
         by_runtime = {one._runtime: one for one in sessions if one._units}
         hows = [End(EndKind.FENCE, one._gradients.notes()) for one in by_runtime.values()]
-        for runtime in pass_fences(list(by_runtime), hows, may_leave=may_leave):
+        beside = [one._runtime for one in open_sessions()]
+        for runtime in pass_fences(list(by_runtime), hows, beside, may_leave=may_leave):
             session = by_runtime[runtime]
             with runtime.reporting:
                 session._gradients.check_kept(runtime.ends)

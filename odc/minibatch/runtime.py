@@ -434,32 +434,44 @@ class Runtime(RankContext):
 
 
 class _Stillness:
-    """For how long no other rank of a job has worked, as far as one wait has seen: each waits, or is gone."""
+    """For how long no other rank has worked, as far as one wait has seen: each waits in one of these runtimes, or is
+    gone."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, runtimes: Sequence[Runtime]) -> None:
+        self._jobs = [runtime._waiter.job for runtime in runtimes]
         self._seen: dict[int, int] = {}
         self._since = self._last_look = time.monotonic()
 
     def look(self) -> float:
         """Seconds."""
-        now = time.monotonic()
-        peers = {rank: self._job.peer(rank) for rank in self._job.others}
-        seen = {rank: peer.heartbeats.progress for rank, peer in peers.items() if peer.state is PeerState.ALIVE}
+        now, seen, waiting = time.monotonic(), dict[int, int](), set[int]()
+        for job in self._jobs:
+            for rank in job.others:
+                if (peer := job.peer(rank)).state is PeerState.ALIVE:
+                    seen[rank] = seen.get(rank, 0) + peer.heartbeats.progress
+                    waiting |= {rank} if peer.waiting_on is not None else set()
         was_absent = now - self._last_look > limits.ABSENCE_S  # suspended, as the others may have been
-        if seen != self._seen or was_absent or any(peers[rank].waiting_on is None for rank in seen):
+        if seen != self._seen or was_absent or len(waiting) < len(seen):
             self._seen, self._since = seen, now
         self._last_look = now
         return now - self._since
 
+    def whom(self, rank: int) -> int | None:
+        """For whom it waits, by its number in the job."""
+        found = [job.peer(rank).waiting_on for job in self._jobs if job.sees(rank)]
+        return next((whom for whom in found if whom is not None), None)
 
-def pass_fences(runtimes: Sequence[Runtime], hows: Sequence[End], *, may_leave: bool = False) -> Iterator[Runtime]:
+
+def pass_fences(
+    runtimes: Sequence[Runtime], hows: Sequence[End], beside: Sequence[Runtime], *, may_leave: bool = False
+) -> Iterator[Runtime]:
     """Wait until nobody reads the published shards of these runtimes any more, see
     :meth:`odc.minibatch.protocol.MinibatchProtocol.begin_fence`; each as soon as it can be, for others may wait for one
     of them and not have come to another yet. Publish what is yielded at once.
 
     Args:
         hows: what this rank says of itself, to those of each.
+        beside: all runtimes of this process, in which others may wait instead.
         may_leave: go on without the rest when no other rank works, or one that is awaited is gone. To be called again
             before anything else is done with these.
 
@@ -474,7 +486,7 @@ def pass_fences(runtimes: Sequence[Runtime], hows: Sequence[End], *, may_leave: 
     rest = list(runtimes)
     while rest:
         if not any(ready := [not runtime._protocol.late() for runtime in rest]):
-            _wait_for_any(rest, may_leave)
+            _wait_for_any(rest, beside, may_leave)
             if not any(ready := [not runtime._protocol.late() for runtime in rest]):
                 return
         over = [runtime for runtime, is_ready in zip(rest, ready, strict=True) if is_ready]
@@ -485,9 +497,9 @@ def pass_fences(runtimes: Sequence[Runtime], hows: Sequence[End], *, may_leave: 
             yield runtime
 
 
-def _wait_for_any(runtimes: Sequence[Runtime], may_leave: bool) -> None:
+def _wait_for_any(runtimes: Sequence[Runtime], beside: Sequence[Runtime], may_leave: bool) -> None:
     """Until one of these fences is over."""
-    first, stillness = runtimes[0], _Stillness(runtimes[0]._waiter.job)
+    first, stillness = runtimes[0], _Stillness(beside)
 
     def awaited() -> list[int]:
         late = [runtime._protocol.late() for runtime in runtimes]
@@ -497,19 +509,23 @@ def _wait_for_any(runtimes: Sequence[Runtime], may_leave: bool) -> None:
         if may_leave and (still_s > limits.FENCE_AWAY_S or any(map(is_gone, runtimes, late))):
             return []
         if still_s > limits.FENCE_STUCK_S:
-            raise ProtocolError(_why_nobody_comes(first, late[0]))
+            number = first.topology.global_rank(late[0][0])
+            raise ProtocolError(_why_it_does_not_come(first, number, stillness.whom(number)))
         return late[0]
 
     def is_gone(runtime: Runtime, ranks: Sequence[int]) -> bool:
         return any(runtime._transport.peers.by_rank[rank].state is not PeerState.ALIVE for rank in ranks)
 
-    with first.reporting:
+    try:
         first._waiter.wait(awaited, lambda: "others that publish changed parameters, too")
+    except BaseException as error:
+        for runtime in beside:  # where others may wait
+            runtime._report(error)
+        raise
 
 
-def _why_nobody_comes(runtime: Runtime, late: Sequence[int]) -> str:
-    number, me = runtime.topology.global_rank(late[0]), runtime.topology.me
-    whom = runtime._waiter.job.peer(number).waiting_on
+def _why_it_does_not_come(runtime: Runtime, number: int, whom: int | None) -> str:
+    me = runtime.topology.me
     where = "in a collective of the script" if whom == IN_COLLECTIVE else f"for rank {me if whom is None else whom}"
     return (
         f"rank {me} has changed parameters since minibatch {runtime.minibatch} was published, and waits for the other "

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from training import loss_of, optimizer_of, tokens
 
@@ -53,8 +54,17 @@ def train(
 def evaluated(model: nn.Module, run: Run) -> torch.Tensor:
     with torch.no_grad():
         loss = loss_of(model, tokens(99, run.rank, 0))
-    model.reshard()  # type: ignore[operator]  # FSDP2 leaves a root gathered behind such a forward
+    reshard(model)
     return loss
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP leaves a root gathered behind a forward without a graph, and would go on with what it was."""
+    if isinstance(model, FullyShardedDataParallel):
+        if model._handle is not None:
+            model._handle.reshard(True)
+    else:
+        model.reshard()  # type: ignore[operator]
 
 
 # Ways to write to parameters
@@ -95,7 +105,7 @@ def teacher(run: Run, write: Write, every: int = 1) -> Outcome:
     def loss(data: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             expected = average(data)
-        average.reshard()  # type: ignore[operator]
+        reshard(average)
         return nn.functional.mse_loss(model(data), 0.5 * expected, reduction="sum")
 
     return train(run, model, follow, loss=loss)
@@ -331,6 +341,14 @@ def case(script: Callable[..., Outcome], *args: object, **options: object) -> Ca
     return Case(with_(script, *args, **options), minibatches=None, pushes=False)
 
 
+FSDP1_CASES = {
+    "sharded teacher": case(teacher, through_data),
+    "averages swapped in": case(averages_evaluated, through_data),
+    "averages swapped in, in place": case(averages_evaluated, counted),
+    "schedule-free optimizer": case(schedule_free),
+    "clamped": case(clamped, 0.2),
+}
+"""Those that know nothing of DTensors."""
 CASES = {
     **{f"sharded teacher, {name}": case(teacher, write) for name, write in WAYS.items()},
     "reference that follows seldom": case(teacher, counted, every=2),
