@@ -70,7 +70,8 @@ class Publisher:
         self._changes: dict[int, tuple[int, int]] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
-        self._has_loaded = False  # a checkpoint, over published parameters
+        self.all_changed = False
+        """The published parameters were changed, whether anything on this rank tells of it or not."""
 
     def _look_up_parameters(self) -> None:
         self._parameters = [unit.trainable_parameters() for unit in self._units]
@@ -174,16 +175,17 @@ class Publisher:
         everything = range(len(self._units))
         for index in everything:
             self._units[index].take_over_data()
-        return everything if self._has_loaded else self._guard.changed(everything)
+        return everything if self.all_changed else self._guard.changed(everything)
 
     def is_changed(self, index: int) -> bool:
         """Whether one of them is :meth:`changed`."""
-        return self._has_loaded or bool(self._guard.changed([index]))
+        return self.all_changed or bool(self._guard.changed([index]))
 
-    def publish_anew(self, changed: Collection[int]) -> None:
-        """Publish all units behind a fence. Those that are not ``changed`` are what they were on this rank; on others
-        they may not be, so that they are waited for."""
-        self._has_loaded = False
+    def publish_anew(self) -> None:
+        """Publish all units behind a fence. Those that are not :meth:`changed` are what they were on this rank; on
+        others they may not be, so that they are waited for."""
+        changed = self.changed()
+        self.all_changed = False
         for index in range(len(self._units)):
             unit = self._units[index]
             self._runtime.publish(index, unit.fill_shard if index in changed else _leave_as_it_is)
@@ -246,7 +248,7 @@ class Publisher:
         parameters are other ones since."""
         before = self.all_trainable
         self._look_up_parameters()
-        self._has_loaded |= any(self._runtime.state.is_published(index) for index in range(len(self._units)))
+        self.all_changed |= any(self._runtime.state.is_published(index) for index in range(len(self._units)))
         return before != self.all_trainable
 
 

@@ -295,7 +295,7 @@ class Session:
             self._patch_anew()
         self._publisher.publish_all()
         if not self._gradients.is_in_backward:
-            self.publish_changed(of_all=False)
+            self.publish_changed()
         for index, unit in enumerate(self._units):
             unit.check_hooks()
             self._guard.compare(index)
@@ -304,9 +304,9 @@ class Session:
     def publish(self) -> None:
         """Publish parameters that were changed outside ``optimizer.step``. Every rank must call it.
 
-        Needed after changing parameters by hand between a publication and the next use of the model (an evaluation with
-        averaged weights, a frozen model moved towards another one). ``optimizer.step`` publishes by itself, and a
-        ``load_state_dict`` of the patched model is published when the model is next used, on every rank.
+        What is changed between steps is published by itself when a model is next used, on every rank (averages swapped
+        in for an evaluation, a frozen model moved towards another one, a ``load_state_dict``). This is for changes that
+        not all ranks see: through ``.data``, to parameters or elements of which a rank has none.
 
         Raises:
             MisuseError: inside a minibatch. Nothing was changed.
@@ -319,39 +319,37 @@ class Session:
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )
         self._publisher.publish_all()
-        self._publish_again([self], everything=True)
+        self._publisher.all_changed = True
+        self.publish_changed()
 
-    def publish_changed(self, *, may_leave: bool = False, of_all: bool = True) -> None:
+    def publish_changed(self, *, may_leave: bool = False) -> None:
         """Publish anew, of all sessions of this process, what the script has changed since it was published: it is
-        about to use the model, or to wait for other ranks, which may be about to use it. They come to it, too.
+        about to use a model, or to wait for other ranks, which may be about to use one. They come to it, too. Why of
+        all: see PROTOCOL.md.
 
         Args:
             may_leave: go on without, if nobody else comes.
-            of_all: else of this session.
         """
-        sessions = open_sessions() if of_all else [self]
-        due = [one for one in sessions if one._runtime.state.phase is Phase.FENCED or one._is_changed()]
-        if due:
-            with self._runtime.at_home():
-                self._publish_again(due, may_leave=may_leave)
+        sessions = {session._runtime: session for session in open_sessions()}
+        due = {runtime: session for runtime, session in sessions.items() if session._is_due()}
+        if not due:
+            return
+        hows = [End(EndKind.FENCE, session._gradients.notes()) for session in due.values()]
+        with self._runtime.at_home():
+            for runtime in pass_fences(list(due), hows, list(sessions), may_leave=may_leave):
+                due[runtime]._publish_anew()
 
-    def _is_changed(self) -> bool:
-        return self._runtime.state.phase is Phase.PUBLISHED and bool(self._publisher.changed())
+    def _is_due(self) -> bool:
+        phase = self._runtime.state.phase
+        return phase is Phase.FENCED or (phase is Phase.PUBLISHED and bool(self._publisher.changed()))
 
-    @staticmethod
-    def _publish_again(sessions: Sequence[Session], *, may_leave: bool = False, everything: bool = False) -> None:
-        """Behind a fence. Replicas are not waited for: one that has not done the same is found at the next end."""
-        by_runtime = {one._runtime: one for one in sessions if one._units}
-        hows = [End(EndKind.FENCE, one._gradients.notes()) for one in by_runtime.values()]
-        beside = [one._runtime for one in open_sessions()]
-        for runtime in pass_fences(list(by_runtime), hows, beside, may_leave=may_leave):
-            session = by_runtime[runtime]
-            with runtime.reporting:
-                session._gradients.check_kept(runtime.ends)
-            publisher = session._publisher
-            publisher.publish_anew(range(len(session._units)) if everything else publisher.changed())
-            for unit in session._units:
-                unit.discard_gathered()
+    def _publish_anew(self) -> None:
+        # Replicas are not waited for: one that has not done the same is found at the next end.
+        with self._runtime.reporting:
+            self._gradients.check_kept(self._runtime.ends)
+        self._publisher.publish_anew()
+        for unit in self._units:
+            unit.discard_gathered()
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether this is the session of ``module``, of a model around it, or of one in it."""
@@ -397,7 +395,7 @@ class Session:
         # FSDP calls from streams of its own; shards are published, and sums opened, where gradients became final.
         state = self._runtime.state
         if state.is_ready and not self._gradients.is_computing and self._publisher.is_changed(unit):
-            self.publish_changed(of_all=False)
+            self.publish_changed()
         if state.phase is Phase.FINISHED:
             since = self._publisher.since
             since.is_between = not (self._gradients.in_training_forward or since.stepped)

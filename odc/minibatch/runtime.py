@@ -24,7 +24,7 @@ from odc.engines.base import TransferTable
 from odc.errors import OUR_FAULT, MisuseError, OdcError, ProtocolError
 from odc.liveness.gloo import is_of_collective
 from odc.liveness.leaving import Closable
-from odc.liveness.waiting import Endpoint, Job
+from odc.liveness.waiting import Endpoint
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
