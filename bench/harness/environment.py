@@ -40,13 +40,24 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+WRITTEN = ("bench/REPORT.md", "bench/report", "bench/results")
+"""What benchmarks write into the tree: two runs in turn are of the same code."""
+
+
 def commit() -> str:
-    """Of the tree in which this runs; empty where there is none."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """Of the tree in which this runs, with "-dirty" if its code was changed since; empty where there is none."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        name = git("describe", "--always", "--exclude=*")
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){p}" for p in WRITTEN)
+        )
     except FileNotFoundError:
         return ""
+    return f"{name}-dirty" if changed else name
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:

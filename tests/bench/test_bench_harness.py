@@ -17,6 +17,7 @@ from odc.bench.communication import primitives
 from odc.bench.gpu.setting import Setting
 from odc.bench.harness import catalogue, former
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Numbers, Picture, Run, Table, numbers, summary
+from odc.bench.harness.environment import commit
 from odc.bench.harness.ranks import BenchError, NotRunError, Place, Rank, run_ranks
 from odc.cli.app import app
 from odc.config import LaunchEnvironment
@@ -236,3 +237,23 @@ def test_ranks_of_torchrun_must_be_as_many_as_are_asked_for(monkeypatch: pytest.
     assert not run.is_first
     with pytest.raises(ValueError, match="torchrun has started 4 ranks, and 2 are asked for"):
         run.ranks(2, lose_time)
+
+
+def test_what_benchmarks_write_does_not_make_their_commit_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a report is of the same code as the one before it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("code.py", "bench/REPORT.md", "bench/report/picture.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before\n")
+    for arguments in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c"]):
+        subprocess.run(["git", *arguments], check=True)
+    clean = commit()
+    assert clean
+    (tmp_path / "bench/REPORT.md").write_text("after\n")
+    (tmp_path / "bench/report/picture.png").write_text("after\n")
+    assert commit() == clean
+    (tmp_path / "code.py").write_text("after\n")
+    assert commit() == f"{clean}-dirty"
