@@ -191,6 +191,12 @@ class Publisher:
             self._runtime.publish(index, unit.fill_shard if index in changed else _leave_as_it_is)
             self._record(index)
 
+    def publish_stepped_by_hand(self) -> None:
+        """Publish all if the minibatch has ended, and the script has changed parameters for which it has no optimizer.
+        What it changes yet is published anew."""
+        if self._runtime.state.phase is Phase.FINISHED and self.stepped_by_hand(self.all_trainable):
+            self.publish_all()
+
     def publish_all(self) -> None:
         """Publish what is not published yet, if this is the time for it.
 

@@ -331,6 +331,8 @@ class Session:
             may_leave: go on without, if nobody else comes.
         """
         sessions = {session._runtime: session for session in open_sessions()}
+        for session in sessions.values():
+            session._publisher.publish_stepped_by_hand()
         due = {runtime: session for runtime, session in sessions.items() if session._is_due()}
         if not due:
             return

@@ -323,6 +323,26 @@ def evaluated_alone(run: Run) -> Outcome:
     return {**found, **({"evaluations": torch.stack(losses)} if losses else {})}
 
 
+def stepped_by_hand(run: Run) -> Outcome:
+    """Without an optimizer. The collective comes behind the step, and rank 1 uses the model only after that."""
+    model = run.net()
+    run.patch(model)
+    losses = list[torch.Tensor]()
+    for step in range(STEPS):
+        run.backward_unless(run.rank == 1 and step % 2 == 1, model, step)
+        if run.patched:
+            odc.session_of(model).finish()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+        if run.rank == 0 or not run.patched:
+            losses.extend([evaluated(model, run)][: 1 - run.rank])
+        dist.barrier()
+    return {"evaluations": torch.stack(losses)} if losses else {}
+
+
 def changed_and_said(run: Run) -> Outcome:
     """``publish()`` on every rank, as before."""
     model = run.net()
@@ -365,5 +385,6 @@ CASES = {
     "outer steps": case(outer_steps),
     "adapters merged": case(merged_adapters),
     "evaluated alone": case(evaluated_alone),
+    "stepped by hand": case(stepped_by_hand),
     "changed and said": case(changed_and_said),
 }
