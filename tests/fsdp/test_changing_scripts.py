@@ -1,7 +1,7 @@
 """Layer 3: ranks as processes. Scripts that change parameters between steps, plain and with ``odc.patch_fsdp(model)``.
 
-No script says that it does. On two ranks all numbers are bit-equal; on four, which pose as two hosts, gradients are sums
-in another order.
+No script says that it does. On two ranks all numbers are bit-equal; on four, which pose as two hosts, gradients are
+sums in another order.
 """
 
 from __future__ import annotations
