@@ -90,8 +90,9 @@ Write = Callable[[nn.Parameter, torch.Tensor], None]
 # Scripts
 
 
-def teacher(run: Run, write: Write, every: int = 1) -> Outcome:
-    """An average of the weights, itself sharded, from which the model learns; or a reference that follows seldom."""
+def teacher(run: Run, write: Write, every: int = 1, limit: float = 1e6) -> Outcome:
+    """An average of the weights, itself sharded, from which the model learns; or a reference that follows seldom. With
+    a ``limit``, both models change, and an evaluation of the average comes before the next microbatch."""
     model, average = run.net(), run.net()
     average.requires_grad_(False).eval()
     run.patch(model)
@@ -101,6 +102,10 @@ def teacher(run: Run, write: Write, every: int = 1) -> Outcome:
         if step % every == every - 1:
             for theirs, ours in zip(average.parameters(), model.parameters(), strict=True):
                 write(theirs, torch.lerp(theirs, ours, 0.3))
+        if limit < 1.0:
+            for ours in model.parameters():
+                ours.clamp_(-limit, limit)
+            evaluated(average, run)
 
     def loss(data: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -372,6 +377,7 @@ FSDP1_CASES = {
 CASES = {
     **{f"sharded teacher, {name}": case(teacher, write) for name, write in WAYS.items()},
     "reference that follows seldom": case(teacher, counted, every=2),
+    "teacher of a clamped model": case(teacher, counted, limit=0.2),
     **{f"averages swapped in, {name}": case(averages_evaluated, write) for name, write in WAYS.items()},
     "stochastic weight averaging": case(averages_taken),
     "schedule-free optimizer": case(schedule_free),
