@@ -42,7 +42,7 @@ class Owner(Protocol):
         """A forward of the model that keeps a graph begins, or another method that is one."""
         ...
 
-    def publish_changed(self, *, may_leave: bool = False) -> None:
+    def publish_changed(self, *, may_leave: bool = False, is_evaluation: bool = False) -> None:
         """Publish anew what the script has changed."""
         ...
 
@@ -320,7 +320,7 @@ class GradientUse(Listener):
             if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
                 self.end_if_cleared()
             if not self.is_in_backward:
-                self._live_session().publish_changed()
+                self._live_session().publish_changed(is_evaluation=not torch.is_grad_enabled())
             self._in_forward, self.in_training_forward = not is_method, torch.is_grad_enabled()
             if self.in_training_forward:
                 self._live_session().before_training(is_method=is_method)

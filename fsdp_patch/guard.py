@@ -24,6 +24,10 @@ to the compute dtype. So a trace only asks for a comparison of all elements, whi
 
 On a GPU no answer is there at once (:class:`DeviceComparison`), and where nothing is trainable, so that no minibatch
 comes, all elements are compared at every gather: its memory is faster than the wire.
+
+What is noticed where a model is about to be used is published anew, see :meth:`Guard.changed`: on a GPU what torch has
+counted; and the rest, which takes a wait, where a script is likely to have changed it, see
+:meth:`odc.fsdp_patch.publishing.Publisher.changed`.
 """
 
 from __future__ import annotations
@@ -123,18 +127,23 @@ class Guard:
         if found is not None:
             self._fail(found)
 
-    def changed(self, units: Iterable[int]) -> list[int]:
+    def changed(self, units: Iterable[int], *, waits: bool) -> list[int]:
         """Those of these units that a script has changed since they were published, or found to be as published; or
-        written, in a way that all ranks count: then others may find theirs changed, and this one has to know. Waits for
-        the device only where something tells of a change."""
-        found = []
+        written, in a way that all ranks count: then others may find theirs changed, and this one has to know.
+
+        Args:
+            waits: for a device, to compare all elements there; else only where something tells of a change.
+        """
+        found, quiet = [], []
         for index in units:
             if self._whole[index].is_unchanged():
-                continue
-            if (self._units[index].counts_alike and self.is_any_written([index])) or self.is_any_changed([index]):
+                quiet.append(index)
+            elif (self._units[index].counts_alike and self.is_any_written([index])) or self.is_any_changed([index]):
                 found.append(index)
             else:
                 self.record(index)
+        if waits and not self._comparison.answers_at_once and self.is_any_changed(quiet):
+            found += [index for index in quiet if self.is_any_changed([index])]
         return found
 
     def is_any_written(self, units: Iterable[int]) -> bool:
@@ -144,7 +153,7 @@ class Guard:
     def is_any_changed(self, units: Iterable[int]) -> bool:
         """Whether any element of these units differs from what was published. Waits for the device."""
         pairs = (pair for i in units for pair in self._units[i].beside(self._runtime.published_shard(i)))
-        return not all(have_equal_bits(left, right) for left, right in pairs)
+        return self._comparison.any_differ(pairs)
 
     def _fail(self, index: int) -> NoReturn:
         unit = self._units[index]  # by its elements: a write that torch has counted may have changed others of them
@@ -264,6 +273,10 @@ class Comparison(ABC):
     def found(self) -> int | None:
         """As :meth:`compare`, asking nothing new."""
 
+    @abstractmethod
+    def any_differ(self, pairs: Pairs) -> bool:
+        """Whether the tensors of any pair differ. Waits for the device, once."""
+
 
 class HostComparison(Comparison):
     """On a CPU the answer is there at once."""
@@ -275,6 +288,9 @@ class HostComparison(Comparison):
 
     def found(self) -> int | None:
         return None
+
+    def any_differ(self, pairs: Pairs) -> bool:
+        return not all(have_equal_bits(left, right) for left, right in pairs)
 
 
 Verdict = Callable[[], bool | None]
@@ -297,10 +313,13 @@ class DeviceComparison(Comparison):
         self._found: int | None = None
 
     def compare(self, pairs: Pairs, index: int) -> int | None:
-        flags = [torch.ne(_bits(left), _bits(right)).any() for left, right in pairs if left.numel()]
-        if flags:
+        if flags := _differences(pairs):
             self._pending.append((index, self._read_later(torch.stack(flags).any())))
         return self.found()
+
+    def any_differ(self, pairs: Pairs) -> bool:
+        flags = _differences(pairs)
+        return bool(flags) and bool(torch.stack(flags).any())
 
     def found(self) -> int | None:
         while self._pending and self._found is None:
@@ -312,6 +331,10 @@ class DeviceComparison(Comparison):
             if differs:
                 self._found = index
         return self._found
+
+
+def _differences(pairs: Pairs) -> list[torch.Tensor]:
+    return [torch.ne(_bits(left), _bits(right)).any() for left, right in pairs if left.numel()]
 
 
 def _read_later(flag: torch.Tensor) -> Verdict:

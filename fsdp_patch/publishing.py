@@ -16,6 +16,9 @@ from odc.fsdp_patch.unit import Unit, spread
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 
+FIRST_MINIBATCHES = 16
+"""In which a script shows what it does between steps."""
+
 
 @dataclass
 class SinceEnd:
@@ -69,6 +72,8 @@ class Publisher:
         self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
         self._changes: dict[int, tuple[int, int]] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
+        self._has_evaluated = False  # since the last step
+        self._has_changed_quietly = False  # such that torch had counted nothing
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.all_changed = False
         """The published parameters were changed, whether anything on this rank tells of it or not."""
@@ -170,21 +175,36 @@ class Publisher:
             return False
         return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
-    def changed(self) -> Collection[int]:
-        """The units that the script has changed, or may have, since they were published."""
+    def is_any_changed(self, *, is_evaluation: bool, is_in_minibatch: bool) -> bool:
+        """Whether the script has changed any unit, or may have, since it was published.
+
+        Waits for a device to compare all elements where the script is likely to have changed some in a way that torch
+        does not count (``.data``): before an evaluation, behind one, in the first minibatches, and if it ever has; but
+        not within the minibatch of another model, whose teacher it may be.
+        """
+        self._has_evaluated |= is_evaluation
+        is_early = self._runtime.minibatch <= FIRST_MINIBATCHES
+        is_likely = self._has_evaluated or self._has_changed_quietly or is_early
+        return bool(self._changed(waits=is_likely and not is_in_minibatch))
+
+    def _changed(self, *, waits: bool) -> Collection[int]:
         everything = range(len(self._units))
         for index in everything:
             self._units[index].take_over_data()
-        return everything if self.all_changed else self._guard.changed(everything)
+        if self.all_changed:
+            return everything
+        found = self._guard.changed(everything, waits=waits)
+        self._has_changed_quietly |= bool(found) and not self._guard.is_any_written(found)
+        return found
 
     def is_changed(self, index: int) -> bool:
-        """Whether one of them is :meth:`changed`."""
-        return self.all_changed or bool(self._guard.changed([index]))
+        """Whether a unit is, as far as can be told at once."""
+        return self.all_changed or bool(self._guard.changed([index], waits=False))
 
     def publish_anew(self) -> None:
-        """Publish all units behind a fence. Those that are not :meth:`changed` are what they were on this rank; on
-        others they may not be, so that they are waited for."""
-        changed = self.changed()
+        """Publish all units behind a fence. What was not changed is what it was on this rank; on others it may not be,
+        so that it is waited for."""
+        changed = self._changed(waits=True)
         self.all_changed = False
         for index in range(len(self._units)):
             unit = self._units[index]
@@ -224,6 +244,7 @@ class Publisher:
     def _publish(self, index: int, is_changed: bool = True) -> None:
         unit = self._units[index]
         self._by_hand |= self._changed_by_hand(index)
+        self._has_evaluated = False
         self._runtime.publish(index, unit.fill_shard if is_changed else None)
         self._record(index)
 

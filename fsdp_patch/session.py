@@ -322,18 +322,24 @@ class Session:
         self._publisher.all_changed = True
         self.publish_changed()
 
-    def publish_changed(self, *, may_leave: bool = False) -> None:
+    def publish_changed(self, *, may_leave: bool = False, is_evaluation: bool = False) -> None:
         """Publish anew, of all sessions of this process, what the script has changed since it was published: it is
         about to use a model, or to wait for other ranks, which may be about to use one. They come to it, too. Why of
         all: see PROTOCOL.md.
 
         Args:
             may_leave: go on without, if nobody else comes.
+            is_evaluation: it is about to use this model, without a graph.
         """
-        sessions = {session._runtime: session for session in open_sessions()}
+        sessions = {one._runtime: one for one in open_sessions() if not one._runtime.has_failed}
         for session in sessions.values():
             session._publisher.publish_stepped_by_hand()
-        due = {runtime: session for runtime, session in sessions.items() if session._is_due()}
+        is_in = any(runtime.state.phase is Phase.OPEN for runtime in sessions)
+        due = {
+            runtime: session
+            for runtime, session in sessions.items()
+            if session._is_due(is_evaluation and session is self, is_in)
+        }
         if not due:
             return
         hows = [End(EndKind.FENCE, session._gradients.notes()) for session in due.values()]
@@ -341,9 +347,11 @@ class Session:
             for runtime in pass_fences(list(due), hows, list(sessions), may_leave=may_leave):
                 due[runtime]._publish_anew()
 
-    def _is_due(self) -> bool:
+    def _is_due(self, is_evaluation: bool, is_in_minibatch: bool) -> bool:
         phase = self._runtime.state.phase
-        return phase is Phase.FENCED or (phase is Phase.PUBLISHED and bool(self._publisher.changed()))
+        if phase is not Phase.PUBLISHED:
+            return phase is Phase.FENCED
+        return self._publisher.is_any_changed(is_evaluation=is_evaluation, is_in_minibatch=is_in_minibatch)
 
     def _publish_anew(self) -> None:
         # Replicas are not waited for: one that has not done the same is found at the next end.
