@@ -1,8 +1,8 @@
 """Layer 3: ranks as processes. Scripts that change parameters between steps, plain and with ``odc.patch_fsdp(model)``.
 
 No script says that it does. On two ranks all numbers are bit-equal; on four, which pose as two hosts, gradients are
-sums in another order. What torch has not counted as written is noticed on a GPU by a comparison that the host waits for:
-here on ranks that compare as there.
+sums in another order. What torch has not counted as written is noticed on a GPU by a comparison that the host waits
+for: here on ranks that compare as there.
 """
 
 from __future__ import annotations
