@@ -7,6 +7,7 @@ anew; silence for the whole limit, or death, is an error that says who, what for
 On-demand communication runs inside a shard group. With replicas (hybrid sharding) a rank belongs to two groups: its
 shard group, and the ranks with the same place in the other shard groups. Each group has a transport; what is told in
 one group is passed on to the other (:mod:`odc.liveness.watchdog`), and so reaches every rank of the mesh in two steps.
+Units on other meshes add their groups.
 :class:`Job` is what one rank hears of all of them, by their numbers in the job.
 """
 
@@ -80,15 +81,21 @@ class Waiter:
     """Waits on behalf of one rank."""
 
     def __init__(
-        self, transport: Transport, timeout_s: float, faults: FaultInjector, stats: WaitStats, failure: Failure
+        self,
+        transport: Transport,
+        timeout_s: float,
+        faults: FaultInjector,
+        stats: WaitStats,
+        failure: Failure,
+        job: Job | None = None,
     ) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
         self._faults = faults
         self._stats = stats
         self._failure = failure
-        self.job = Job(transport.peers)
-        """Whom this rank hears of; with replicas or partners, these as well."""
+        self.job = job or Job(transport.peers)
+        """Whom this rank hears of; with replicas, partners or several meshes, these as well."""
         self.timeline: Timeline | None = None
         self.where: Callable[[], str] = str
         """Says where this rank is, for example "minibatch 7, microbatch 2": ends every error text."""

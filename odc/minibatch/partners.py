@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from odc.errors import OUR_FAULT, ProtocolError
 from odc.liveness.waiting import Waiter
-from odc.minibatch.state import MinibatchState
+from odc.minibatch.state import JointState, MinibatchState
 from odc.transports.base import Transport
 
 _ENDED = 0  # signal
@@ -94,7 +94,7 @@ class Partners:
         )
 
 
-def why_stuck(partners: Iterable[Partners], state: MinibatchState, microbatch: int) -> str | None:
+def why_stuck(partners: Iterable[Partners], state: MinibatchState | JointState, microbatch: int) -> str | None:
     """See :meth:`Partners.gone_on`, along every dimension of the mesh."""
     found = (group.gone_on(microbatch, state.minibatch) for group in partners)
     return next((why for why in found if why is not None), None)

@@ -127,7 +127,13 @@ class MinibatchProtocol:
         self._end_words = end.transport.allocate_host(num_bytes, "ends of minibatches")
         self._ends_of = [self._words_of(rank) for rank in range(self._world_size)]
         self.timeline: Timeline | None = None
+        self.others: Sequence[MinibatchProtocol] = ()
+        """Of this rank on other meshes, where this one leads: they end with it."""
         end.waiter.where = self._where
+
+    @property
+    def _meshes(self) -> Sequence[MinibatchProtocol]:
+        return (self, *self.others)
 
     @staticmethod
     def num_signals(num_units: int) -> int:
@@ -397,7 +403,8 @@ class MinibatchProtocol:
         self.state.check_finish()
         started_ns = time.monotonic_ns()
         self._say_done(how or End())
-        self._await_done()
+        for one in self._meshes:
+            one._await_done()
         self._complete(started_ns)
 
     def begin_fence(self, how: End) -> None:
@@ -409,34 +416,49 @@ class MinibatchProtocol:
         """
         if self.state.phase is not Phase.FENCED:
             self._waiter.check()
-            self.state.fence()
+            for one in self._meshes:
+                one.state.fence()
             self._say_done(how)
 
     def late(self) -> list[int]:
-        """The ranks, by their numbers here, that are not done with this minibatch."""
+        """The ranks of this mesh, by their numbers here, that are not done with this minibatch."""
         count, done, minibatch = self._end.transport.count, self._done, self.state.minibatch
         return [rank for rank in self._rotation if count(rank, done) < minibatch]
 
     def end_fence(self) -> None:
-        """Nobody is late.
+        """Nobody is late, on any mesh.
 
         Raises:
             ProtocolError: the ranks have ended this minibatch in different ways.
         """
         started_ns = time.monotonic_ns()
-        if self._has_streams:
-            self._order_after_done()
+        for one in self._meshes:
+            if one._has_streams:
+                one._order_after_done()
         self._complete(started_ns)
 
     def _say_done(self, how: End) -> None:
+        """On all meshes, before any of their ends is waited for."""
+        for one in self._meshes:
+            one._send_all()
+        has_pushed = any(any(one.state.pushes) for one in self._meshes)
+        for one in self._meshes:
+            one._post_done(how, has_pushed)
+
+    def _send_all(self) -> None:
         self._faults.hit("finish.before")
         if self._daemon is not None:
             self._daemon.drain()
         self._faults.hit("finish.before_done")
         self._engine.join()  # "done" says of every stream here that its gathers have been made
-        self._post_done(how)
 
     def _complete(self, started_ns: int) -> None:
+        for one in self._meshes:
+            one._close_sums()
+        self._stats.minibatches += 1
+        self._stats.finish_s += self._record("finish", None, started_ns)
+
+    def _close_sums(self) -> None:
         """All ranks are done."""
         if self._daemon is not None:
             self._daemon.finish([words[self._end_at(rank) + _SENT] for rank, words in enumerate(self._ends_of)])
@@ -445,12 +467,10 @@ class MinibatchProtocol:
         self.state.finish()
         self._check_ends()
         self._end.transport.peers.tick()
-        self._stats.minibatches += 1
-        self._stats.finish_s += self._record("finish", None, started_ns)
 
-    def _post_done(self, how: End) -> None:
+    def _post_done(self, how: End, has_pushed: bool) -> None:
         sent = 0 if self._daemon is None else self._daemon.sent
-        row = [self.state.minibatch, how.kind, any(self.state.pushes), *how.notes, sent]
+        row = [self.state.minibatch, how.kind, has_pushed, *how.notes, sent]
         at = self._end_at(self._rank)
         self._ends_of[self._rank][at : at + _END_WORDS] = words = memoryview(struct.pack(_END_FORMAT, *row)).cast("q")
         for rank in self._end.transport.topology.ranks_elsewhere():

@@ -11,9 +11,10 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.partners import Partners, why_stuck
 from odc.minibatch.protocol import End, MinibatchProtocol
+from odc.minibatch.state import JointState, MinibatchState
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
@@ -38,6 +40,8 @@ from odc.transports import registry
 from odc.transports._peers import IN_COLLECTIVE, PeerState
 from odc.transports.base import HOST, Transport, aligned
 from odc.units import Destination, Rows, UnitSpec
+
+R = TypeVar("R", bound="Runtime")
 
 
 class Runtime(RankContext):
@@ -71,9 +75,10 @@ class Runtime(RankContext):
         units: Sequence[UnitSpec],
         prefers_daemon: bool = False,
         stats: Stats | None = None,
+        leader: Runtime | None = None,
     ) -> None:
-        self.stats = stats or Stats()
-        super().__init__(transport, config, self.stats)
+        self.stats: Stats = stats or (Stats() if leader is None else leader.stats)
+        super().__init__(transport, config, self.stats, leader)
         self.units = tuple(units)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         plan = StorePlan.of(config, transport, prefers_daemon)
@@ -100,33 +105,35 @@ class Runtime(RankContext):
         self._has_refused = False  # since the last end of a minibatch
         self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
-        self.state = self._protocol.state
+        self.state: MinibatchState | JointState = self._protocol.state
 
     @classmethod
     def create(
-        cls,
+        cls: type[R],
         exchange: Exchange,
         units: Sequence[UnitSpec],
         config: RuntimeConfig | None = None,
         *,
         device: torch.device | None = None,
-        agreement: Mapping[str, Mapping[str, str]] | None = None,
         replicas: Exchange | None = None,
         partners: Sequence[Exchange] = (),
         end_collectives: Callable[[], object] | None = None,
         stats: Stats | None = None,
-    ) -> Runtime:
+        leader: Runtime | None = None,
+        then: Callable[[R], object] = lambda runtime: None,
+    ) -> R:
         """Connect the ranks of ``exchange``. Collective.
 
         Args:
             units: what is communicated; the same on every rank.
-            agreement: further tables that must be equal on all ranks (title -> item -> value).
             replicas: between the ranks with this one's place in their groups, if there are several groups.
             partners: each between ranks that compute together, of which one is in this group: the failure of one is
                 that of all.
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
+            leader: another runtime of this rank, see :class:`~odc.setup.context.RankContext`.
+            then: the last step of set-up.
 
         Raises:
             SetupError: on all ranks, naming the first difference between them or the resource that is missing.
@@ -134,7 +141,7 @@ class Runtime(RankContext):
         """
         config = config or RuntimeConfig()
         table = {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)}
-        agree(exchange, config, {"units": table, **(agreement or {})})
+        agree(exchange, config, {"units": table})
         path, transfers = config.transfer_table, list[TransferTable]()
 
         def load_transfers() -> str:
@@ -144,16 +151,20 @@ class Runtime(RankContext):
         prefers_daemon = "daemon" in gather_together(exchange, load_transfers)
         transport = connect(exchange, config, device or HOST)
 
-        def finish(runtime: Runtime) -> None:
+        def finish(runtime: R) -> None:
             runtime._complete(transfers[0] if transfers else None)
+            if leader is not None:  # what this rank shows in one group, it shows in both
+                leader._waiter.job.add(transport.peers)
+                transport.peers.show_to(leader._transport.peers)
             if replicas is not None:
                 runtime._replicas = runtime._join(replicas)
             for exchange in partners:
                 runtime._join(exchange, lambda transport: runtime._partners.append(Partners(transport)))
+            then(runtime)
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
 
-        return complete(transport, lambda: cls(transport, config, units, prefers_daemon, stats), finish)
+        return complete(transport, lambda: cls(transport, config, units, prefers_daemon, stats, leader), finish)
 
     def _complete(self, transfers: TransferTable | None) -> None:
         """The rest of set-up. Collective."""
@@ -217,6 +228,11 @@ class Runtime(RankContext):
         return [self._transport, *self._beside]
 
     # Operations
+
+    @property
+    def meshes(self) -> Sequence[Runtime]:
+        """This one; where units are on several meshes, that of each."""
+        return [self]
 
     @property
     def minibatch(self) -> int:
@@ -485,11 +501,11 @@ def pass_fences(
             runtime._protocol.begin_fence(how)
     rest = list(runtimes)
     while rest:
-        if not any(ready := [not runtime._protocol.late() for runtime in rest]):
+        over = [runtime for runtime in rest if not _late_mesh(runtime)]
+        if not over:
             _wait_for_any(rest, beside, may_leave)
-            if not any(ready := [not runtime._protocol.late() for runtime in rest]):
+            if not any(over := [runtime for runtime in rest if not _late_mesh(runtime)]):
                 return
-        over = [runtime for runtime, is_ready in zip(rest, ready, strict=True) if is_ready]
         rest = [runtime for runtime in rest if runtime not in over]
         for runtime in over:
             with runtime.reporting:
@@ -497,27 +513,36 @@ def pass_fences(
             yield runtime
 
 
+def _late_mesh(runtime: Runtime) -> Runtime | None:
+    """The first of its meshes on which a rank has yet to come to the fence."""
+    return next((mesh for mesh in runtime.meshes if mesh._protocol.late()), None)
+
+
 def _wait_for_any(runtimes: Sequence[Runtime], beside: Sequence[Runtime], may_leave: bool) -> None:
     """Until one of these fences is over."""
-    first, stillness = runtimes[0], _Stillness(beside)
+    stillness, is_left = _Stillness(beside), False
 
-    def awaited() -> list[int]:
-        late = [runtime._protocol.late() for runtime in runtimes]
-        if not all(late):
-            return []
-        still_s = stillness.look()
-        if may_leave and (still_s > limits.FENCE_AWAY_S or any(map(is_gone, runtimes, late))):
-            return []
-        if still_s > limits.FENCE_STUCK_S:
-            number = first.topology.global_rank(late[0][0])
-            raise ProtocolError(_why_it_does_not_come(first, number, stillness.whom(number)))
-        return late[0]
+    def is_gone(mesh: Runtime) -> bool:
+        peers = mesh._transport.peers.by_rank
+        return any(peers[rank].state is not PeerState.ALIVE for rank in mesh._protocol.late())
 
-    def is_gone(runtime: Runtime, ranks: Sequence[int]) -> bool:
-        return any(runtime._transport.peers.by_rank[rank].state is not PeerState.ALIVE for rank in ranks)
+    def awaited(mesh: Runtime) -> list[int]:
+        nonlocal is_left
+        if not all(map(_late_mesh, runtimes)):
+            return []
+        still_s, late = stillness.look(), mesh._protocol.late()
+        meshes = [one for runtime in runtimes for one in runtime.meshes]
+        is_left = may_leave and (still_s > limits.FENCE_AWAY_S or any(map(is_gone, meshes)))
+        if late and still_s > limits.FENCE_STUCK_S and not is_left:
+            number = mesh.topology.global_rank(late[0])
+            raise ProtocolError(_why_it_does_not_come(mesh, number, stillness.whom(number)))
+        return [] if is_left else late
 
     try:
-        first._waiter.wait(awaited, lambda: "others that publish changed parameters, too")
+        while not is_left and all(meshes := [_late_mesh(runtime) for runtime in runtimes]):
+            mesh = meshes[0]
+            assert mesh is not None
+            mesh._waiter.wait(functools.partial(awaited, mesh), lambda: "others that publish changed parameters, too")
     except BaseException as error:
         for runtime in beside:  # where others may wait
             runtime._report(error)

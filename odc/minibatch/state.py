@@ -143,3 +143,46 @@ class MinibatchState:
 
     def _refusal(self, what: str, hint: str) -> MisuseError:
         return MisuseError(f"{what} (minibatch {self.minibatch} is {self.phase.value}){hint}")
+
+
+class JointState:
+    """Where one rank is that has units on several meshes, and a state for each.
+
+    It goes through the phases on all of them together, but for publications, which are made unit by unit: until all are
+    out, it is ``FINISHED``. Units are numbered mesh by mesh.
+    """
+
+    def __init__(self, states: Sequence[MinibatchState]) -> None:
+        self._states = states
+        self._places = [(state, unit) for state in states for unit in range(len(state.pushes))]
+
+    @property
+    def _last(self) -> MinibatchState:
+        return next((state for state in self._states if state.phase is Phase.FINISHED), self._states[0])
+
+    @property
+    def phase(self) -> Phase:
+        return self._last.phase
+
+    @property
+    def minibatch(self) -> int:
+        return self._last.minibatch
+
+    @property
+    def is_ready(self) -> bool:
+        return self._last.is_ready
+
+    @property
+    def pushes(self) -> list[int]:
+        return [number for state in self._states for number in state.pushes]
+
+    @property
+    def pushed(self) -> list[int]:
+        return [unit for unit, number in enumerate(self.pushes) if number]
+
+    def is_published(self, unit: int) -> bool:
+        state, number = self._places[unit]
+        return state.is_published(number)
+
+    def check_finish(self) -> None:
+        self._last.check_finish()

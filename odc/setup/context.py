@@ -93,23 +93,32 @@ class Leaving:
 
 
 class RankContext:
-    """One rank's part in a group, owned by the caller, with :meth:`close`; no process-global state."""
+    """One rank's part in a group, owned by the caller, with :meth:`close`; no process-global state.
+
+    Args:
+        leader: another context of this rank, which owns this one: what fails in one fails in both, and the ranks of
+            both groups are told.
+    """
 
     kind: ClassVar[str]
     """What messages call it."""
 
-    def __init__(self, transport: Transport, config: RuntimeConfig, stats: WaitStats) -> None:
+    def __init__(
+        self, transport: Transport, config: RuntimeConfig, stats: WaitStats, leader: RankContext | None = None
+    ) -> None:
         self.config = config
         self.topology = transport.topology
-        self.faults = FaultInjector(config.fault, self.topology.me)
+        self.faults: FaultInjector = FaultInjector(config.fault, self.topology.me) if leader is None else leader.faults
         self._transport = transport
-        self._failure = Failure()
+        self._leader = leader
+        self._failure: Failure = Failure() if leader is None else leader._failure
         self._failure_lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
         self._finalizer: weakref.finalize[[], RankContext] | None = None
         self._watchdog: StreamWatchdog | None = None
-        self._waiter = Waiter(transport, config.timeout_s, self.faults, stats, self._failure)
+        job = None if leader is None else leader._waiter.job
+        self._waiter: Waiter = Waiter(transport, config.timeout_s, self.faults, stats, self._failure, job)
         transport.peers.check_context = self._waiter.check
 
     # What a kind of context adds
@@ -139,7 +148,9 @@ class RankContext:
         return _Reporting(self)
 
     def _report(self, error: BaseException) -> None:
-        if isinstance(error, MisuseError):
+        if self._leader is not None:
+            self._leader._report(error)
+        elif isinstance(error, MisuseError):
             self._refused(error)
         else:
             self.abort(error)
@@ -168,6 +179,9 @@ class RankContext:
 
     def abort(self, error: BaseException) -> None:
         """Tell every peer that this rank has failed, once; they raise ``AbortedError`` at their next operation."""
+        if self._leader is not None:
+            self._leader.abort(error)
+            return
         if os.getpid() != self._pid:
             return  # a forked child's failures are its own
         with self._failure_lock:
