@@ -7,7 +7,7 @@
 | ``replicate()`` is FSDP2 without a shard group | - | yes | yes | yes | yes | ``Fsdp2Unit.is_sharded`` |
 | a shard group of one calls the custom reduce-scatter | yes | - | - | - | - | such groups are not patched |
 | a recomputed forward (checkpointing) gathers once more | yes | - | - | - | - | gathers are legal at any time |
-| custom communication refused by a module of several groups | - | - | - | yes | yes | ``check_fsdp2`` refuses first |
+| custom communication refused by a module of several groups | - | - | - | yes | yes | ``Fsdp2Unit.swap_comms`` |
 | ``set_reduce_scatter_unused_params`` | - | - | - | - | yes | ``Fsdp2Unit._coming_gradients`` |
 | a process group of its own for the reduce-scatter | - | - | - | - | yes | groups are never compared by identity |
 | ``all_gather_single``, ``reduce_scatter_single`` | - | - | - | - | yes | FSDP is not entered through these |
@@ -64,7 +64,7 @@ def reduced(stream: Any, sent: object) -> tuple[Any, ...]:
     return (sent, event, *ended, None, None, None)
 
 
-def param_groups(module: nn.Module) -> list[Any]:
+def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
     """The FSDP2 parameter groups of exactly this module."""
     if not isinstance(module, FSDPModule):
         return []

@@ -459,6 +459,18 @@ def find_fsdp1_roots(model: nn.Module) -> list[tuple[str, Any]]:
     return roots
 
 
+def largest_fsdp1_module(model: nn.Module) -> Any:
+    """The first of the modules that are sharded over the most ranks; the outermost one where none is sharded."""
+    found = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+    sharded = [m for m in found if m._handle is not None and not _is_replicated(m)]
+
+    def size(module: Any) -> tuple[bool, int]:
+        ranks, replicas = module.process_group.size(), getattr(module, "_inter_node_pg", None)
+        return ranks > 1, ranks * (1 if replicas is None else replicas.size())
+
+    return max(sharded or found[:1], key=size)
+
+
 def find_fsdp1_units(model: nn.Module) -> list[Fsdp1Unit]:
     """All FSDP1 units below ``model`` in module order, initialised as their first forward would."""
     for _, root in find_fsdp1_roots(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
 from odc.fsdp_patch.unit import GRADIENT_DTYPES, shadow
 from odc.timeline import Timeline
+
+logger = logging.getLogger("odc")
 
 
 def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
@@ -35,26 +38,20 @@ def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
 def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
     seen: set[int] = set()
     for name, module in model.named_modules():
-        for group in param_groups(module):
+        groups = param_groups(module)
+        for number, group in enumerate(groups):
             assert isinstance(module, FSDPModule)
             if id(group) not in seen:
                 seen.add(id(group))
-                yield name or "<root>", module, group
+                yield (name or "<root>") + (f" (mesh {number})" if len(groups) > 1 else ""), module, group
 
 
-def check_fsdp2(model: nn.Module, units: Sequence[Fsdp2Unit]) -> None:
+def check_fsdp2(units: Sequence[Fsdp2Unit]) -> None:
     """Refuse what cannot be honoured, before anything is allocated or changed.
 
     Raises:
         UnsupportedError: naming the module, the option and what to do.
     """
-    for name, module in model.named_modules():
-        if len(param_groups(module)) > 1:
-            raise UnsupportedError(
-                f"module {name!r}: shard_placement_fn with several meshes (one module, "
-                f"{len(param_groups(module))} parameter groups) is not supported yet: call "
-                "fully_shard on its submodules, each with one mesh"
-            )
     for unit in units:
         _check_unit(unit)
 
@@ -94,9 +91,20 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     for param in unit.params:
         _check_param(param.sharded, param.name, where)
     unit.check_hooks()
+    if unit.process_group.size() == 1 and unit.replica_group is not None:
+        logger.warning(
+            "odc: %s is sharded over one rank and replicated, and is left to FSDP2: it all-reduces these gradients in "
+            "every backward, so every rank must run as many microbatches",
+            where,
+        )
 
 
 def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
+    if isinstance(unit, SubgroupUnit) and unit.is_on_another_mesh:
+        raise UnsupportedError(
+            f"{where}: other units have reshard_after_forward=<int>, and are sharded over other ranks, which is not "
+            "supported: use True or False"
+        )
     smaller = smaller_mesh(unit.group)
     if smaller is None:
         return

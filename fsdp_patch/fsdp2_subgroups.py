@@ -74,6 +74,12 @@ class SubgroupUnit(Fsdp2Unit):
         self._groups = int(smaller.replicate_mesh_size)
 
     @property
+    def is_on_another_mesh(self) -> bool:
+        """Whether it is not over the ranks that the smaller groups have together."""
+        own = dist.get_process_group_ranks(super().process_group)
+        return sorted(own) != sorted(self.smaller.mesh.mesh.flatten().tolist())
+
+    @property
     def divide_factor(self) -> float:
         factor = self.group.gradient_divide_factor
         return float(self._places * self._groups) if factor is None else float(factor)

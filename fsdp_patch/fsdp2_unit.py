@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from odc.config import STAGING as STAGING_VARIABLE
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.compat import is_tested, mp_policy
+from odc.fsdp_patch.compat import is_tested, mp_policy, param_groups
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients
 from odc.fsdp_patch.pending import stand_alone
@@ -413,7 +413,9 @@ class Fsdp2Unit(Unit):
         return self._present
 
     def swap_comms(self, all_gather: Any, reduce_scatter: Any) -> Undo:
-        """Enter by the public doors; returns the undo."""
+        """Enter by the public doors, which torch keeps shut for a module of several groups; returns the undo."""
+        if len(param_groups(self.module)) > 1:
+            return shadow(self.group, _all_gather_comm=all_gather, _reduce_scatter_comm=reduce_scatter)
         before = (self.group._all_gather_comm, self.group._reduce_scatter_comm)
         self.module.set_custom_all_gather(all_gather)
         self.module.set_custom_reduce_scatter(reduce_scatter)

@@ -15,17 +15,27 @@ from torch.distributed.fsdp import FSDPModule
 from odc.config import RuntimeConfig
 from odc.errors import ConfigError, UnsupportedError
 from odc.fsdp_patch.compat import warn_if_untested
-from odc.fsdp_patch.fsdp1 import check_fsdp1_model, check_fsdp1_units, find_fsdp1_roots, find_fsdp1_units
+from odc.fsdp_patch.fsdp1 import (
+    check_fsdp1_model,
+    check_fsdp1_units,
+    find_fsdp1_roots,
+    find_fsdp1_units,
+    largest_fsdp1_module,
+)
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.fsdp2_in_place import Held
 from odc.fsdp_patch.session import Connection, Session
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
-from odc.minibatch.runtime import Runtime
-from odc.setup.agreement import ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
+from odc.minibatch.joint import Mesh, connect_meshes
+from odc.setup.agreement import ProcessGroupExchange, require_agreement, setup_timeout_s
+from odc.setup.context import agree
 from odc.timeline import Stats
 
 logger = logging.getLogger("odc")
+
+Ranks = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a shard group, and of the replicas of one of them; none without replicas."""
 
 
 def patch_fsdp(
@@ -130,38 +140,56 @@ def _connect(
     problem: Exception | None,
     stats: Stats | None = None,
 ) -> Connection:
-    units = list[Unit]()
+    meshes = list[list[Unit]]()
+
+    def check() -> None:
+        if problem is not None:
+            raise problem
+
     try:
-        units = units if problem else supported_units(model)
+        meshes = [] if problem else by_mesh(supported_units(model))
         held = Held()
-        for unit in units if config.staging == "auto" else ():
+        for unit in (unit for units in meshes for unit in units) if config.staging == "auto" else ():
             unit.do_without_staging(held)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = error
-    raise_together(exchange, problem)
-    agreement = _agreement(units)
-    replica_group = units[0].replica_group
-    limit_s = setup_timeout_s(config.timeout_s)
-    replicas = ProcessGroupExchange(replica_group, device, limit_s) if replica_group is not None else None
-    partners = [ProcessGroupExchange(group, device, limit_s) for group in _partner_groups(units)]
-    for beside in ([replicas] if replicas is not None else []) + partners:
-        require_agreement(beside, agreement)
-    # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
-    communicated = units if exchange.world_size > 1 else []
-    if any(unit.spec().grad_dtype == torch.float64 for unit in communicated):
+    agree(exchange, config, {"meshes": {str(number): _shape(units[0]) for number, units in enumerate(meshes)}}, check)
+    exchanges = {tuple(exchange.global_ranks): exchange}
+
+    def over(group: dist.ProcessGroup) -> ProcessGroupExchange:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in exchanges:
+            exchanges[ranks] = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
+        return exchanges[ranks]
+
+    joined, partners = list[Mesh](), dict[ProcessGroupExchange, None]()
+    for units in meshes:  # all that ranks have to agree in, before any memory is taken
+        copies = units[0].replica_group
+        replicas = over(copies) if copies is not None else None
+        mesh = Mesh([unit.spec() for unit in units], over(units[0].process_group), replicas)
+        beside = dict.fromkeys(over(group) for unit in units for group in unit.partner_groups)
+        for one in (mesh.exchange, mesh.replicas, *beside):
+            if one is not None:
+                require_agreement(one, _agreement(units))
+        partners |= beside
+        # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
+        joined += [mesh] if mesh.exchange.world_size > 1 else []
+    if any(spec.grad_dtype == torch.float64 for mesh in joined for spec in mesh.units):
         config = replace(config, accumulate_dtype=torch.float64)
-    runtime = Runtime.create(
-        exchange,
-        [unit.spec() for unit in communicated],
+    runtime = connect_meshes(
+        joined or [Mesh([], exchange)],
         config,
         device=device,
-        agreement=agreement,
-        replicas=replicas if communicated else None,
-        partners=partners if communicated else (),
-        end_collectives=end_connections if communicated else None,
+        partners=list(partners) if joined else (),
+        end_collectives=end_connections if joined else None,
         stats=stats,
     )
-    return Connection(communicated, runtime, replica_group)
+    return Connection(meshes[: len(joined)], runtime, [unit for units in meshes[len(joined) :] for unit in units])
+
+
+def _shape(unit: Unit) -> str:
+    ranks, replicas = _ranks(unit)
+    return f"{len(ranks)} ranks" + (f", {len(replicas)} replicas" if replicas else "")
 
 
 def _agreement(units: Sequence[Unit]) -> dict[str, dict[str, str]]:
@@ -178,20 +206,21 @@ def _agreement(units: Sequence[Unit]) -> dict[str, dict[str, str]]:
 
 
 def default_group(model: nn.Module) -> tuple[dist.ProcessGroup, torch.device]:
-    """The group over which the model's first unit is sharded, and its device: enough to tell the other ranks of a
-    problem.
+    """The group over which the model is sharded (of several meshes, the first of :func:`by_mesh`), and its device:
+    enough to tell the other ranks of a problem.
 
     Raises:
         ValueError: the model was not sharded.
         UnsupportedError: its meshes only replicate; every rank sees that.
     """
-    roots = find_fsdp1_roots(model)
-    if roots:
-        return roots[0][1].process_group, roots[0][1].compute_device
+    if find_fsdp1_roots(model):
+        module = largest_fsdp1_module(model)
+        return module.process_group, module.compute_device
     units = find_fsdp2_units(model)
     check_fsdp2_meshes(units)
     if units:
-        return units[0].process_group, units[0].device
+        first = by_mesh(units)[0][0]
+        return first.process_group, first.device
     raise ValueError(
         f"{type(model).__name__} has no FSDP modules: call torch.distributed.fsdp.fully_shard on its layers and on the "
         "model (or wrap it in FullyShardedDataParallel) first, then odc.patch_fsdp(model)"
@@ -212,33 +241,28 @@ def supported_units(model: nn.Module) -> list[Unit]:
         check_fsdp1_model(model)
         fsdp1_units = find_fsdp1_units(model)
         check_fsdp1_units(fsdp1_units)
-        _check_one_mesh(fsdp1_units)
         return list(fsdp1_units)
     fsdp2_units = find_fsdp2_units(model)
-    check_fsdp2(model, fsdp2_units)
-    _check_one_mesh(fsdp2_units)
+    check_fsdp2(fsdp2_units)
     return list(fsdp2_units)
 
 
-def _check_one_mesh(units: Sequence[Unit]) -> None:
-    ranks = [_ranks(unit) for unit in units]
-    for unit, other in zip(units, ranks, strict=True):
-        if other != ranks[0]:
-            raise UnsupportedError(
-                f"mesh: unit {unit.name!r} is sharded over ranks {other}, {units[0].name!r} over {ranks[0]}; units on "
-                "different meshes are not supported yet"
-            )
+def by_mesh(units: Sequence[Unit]) -> list[list[Unit]]:
+    """The units of each mesh: first that of the most ranks, mostly all, else in the order of the model, which all ranks
+    have. Shard groups of one rank come last."""
+    meshes: dict[Ranks, list[Unit]] = {}
+    for unit in units:
+        meshes.setdefault(_ranks(unit), []).append(unit)
+
+    def size(ranks: Ranks) -> tuple[bool, int]:
+        return len(ranks[0]) > 1, len(ranks[0]) * max(len(ranks[1]), 1)
+
+    return [meshes[ranks] for ranks in sorted(meshes, key=size, reverse=True)]
 
 
-def _partner_groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
-    """Of all units, each once, in the order of the model."""
-    groups = [group for unit in units for group in unit.partner_groups]
-    return list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.values())
-
-
-def _ranks(unit: Unit) -> tuple[list[int], list[int]]:
+def _ranks(unit: Unit) -> Ranks:
     replicas = unit.replica_group
     return (
-        dist.get_process_group_ranks(unit.process_group),
-        dist.get_process_group_ranks(replicas) if replicas is not None else [],
+        tuple(dist.get_process_group_ranks(unit.process_group)),
+        tuple(dist.get_process_group_ranks(replicas)) if replicas is not None else (),
     )

@@ -41,21 +41,31 @@ class Replicas:
         """This rank's number among its replicas."""
         return dist.get_rank(self._group)
 
-    def ends(self, minibatch: int, ends: Sequence[End]) -> list[End]:
-        """How each rank of every shard group has ended a minibatch: those of this group first, given by ``ends``.
+    def meet(self) -> None:
+        """Wait until all have come to the end of the minibatch.
+
+        Once per minibatch: at its end every rank comes to the same collectives, and waits for nobody in between.
+        """
+        if self._met_in != self._runtime.minibatch:
+            self._runtime.meet_replicas(f"end of minibatch {self._runtime.minibatch}, with replica ranks {self._ranks}")
+            self._met_in = self._runtime.minibatch
+
+    def ends(self) -> list[End]:
+        """How each rank of the other shard groups has ended the minibatch.
 
         Collective, once per minibatch, behind its end within the group.
 
         Raises:
             ProtocolError: the groups are at different minibatches, or have ended this one in different ways.
         """
-        self._meet(f"end of minibatch {minibatch}, with replica ranks {self._ranks}")
+        self.meet()
+        minibatch, ends = self._runtime.minibatch, self._runtime.ends
         words = [minibatch, *(word for end in ends for word in (end.kind, end.has_pushed, *end.notes))]
         own = torch.tensor(words, dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in self._ranks]
         work = dist.all_gather(rows, own, group=self._host_group, async_op=True)
         self._wait(work, f"end of minibatch {minibatch}", on_host=True)
-        found = list(ends)
+        found = list[End]()
         for rank, (theirs, *rest) in zip(self._ranks, (row.tolist() for row in rows), strict=True):
             if theirs != minibatch:
                 raise ProtocolError(
@@ -72,7 +82,7 @@ class Replicas:
 
     def union(self, flags: Sequence[bool]) -> list[bool]:
         """Element-wise "or" over the replicas."""
-        self._meet(f"gradients of the replicas, ranks {self._ranks}")
+        self.meet()
         words = torch.tensor(flags, dtype=torch.int32)
         if words.numel():
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
@@ -104,12 +114,6 @@ class Replicas:
         if self._host_group is not self._group and not self._runtime.has_failed:
             dist.destroy_process_group(self._host_group)
         self._host_group = self._group
-
-    def _meet(self, what: str) -> None:
-        """Once per minibatch: at its end every rank comes to the same collectives, and waits for nobody in between."""
-        if self._met_in != self._runtime.minibatch:
-            self._runtime.meet_replicas(what)
-            self._met_in = self._runtime.minibatch
 
     def _wait(self, work: dist.Work | None, what: str, on_host: bool | None = None) -> None:
         assert work is not None

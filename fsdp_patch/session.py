@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
+from odc.fsdp_patch.alone import Alone
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
@@ -23,7 +23,7 @@ from odc.fsdp_patch.interception import listen, listening
 from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
-from odc.fsdp_patch.unit import Unit, check_backward_complete
+from odc.fsdp_patch.unit import Unit, check_backward_complete, describe_meshes
 from odc.items.item_exchange import ItemExchange
 from odc.minibatch.protocol import End, EndKind
 from odc.minibatch.runtime import Runtime, pass_fences
@@ -69,10 +69,11 @@ class MemoryReport:
 class Connection(NamedTuple):
     """What a session works with."""
 
-    units: Sequence[Unit]
-    """Those that are communicated."""
+    meshes: Sequence[Sequence[Unit]]
+    """The units that are communicated, by mesh, as :attr:`odc.minibatch.runtime.Runtime.meshes`."""
     runtime: Runtime
-    replica_group: dist.ProcessGroup | None
+    alone: Sequence[Unit]
+    """Those whose shard group is of one rank."""
 
 
 class Session:
@@ -108,12 +109,17 @@ class Session:
         self._take(connection)
 
     def _take(self, connection: Connection) -> None:
-        units, runtime, replica_group = connection
-        self._units = list(units)
+        meshes, runtime, alone = connection
+        self._units = [unit for units in meshes for unit in units]
+        self._meshes = describe_meshes(meshes)
         self._runtime = runtime
-        self._replicas = Replicas(replica_group, runtime, units[0].device) if replica_group and units else None
-        for unit in units:
-            unit.replicas = self._replicas
+        self._replicas: list[Replicas] = []
+        for units, one in zip(meshes, runtime.meshes, strict=False):
+            if (group := units[0].replica_group) is not None:
+                self._replicas.append(Replicas(group, one, units[0].device))
+                for unit in units:
+                    unit.replicas = self._replicas[-1]
+        self._alone = Alone(alone)
         self._guard = Guard(self._units, runtime)
         self._publisher = Publisher(self._units, runtime, self._guard)
         self._gradients = GradientUse(self, self._publisher, runtime, self._units)
@@ -133,6 +139,8 @@ class Session:
         """A forward of the model that keeps a graph begins, or another method that is one."""
         if self._runtime.state.phase is not Phase.OPEN and self._patch_anew():
             self._gradients.begin_forward(is_method=is_method)
+        if self._units:
+            self._alone.begin()
 
     def _patch_anew(self) -> bool:
         """If parameters are trained that were frozen when the model was patched: patch it with these. Whether it was.
@@ -174,12 +182,8 @@ class Session:
         """One line for people: what was patched."""
         if not self._units:
             return "nothing to communicate in a shard group of one rank"
-        replicas = f", {self._replicas.size} replicas" if self._replicas else ""
-        ways = ", ".join(dict.fromkeys(unit.staging for unit in self._units if unit.staging))
-        return (
-            f"{len(self._units)} units over {self._runtime.topology.world_size} ranks{replicas}, transport "
-            f"{self._runtime.transport_name}{ways and f', {ways}'}"
-        )
+        ways = "".join(dict.fromkeys(f", {unit.staging}" for unit in self._units if unit.staging))
+        return f"{self._meshes}, transport {self._runtime.transport_name}{ways}"
 
     # The minibatch
 
@@ -246,6 +250,7 @@ class Session:
             self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does before its step
             for unit in self._units:
                 unit.settle()
+            self._alone.end(is_discarded=kind is EndKind.DISCARD)
             self._gradients.installed(len(without) < len(self._units))
         with self._gradients.calling_hooks():
             for unit in self._units:
@@ -283,12 +288,11 @@ class Session:
         return without
 
     def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
-        """End the minibatch in the shard group, and then among the replicas; how each rank of the mesh has ended it."""
+        """End the minibatch in the shard groups, and then among the replicas; how each rank of them has ended it."""
         self._runtime.finish(End(kind, self._gradients.notes()))
-        if self._replicas is None:
-            return self._runtime.ends
-        with self._runtime.reporting:
-            return self._replicas.ends(self._runtime.minibatch, self._runtime.ends)
+        for replicas in self._replicas:  # all: nobody waits for a late rank once a collective has begun
+            replicas.meet()
+        return [*self._runtime.ends, *(end for replicas in self._replicas for end in replicas.ends())]
 
     def _begin(self) -> None:
         if not self._gradients.is_in_backward:  # the gradients of which are refused then
@@ -377,6 +381,7 @@ class Session:
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
+        Where units are on several meshes, that of the mesh with the most ranks.
 
         Collective. What fails in it is heard in this session, and the other way round. The caller closes it, before the
         session.
@@ -445,7 +450,7 @@ class Session:
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
-        resident = [pair for unit in self._units for pair in unit.resident()]
+        resident = [pair for unit in (*self._units, *self._alone.units) for pair in unit.resident()]
         parameters = sum(shard.nbytes for shard, _ in resident)
         gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
         return MemoryReport(parameters, gradients, **self._runtime.memory())
@@ -494,9 +499,10 @@ class Session:
                 self._undo.pop()()
         finally:
             self._runtime.close()
-            if self._replicas is not None:
-                self._replicas.close()
+            for replicas in self._replicas:
+                replicas.close()
             self._units.clear()  # a closed session that somebody keeps does not keep the model
+            self._alone = Alone([])
             self._publisher.forget()
             self._guard.forget()
 

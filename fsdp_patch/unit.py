@@ -347,6 +347,16 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return f"({', '.join(sizes)})"
 
 
+def describe_meshes(meshes: Sequence[Sequence[Unit]]) -> str:
+    """How many units are on each, for people: "5 units over 4 ranks and 2 units over 2 ranks"."""
+    found = []
+    for units in meshes:
+        replicas = units[0].replica_group
+        copies = f", {replicas.size()} replicas" if replicas is not None else ""
+        found.append(f"{len(units)} units over {units[0].process_group.size()} ranks{copies}")
+    return " and ".join(found)
+
+
 SAMPLE_SIZE = 64
 
 

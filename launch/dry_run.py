@@ -11,9 +11,9 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import FsdpRoots, Say, model_name
 from odc.fsdp_patch.gradient_events import Listener
 from odc.fsdp_patch.interception import listen
-from odc.fsdp_patch.patching import supported_units
+from odc.fsdp_patch.patching import by_mesh, supported_units
 from odc.fsdp_patch.session import find_session
-from odc.fsdp_patch.unit import Unit
+from odc.fsdp_patch.unit import Unit, describe_meshes
 
 
 class DryRun(Listener):
@@ -80,12 +80,9 @@ def describe_units(units: Sequence[Unit]) -> str:
     specs = [unit.spec() for unit in units]
     published = sum(spec.shard_bytes for spec in specs)
     accumulators = 4 * sum(spec.grad_numel for spec in specs)
-    ranks = units[0].process_group.size()
-    replicas = units[0].replica_group
-    copies = f", {replicas.size()} replicas" if replicas is not None else ""
     return (
-        f"{len(units)} units over {ranks} ranks{copies}; per rank {_mib(published)} of published shards, "
-        f"{_mib(accumulators)} of gradient sums"
+        f"{describe_meshes(by_mesh(units))}; per rank {_mib(published)} of published shards, {_mib(accumulators)} of "
+        "gradient sums"
     )
 
 

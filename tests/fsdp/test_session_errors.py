@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 from training import build, loss_of, optimizer_of, shard, tokens, wrap
 
@@ -38,20 +37,12 @@ def hybrid_of_hybrid(model: nn.Module, world_size: int) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=2)
 
 
-def two_meshes(model: nn.Module, world_size: int) -> None:
+def number_beside_another_mesh(model: nn.Module, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
+    everyone = init_device_mesh("cpu", (world_size,))
     fully_shard(model.blocks[0], mesh=pairs["pair"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-
-
-def experts(model: nn.Module, world_size: int) -> None:
-    """One layer in ``world_size / 2`` parts on the second dimension of a mesh, and sharded by FSDP over the first."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp_mod_ep", "ep"))
-    up = model.blocks[0].up
-    for name, parameter in list(up.named_parameters()):
-        setattr(up, name, nn.Parameter(distribute_tensor(parameter, mesh["ep"], [Shard(0)])))
-    fully_shard(up, mesh=mesh["dp_mod_ep"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(model.blocks[1], mesh=everyone, reshard_after_forward=2)
+    fully_shard(model, mesh=everyone)
 
 
 def no_sharding(model: nn.Module, world_size: int) -> None:
@@ -102,8 +93,7 @@ def nothing(model: nn.Module, world_size: int) -> None:
 
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
-    (two_meshes, "different meshes"),
-    (experts, "'<root>' over ([0, 1, 2, 3], []); units on different meshes are not supported yet"),
+    (number_beside_another_mesh, "'blocks.0': other units have reshard_after_forward=<int>"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16"),
     (all_reduce_hook, "set_all_reduce_hook"),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import odc
@@ -95,6 +96,15 @@ def sharded(build: Callable[[], nn.Module] = LanguageModel) -> Any:
     return model
 
 
+def with_experts(mesh: DeviceMesh) -> nn.Module:
+    """Each rank of ``mesh`` has others."""
+    model = LanguageModel()
+    for layer in model.layers:
+        torch.manual_seed(mesh.get_local_rank())
+        layer.experts = nn.Linear(WIDTH, WIDTH)
+    return model
+
+
 def samples() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -139,6 +149,7 @@ class Prepared(dict[str, Any]):
             "rank": lambda: rank,
             "world_size": lambda: world_size,
             "build_model": lambda: LanguageModel,
+            "build_experts": lambda: with_experts,
             "model": sharded,
             "module": lambda: self["model"],
             "optimizer": lambda: torch.optim.AdamW(self["model"].parameters(), lr=1e-3),
