@@ -12,7 +12,7 @@ from thread_ranks import ThreadExchange, _Board, run_threads, values
 from odc import ParamSlice, RuntimeConfig, UnitSpec
 from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.protocol import NUM_NOTES, End, EndKind
-from odc.minibatch.runtime import Runtime
+from odc.minibatch.runtime import Runtime, pass_fences
 from odc.minibatch.state import Phase
 from odc.transports.base import HOST
 
@@ -111,12 +111,13 @@ def test_a_fence_is_over_when_the_ranks_of_all_meshes_have_come() -> None:
                 runtime.publish(unit, lambda shard: shard.zero_())
             exchange.all_gather(b"")
             if exchange.rank != 1:  # rank 0 and rank 3 wait for it, each on another mesh
-                is_over = runtime.fence(End(EndKind.FENCE), patience_s=0.3)
-                assert is_over == (exchange.rank == 2)
-                assert runtime.state.phase is (Phase.FINISHED if is_over else Phase.FENCED)
+                runtime._protocol.begin_fence(End(EndKind.FENCE))
             exchange.all_gather(b"")
-            if exchange.rank != 2:
-                assert runtime.fence(End(EndKind.FENCE))
+            if exchange.rank != 1:
+                is_late = any(mesh._protocol.late() for mesh in runtime.meshes)
+                assert is_late == (exchange.rank != 2)
+            exchange.all_gather(b"")
+            assert list(pass_fences([runtime], [End(EndKind.FENCE)], [runtime])) == [runtime]
             assert runtime.state.phase is Phase.FINISHED
             assert runtime.minibatch == runtime.stats.minibatches == 1
 
