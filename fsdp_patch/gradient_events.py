@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,7 +117,13 @@ class Listener:
     def leaves_collective(self) -> None:
         """It is not there any more."""
 
-    def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
+    def enters_backward(self) -> None:
+        """Autograd is about to work."""
+
+    def leaves_backward(self) -> None:
+        """It has ended, or failed."""
+
+    def explain(self, error: RuntimeError, what: str, waited_s: float) -> RuntimeError | None:
         """What is behind an error of a collective; None if that is not known here."""
         return None
 
@@ -191,13 +198,30 @@ class Listeners:
         try:
             for listener in listeners:
                 listener.enters_collective(what, tensors)
-            return call()
-        except RuntimeError as error:
-            for listener in listeners:
-                if (cause := listener.explain(error, what)) is not None:
-                    raise cause from None
-            raise
+            return self.explaining(what, call)
         finally:
             self._is_in_collective = False
             for listener in listeners:
                 listener.leaves_collective()
+
+    def run_backward(self, call: Callable[[], T]) -> T:
+        """``call``, a backward, in which the training loop may wait for others. Raises as :meth:`run_collective`."""
+        listeners = self.all()
+        for listener in listeners:
+            listener.enters_backward()
+        try:
+            return self.explaining("a collective of a backward", call)
+        finally:
+            for listener in listeners:
+                listener.leaves_backward()
+
+    def explaining(self, what: str, call: Callable[[], T]) -> T:
+        """``call``, in which collectives may fail; what it returns. Raises as :meth:`run_collective`."""
+        started = time.monotonic()
+        try:
+            return call()
+        except RuntimeError as error:
+            for listener in self.all():
+                if (cause := listener.explain(error, what, time.monotonic() - started)) is not None:
+                    raise cause from None
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,8 +117,8 @@ class GradientUse(Listener):
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
         self._in_forward = False
-        self.in_training_forward = False
-        """In a forward that keeps a graph: gradients will be pushed, unless something goes wrong."""
+        self._state = runtime.state
+        self._began = 0.0  # the last forward, on the monotonic clock
         self._in_hooks = False
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
@@ -310,7 +311,8 @@ class GradientUse(Listener):
 
     def begin_forward(self, *, is_method: bool) -> None:
         """A forward, or a method that is one, has begun before this object was told of such."""
-        self._in_forward, self.in_training_forward = not is_method, True
+        self._in_forward = not is_method
+        self._state.enter_forward(keeps_graph=True)
 
     def watch_forwards(self, model: nn.Module) -> Callable[[], None]:
         """Note when ``model`` computes, and whether it keeps a graph: FSDP gathers without one. Returns the undo."""
@@ -321,15 +323,23 @@ class GradientUse(Listener):
                 self.end_if_cleared()
             if not self.is_in_backward:
                 self._live_session().publish_changed(is_evaluation=not torch.is_grad_enabled())
-            self._in_forward, self.in_training_forward = not is_method, torch.is_grad_enabled()
-            if self.in_training_forward:
+            self._in_forward, self._began = not is_method, time.monotonic()
+            self._state.enter_forward(keeps_graph=torch.is_grad_enabled())
+            if self._state.in_forward:
                 self._live_session().before_training(is_method=is_method)
 
         def end(module: nn.Module, args: object, output: object) -> None:
-            self._in_forward = self.in_training_forward = False
-            if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
+            self._in_forward = False
+            self._state.leave_forward()
+            error = sys.exc_info()[1]
+            if not torch.is_grad_enabled() and error is None:
                 for unit in self._units:
                     unit.end_evaluation(self.is_by_hand)
+            if isinstance(
+                error, RuntimeError
+            ):  # of compiled code, say, whose waits nobody sees. No hook can replace it.
+                cause = self.explain(error, "a collective of a forward", time.monotonic() - self._began)
+                error.args = error.args if cause is None else (f"{type(cause).__name__}: {cause}",)
 
         # A method that raises has no end, so `_in_forward`, which silences readers, must not depend on one.
         def begin_method() -> None:
@@ -338,7 +348,7 @@ class GradientUse(Listener):
 
         def end_method() -> None:
             if not self._in_forward:
-                self.in_training_forward = False
+                self._state.leave_forward()
 
         hooks = [
             model.register_forward_pre_hook(lambda module, args: begin(is_method=False), prepend=True),
@@ -358,7 +368,7 @@ class GradientUse(Listener):
     @property
     def is_computing(self) -> bool:
         """In a forward or a backward, or in a method that is a forward that keeps a graph."""
-        return self._in_forward or self.in_training_forward or self.is_in_backward
+        return self._in_forward or self._state.in_forward or self.is_in_backward
 
     @property
     def is_in_backward(self) -> bool:
@@ -485,13 +495,19 @@ class GradientUse(Listener):
             # Others may wait for it in their forward, and come to this collective behind that.
             self._live_session().publish_changed(may_leave=True)  # of all sessions
         is_due = tensors is not None and self.owns(tensors)
-        self._runtime.enters_collective(what, is_due=is_due, is_in_forward=self.in_training_forward)
+        self._runtime.enters_collective(what, is_due=is_due)
 
     def leaves_collective(self) -> None:
         self._runtime.leaves_collective()
 
-    def explain(self, error: RuntimeError, what: str) -> RuntimeError | None:
-        return self._runtime.explain_collective(error, what)
+    def enters_backward(self) -> None:
+        self._state.enter_backward()
+
+    def leaves_backward(self) -> None:
+        self._state.leave_backward()
+
+    def explain(self, error: RuntimeError, what: str, waited_s: float) -> RuntimeError | None:
+        return self._runtime.explain(error, what, waited_s)
 
     def _live_session(self) -> Owner:
         session = self.session()

@@ -298,6 +298,16 @@ class Wait(Method):
         return telling
 
 
+class Backward(Method):
+    """The work of autograd, with waits for collectives that no :class:`Wait` sees: in C++, or in compiled code."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            return self.listeners.run_backward(lambda: original(*args, **kwargs))
+
+        return telling
+
+
 # All of them
 
 _hooks: list[Any] = []
@@ -391,4 +401,5 @@ _INTERCEPTED: tuple[Intercepted, ...] = (
     Wait(dist.Work, "wait", _LISTENERS, MODULE),
     Wait(AsyncCollectiveTensor, "wait", _LISTENERS, MODULE),  # collectives of DTensors: checkpoints, full_tensor()
     Wait(AsyncCollectiveTensor, "trigger_wait", _LISTENERS, MODULE),
+    Backward(torch.autograd, "_engine_run_backward", _LISTENERS, MODULE),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,10 +25,11 @@ from odc.fsdp_patch.fsdp1 import (
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.fsdp2_in_place import Held
 from odc.fsdp_patch.session import Connection, Session
+from odc.fsdp_patch.together import find_partners
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
 from odc.minibatch.joint import Mesh, connect_meshes
-from odc.setup.agreement import ProcessGroupExchange, require_agreement, setup_timeout_s
+from odc.setup.agreement import Exchange, ProcessGroupExchange, require_agreement, setup_timeout_s
 from odc.setup.context import agree
 from odc.timeline import Stats
 
@@ -162,16 +163,16 @@ def _connect(
             exchanges[ranks] = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
         return exchanges[ranks]
 
-    joined, partners = list[Mesh](), dict[ProcessGroupExchange, None]()
+    joined, partners = list[Mesh](), dict[Exchange, Callable[[], int]]()
     for units in meshes:  # all that ranks have to agree in, before any memory is taken
         copies = units[0].replica_group
         replicas = over(copies) if copies is not None else None
         mesh = Mesh([unit.spec() for unit in units], over(units[0].process_group), replicas)
-        beside = dict.fromkeys(over(group) for unit in units for group in unit.partner_groups)
+        beside = {over(group): counts for group, counts in find_partners(mesh.exchange, units)}
         for one in (mesh.exchange, mesh.replicas, *beside):
             if one is not None:
                 require_agreement(one, _agreement(units))
-        partners |= beside
+        partners = {**beside, **partners}
         # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
         joined += [mesh] if mesh.exchange.world_size > 1 else []
     if any(spec.grad_dtype == torch.float64 for mesh in joined for spec in mesh.units):
@@ -180,7 +181,7 @@ def _connect(
         joined or [Mesh([], exchange)],
         config,
         device=device,
-        partners=list(partners) if joined else (),
+        partners=list(partners.items()) if joined else (),
         end_collectives=end_connections if joined else None,
         stats=stats,
     )

@@ -413,11 +413,11 @@ class Session:
             self.publish_changed()
         if state.phase is Phase.FINISHED:
             since = self._publisher.since
-            since.is_between = not (self._gradients.in_training_forward or since.stepped)
+            since.is_between = not (state.in_forward or since.stepped)
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too
-            self._guard.check_gather(unit, self._gradients.in_training_forward)
+            self._guard.check_gather(unit, state.in_forward)
         self._runtime.gather(unit, out, own_in_place=own_in_place)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]) -> None:

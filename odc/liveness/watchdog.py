@@ -85,10 +85,6 @@ class InCollective:
     is_due: bool = False
     """Every rank comes to it at the end of its minibatch: whoever makes no progress meanwhile is late. Else only a
     process that does not run at all is: what it does in between is the script's own affair."""
-    since: float = 0.0
-    """On the monotonic clock."""
-    microbatch: int = 0
-    """Of the forward in which it is, from 1; 0: in none."""
 
 
 class JobWatchdog:
@@ -96,7 +92,7 @@ class JobWatchdog:
 
     Args:
         end_collectives: makes collectives of torch in this process fail, those under way and those to come.
-        why_stuck: why a collective of a forward will not complete, if that is so; asked for a microbatch.
+        why_stuck: why a collective of the microbatch that the training loop is in will not complete, if that is so.
     """
 
     def __init__(
@@ -107,7 +103,7 @@ class JobWatchdog:
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         end_collectives: Callable[[], object],
-        why_stuck: Callable[[int], str | None] = lambda microbatch: None,
+        why_stuck: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._job = job
         self._failure = failure
@@ -131,9 +127,10 @@ class JobWatchdog:
             self._look_for_losses()
             if self._look_for_failures():
                 continue
+            if (why := self._why_stuck()) is not None:
+                self._on_failure(ProtocolError(why))
             patience = (patience or Patience(self._job, self._timeout_s)) if self._in_collective.what else None
             if patience is not None:
-                self._look_for_partners()
                 self._look_for_silence(patience)
 
     def _look_for_failures(self) -> bool:
@@ -169,13 +166,6 @@ class JobWatchdog:
             and self._job.abort_notice() is None
         ):
             self._on_failure(PeerDiedError(self._describe(lost[0], "is dead")))
-
-    def _look_for_partners(self) -> None:
-        """The training loop may wait for a rank that has ended the minibatch."""
-        here = self._in_collective
-        microbatch, waited_s = here.microbatch, time.monotonic() - here.since
-        if microbatch and waited_s > limits.FAILURE_GRACE_S and (why := self._why_stuck(microbatch)) is not None:
-            self._on_failure(ProtocolError(why))
 
     def _look_for_silence(self, patience: Patience) -> None:
         """The training loop waits in a collective: for whom, nobody knows, so for all."""

@@ -150,7 +150,7 @@ def connect_meshes(
     config: RuntimeConfig,
     *,
     device: torch.device,
-    partners: Sequence[Exchange],
+    partners: Sequence[tuple[Exchange, Callable[[], int]]],
     end_collectives: Callable[[], object] | None,
     stats: Stats | None,
 ) -> Runtime:

@@ -533,7 +533,7 @@ class MinibatchProtocol:
         self._store.release()
 
     def _where(self) -> str:
-        microbatch = max(self.state.pushes, default=0)
+        microbatch = self.state.num_pushed
         return f"minibatch {self.state.minibatch}" + (f", microbatch {microbatch}" if microbatch else "")
 
     def _record(self, kind: str, unit: int | None, started_ns: int, is_changed: bool = False) -> float:

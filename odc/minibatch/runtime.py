@@ -116,7 +116,7 @@ class Runtime(RankContext):
         *,
         device: torch.device | None = None,
         replicas: Exchange | None = None,
-        partners: Sequence[Exchange] = (),
+        partners: Sequence[tuple[Exchange, Callable[[], int]]] = (),
         end_collectives: Callable[[], object] | None = None,
         stats: Stats | None = None,
         leader: Runtime | None = None,
@@ -127,8 +127,8 @@ class Runtime(RankContext):
         Args:
             units: what is communicated; the same on every rank.
             replicas: between the ranks with this one's place in their groups, if there are several groups.
-            partners: each between ranks that compute together, of which one is in this group: the failure of one is
-                that of all.
+            partners: each between ranks that compute together, and how many collectives this rank has entered there:
+                the failure of one is that of all.
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
@@ -158,8 +158,8 @@ class Runtime(RankContext):
                 transport.peers.show_to(leader._transport.peers)
             if replicas is not None:
                 runtime._replicas = runtime._join(replicas)
-            for exchange in partners:
-                runtime._join(exchange, lambda transport: runtime._partners.append(Partners(transport)))
+            for beside, num_collectives in partners:
+                runtime._join(beside, functools.partial(runtime._meet, num_collectives))
             then(runtime)
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
@@ -206,6 +206,9 @@ class Runtime(RankContext):
             raise problem
         self._waiter.job.add(transport.peers)
         return transport
+
+    def _meet(self, num_collectives: Callable[[], int], transport: Transport) -> None:
+        self._partners.append(Partners(transport, num_collectives))
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
@@ -320,8 +323,9 @@ class Runtime(RankContext):
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.finish`."""
         with self.reporting:
             self.state.check_finish()
+            self.state.leave_minibatch()
             for partners in self._partners:
-                partners.end(max(self.state.pushes, default=0), self._waiter, self.minibatch)
+                partners.end(self.state.num_pushed, self._waiter, self.minibatch)
             self._protocol.finish(how)
         if self._has_refused:  # and has gone on
             self._has_refused = False
@@ -383,17 +387,14 @@ class Runtime(RankContext):
                     self._end_collectives()  # nobody will wait for it, and the process could not end before it does
                 raise cause from None
 
-    def enters_collective(self, what: str, *, is_due: bool, is_in_forward: bool = False) -> None:
+    def enters_collective(self, what: str, *, is_due: bool) -> None:
         """The training loop may wait for other ranks in a collective of torch.
 
         Args:
-            is_in_forward: it is inside the forward of a microbatch.
             is_due: every rank comes to it at the end of its minibatch.
         """
         if not self._closed and os.getpid() == self._pid:
-            here = self._in_collective
-            here.microbatch = max(self.state.pushes, default=0) + 1 if is_in_forward else 0
-            here.since, here.is_due, here.what = time.monotonic(), is_due, what
+            self._in_collective.is_due, self._in_collective.what = is_due, what
             if not is_due:  # else the watchdog says for whom
                 self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)
 
@@ -402,10 +403,6 @@ class Runtime(RankContext):
         if not self._closed and os.getpid() == self._pid:
             self._in_collective.what, self._in_collective.is_due = "", False
             self._waiter.waits_no_more()
-
-    def explain_collective(self, error: BaseException, what: str) -> OdcError | None:
-        """As :meth:`explain`, for the collective that the training loop is in."""
-        return self.explain(error, what, time.monotonic() - self._in_collective.since)
 
     def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
         """What is behind an error that a collective of torch has raised: the failure of a rank of the job.

@@ -6,6 +6,7 @@ Nothing here waits, and nothing is seen by other ranks: that is ``protocol.py``.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from odc.errors import MisuseError
@@ -20,7 +21,44 @@ class Phase(enum.Enum):
     FINISHED = "finished"  # gradients of k are final, shards of k + 1 not (all) published yet
 
 
-class MinibatchState:
+class _Computing(ABC):
+    """In which microbatch a rank is."""
+
+    def __init__(self) -> None:
+        self.in_forward = False
+        """In a forward that keeps a graph: gradients will be pushed, unless something goes wrong."""
+        self.microbatch = 0
+        """The one in whose forward or backward this rank is, from 1; 0: in none, as far as is known."""
+        self._has_graph = False  # of a forward, for a backward
+
+    @property
+    @abstractmethod
+    def num_pushed(self) -> int:
+        """How many microbatches it has pushed gradients of."""
+
+    def enter_forward(self, *, keeps_graph: bool) -> None:
+        self.in_forward = keeps_graph
+        self.microbatch = self.num_pushed + 1 if keeps_graph else 0
+
+    def leave_forward(self) -> None:
+        self._has_graph = self._has_graph or self.in_forward
+        self.in_forward, self.microbatch = False, 0
+
+    def enter_backward(self) -> None:
+        """Perhaps of another model, if this one had no forward before."""
+        if self._has_graph:
+            self._has_graph, self.microbatch = False, self.num_pushed + 1
+
+    def leave_backward(self) -> None:
+        self.microbatch = 0
+
+    def leave_minibatch(self) -> None:
+        """Whatever has ended a forward, and whether a backward came or not."""
+        self.in_forward = self._has_graph = False
+        self.microbatch = 0
+
+
+class MinibatchState(_Computing):
     """The phase and the counters of one rank. Each method is one step; what is not its turn is refused and changes
     nothing.
 
@@ -32,6 +70,7 @@ class MinibatchState:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
         self._names = names
         self.phase = Phase.FINISHED
         self.minibatch = 0
@@ -54,6 +93,10 @@ class MinibatchState:
     def is_ready(self) -> bool:
         """Whether all shards are out, and the minibatch has not begun: at most an empty one, for a fence."""
         return self.phase is Phase.PUBLISHED or self.phase is Phase.FENCED
+
+    @property
+    def num_pushed(self) -> int:
+        return max(self.pushes, default=0)
 
     @property
     def pushed(self) -> list[int]:
@@ -145,7 +188,7 @@ class MinibatchState:
         return MisuseError(f"{what} (minibatch {self.minibatch} is {self.phase.value}){hint}")
 
 
-class JointState:
+class JointState(_Computing):
     """Where one rank is that has units on several meshes, and a state for each.
 
     It goes through the phases on all of them together, but for publications, which are made unit by unit: until all are
@@ -153,6 +196,7 @@ class JointState:
     """
 
     def __init__(self, states: Sequence[MinibatchState]) -> None:
+        super().__init__()
         self._states = states
         self._places = [(state, unit) for state in states for unit in range(len(state.pushes))]
 
@@ -175,6 +219,10 @@ class JointState:
     @property
     def pushes(self) -> list[int]:
         return [number for state in self._states for number in state.pushes]
+
+    @property
+    def num_pushed(self) -> int:
+        return max(state.num_pushed for state in self._states)
 
     @property
     def pushed(self) -> list[int]:

@@ -15,7 +15,20 @@ import pytest
 
 from odc.bench.proof.chaos import launch
 from odc.bench.proof.chaos.launch import Outcome, _Seen, blamed_rank, judge, last_error, run_trials
-from odc.bench.proof.chaos.trials import ACTIONS, INJECTED, PHASES, POINTS, RAISED, TRANSPORTS, WAYS, Trial, generate
+from odc.bench.proof.chaos.trials import (
+    ACTIONS,
+    DIFFER,
+    INJECTED,
+    MESHES,
+    PHASES,
+    POINTS,
+    RAISED,
+    TRANSPORTS,
+    WAYS,
+    Trial,
+    generate,
+    generate_on_meshes,
+)
 from odc.liveness.faults import ACTIONS as FAULT_ACTIONS
 from odc.liveness.faults import POINTS as FAULT_POINTS
 
@@ -42,6 +55,27 @@ def test_ranks_that_come_to_grief_are_named_by_the_others(monkeypatch: pytest.Mo
         {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3},
     )
     for outcome in run_trials(trials[some], jobs=1):  # each job imports torch
+        assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
+
+
+@pytest.mark.parametrize("some", [slice(0, 8, 2), pytest.param(slice(1, 8, 2), marks=pytest.mark.extended)])
+def test_ranks_of_a_mesh_that_come_to_grief_are_named_by_the_others(
+    monkeypatch: pytest.MonkeyPatch, some: slice
+) -> None:
+    monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)
+    changes: list[dict[str, Any]] = [
+        {"mesh": "dp cp tp", "action": "pause", "phase": "push", "idle": True, "victim": 5},
+        {"mesh": "replicate dp tp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 6},
+        {"mesh": "replicate dp tp", "action": "raise", "phase": "step", "victim": 3},
+        {"mesh": "dp tp", "action": "raise", "phase": "push", "transport": "tcp", "staging": "staged"},
+        {"mesh": "dp cp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 2},
+        {"mesh": "dp cp tp", "action": "raise", "phase": "push", "transport": "tcp", "victim": 4},
+        {"mesh": "dp cp tp", "action": DIFFER, "phase": DIFFER, "transport": "tcp", "victim": 7},
+        {"mesh": "dp tp", "action": "terminate", "phase": "finish", "victim": 0},
+    ]
+    for change in changes:
+        change["world_size"] = 2 ** len(change["mesh"].split())
+    for outcome in run_trials(trials_of(*changes)[some], jobs=1):
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
 
 
@@ -117,6 +151,19 @@ def test_a_pause_must_end_in_the_right_numbers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pair", "status"), [((2, 3), "right"), ((2, 1), "wrong rank"), ((0, 1), "wrong rank"), ((2, 2), "wrong rank")]
+)
+def test_ranks_that_differ_are_named_with_one_that_they_compute_with(pair: tuple[int, int], status: str) -> None:
+    trial = replace(PLAIN, action=DIFFER, phase=DIFFER, mesh="dp tp", world_size=4, victim=2)
+    text = (
+        "odc.errors.AbortedError: rank 0 aborted because rank 3 (pid 9): ProtocolError: ranks that compute together "
+        f"have different numbers of microbatches: rank {pair[0]} has ended minibatch 3 after 1, rank {pair[1]} after 2"
+    )
+    ends = dict.fromkeys(range(4), (1, 12.0))
+    assert judge(trial, seen(ends=ends, pids=[7, 8, 9, 10], texts=[text] * 4)).status == status
+
+
+@pytest.mark.parametrize(
     ("error", "blamed"),
     [
         (DEAD, 1),
@@ -148,6 +195,16 @@ def test_trials_are_those_of_the_seed_and_all_kinds_come() -> None:
     assert {t.action for t in trials} == set(ACTIONS)
     assert {t.phase for t in trials} == set(PHASES)
     assert all(count >= 2 for count in Counter((t.transport, t.action) for t in trials).values())
+
+
+def test_each_mesh_meets_each_end() -> None:
+    trials = list(itertools.islice(generate_on_meshes(0), 100))
+    assert trials == list(itertools.islice(generate_on_meshes(0), 100))
+    counts = Counter((t.mesh, t.action) for t in trials)
+    assert all(counts[mesh, action] >= 2 for mesh in MESHES for action in (*ACTIONS, DIFFER))
+    for values in (TRANSPORTS, PHASES):
+        assert {t.transport for t in trials} | {t.phase for t in trials} >= set(values) - {"replicas"}
+    assert {t.victim for t in trials if t.world_size == 8} == set(range(8))
 
 
 def test_fsdp2_meets_every_end_in_place_and_staged() -> None:

@@ -3,9 +3,11 @@
     odc bench chaos --only-trial 17
 
 In each trial 2 to 4 CPU ranks train; one of them is killed, stopped, leaves or raises, in one of the phases of a step
-or at a random time. The others must end in time, with the right exit code, and their last error must name that rank in
-the numbering of the whole job, and say why; one that is stopped for a while only must make no difference. Nothing may
-be left: no process, no file in /dev/shm or in the ranks' temporary folder (a process's sockets end with it).
+or at a random time. The others must end in time, with the right exit code, and their last error must name that rank
+in the numbering of the whole job, and say why; one that is stopped for a while only must make no difference. With
+--meshes 4 or 8 ranks train on a mesh, beside tensor or context parallelism or both, and it is also tried that one of
+the ranks that compute together has a microbatch more or less: all must name it and such a rank. Nothing may be left:
+no process, no file in /dev/shm or in the ranks' temporary folder (a process's sockets end with it).
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.proof.chaos.launch import OUTCOMES, Outcome, run_trials
-from odc.bench.proof.chaos.trials import ACTIONS, PHASES, TRANSPORTS, WAYS, generate
+from odc.bench.proof.chaos.trials import (
+    ACTIONS,
+    DIFFER,
+    DIFFERS,
+    MESHES,
+    PHASES,
+    TRANSPORTS,
+    WAYS,
+    generate,
+    generate_on_meshes,
+)
 
 
 def measure(
@@ -28,6 +40,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="The same seed, the same trials.")] = 0,
     only_trial: Annotated[int, typer.Option(min=-1, help="Only this one of them, whatever their number.")] = -1,
     jobs: Annotated[int, typer.Option(min=1, help="Trials side by side.")] = 2,
+    meshes: Annotated[bool, typer.Option(help="Trials on meshes.")] = False,
 ) -> Entries:
     wanted = range(trials) if only_trial < 0 else range(only_trial, only_trial + 1)
     run.begin(len(wanted), "trials")
@@ -38,7 +51,9 @@ def measure(
         if not outcome.is_good or only_trial >= 0:
             run.note(in_words(outcome, seed))
 
-    outcomes = run_trials(list(itertools.islice(generate(seed), wanted.start, wanted.stop)), show, jobs)
+    drawn = generate_on_meshes(seed) if meshes else generate(seed)
+
+    outcomes = run_trials(list(itertools.islice(drawn, wanted.start, wanted.stop)), show, jobs)
     if bad := sum(not outcome.is_good for outcome in outcomes):
         run.missed.append(f"{bad} of {len(outcomes)} trials did not end as documented")
     counts = Counter(outcome.status for outcome in outcomes)
@@ -46,8 +61,9 @@ def measure(
     return {
         "meanings": {
             "transports": TRANSPORTS,
+            "meshes": MESHES,
             "staging": WAYS,
-            "actions": ACTIONS,
+            "actions": {**ACTIONS, DIFFER: DIFFERS},
             "phases": PHASES,
             "outcomes": OUTCOMES,
         },
@@ -62,17 +78,17 @@ def in_words(outcome: Outcome, seed: int) -> str:
     lines = [
         f"trial {outcome.trial.number} {outcome.status}: {outcome.trial.describe()}",
         f"  {outcome.reason}",
-        f"  odc bench chaos --seed {seed} --only-trial {outcome.trial.number}",
+        f"  odc bench chaos --seed {seed} --only-trial {outcome.trial.number}{' --meshes' * bool(outcome.trial.mesh)}",
         *(f"rank {rank} ended with: {error}" for rank, error in outcome.last_errors.items()),
     ]
     return "\n".join(lines)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
-    """A row for each transport and action: how its trials ended, and the slowest end."""
+    """A row for each transport, or mesh, and action: how its trials ended, and the slowest end."""
     rows: list[dict[str, object]] = []
-    for transport, action in itertools.product(TRANSPORTS, ACTIONS):
-        some = [o for o in outcomes if (o.trial.transport, o.trial.action) == (transport, action)]
+    for transport, action in itertools.product((*TRANSPORTS, *MESHES), (*ACTIONS, DIFFER)):
+        some = [o for o in outcomes if (o.trial.mesh or o.trial.transport, o.trial.action) == (transport, action)]
         if some:
             counts = Counter(outcome.status for outcome in some)
             slowest = max((o.slowest_s for o in some if o.slowest_s is not None and action != "pause"), default=None)
@@ -80,7 +96,7 @@ def _counts(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
     return rows
 
 
-def figures(result: Entries) -> Figures:
+def figures(result: Entries, where: str = "") -> Figures:
     counts = result["counts"]
     slowest: dict[bool, float] = {}
     for row in result["by_transport_and_action"]:
@@ -88,7 +104,7 @@ def figures(result: Entries) -> Figures:
         slowest[stop] = max(slowest.get(stop, 0.0), row["slowest_s"] or 0.0)
     yield (
         "",
-        f"of {sum(counts.values())} trials {counts['right']} ended as documented, the last rank at most "
+        f"of {sum(counts.values())} trials {where}{counts['right']} ended as documented, the last rank at most "
         f"{slowest[False]:.1f} s after a death or an error, {slowest[True]:.1f} s after a rank was stopped for ever",
     )
 
@@ -100,7 +116,7 @@ BENCHMARK = Benchmark(
         Table(
             "by_transport_and_action",
             "how the other ranks ended",
-            (Column("transport", "transport"), Column("one rank", "action")),
+            (Column("transport or mesh", "transport"), Column("one rank", "action")),
             (*(Column(status, status) for status in OUTCOMES), Column("slowest end (s)", "slowest_s", ".2f")),
         ),
     ),

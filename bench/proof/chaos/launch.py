@@ -20,7 +20,7 @@ from typing import Any
 
 from odc.bench.proof.chaos.script import WRONG_NUMBERS
 from odc.bench.proof.chaos.server import KILL, order
-from odc.bench.proof.chaos.trials import Trial
+from odc.bench.proof.chaos.trials import DIFFER, Trial
 
 TRIAL_LIMIT_S = 60.0  # from its start, whatever happens
 _GRACE_S = 8.0  # to tell what is late from what hangs
@@ -261,6 +261,10 @@ def _judge_errors(
     outcome: Callable[..., Outcome],
 ) -> Outcome:
     for rank in others:
+        if trial.action == DIFFER:
+            if not _names_partners(errors[rank], trial):
+                return outcome("wrong rank", f"rank {rank}: {errors[rank]}")
+            continue
         blamed = blamed_rank(errors[rank], rank)
         if blamed is None:
             return outcome("unnamed", f"rank {rank}: {errors[rank]}")
@@ -269,6 +273,14 @@ def _judge_errors(
         if not trial.says_why(errors[rank], _reporter(errors[rank], rank)[0]):
             return outcome("wrong cause", f"rank {rank}: {errors[rank]}")
     return outcome("right")
+
+
+def _names_partners(error: str, trial: Trial) -> bool:
+    """Whether an error names the rank with other microbatches and one that it computes with, and says so."""
+    _, _, told = error.partition("have different numbers of microbatches")
+    named = {int(rank) for rank in re.findall(r"\brank (\d+)", told)}
+    groups = {rank // trial.num_partners for rank in named}
+    return trial.victim in named and len(named) == 2 and groups == {trial.victim // trial.num_partners}
 
 
 def _reporter(error: str, own: int) -> tuple[int, str]:

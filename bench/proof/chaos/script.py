@@ -17,10 +17,20 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import odc
 from odc.bench.harness.ranks import meet
-from odc.bench.proof.chaos.trials import COLLECTIVE_LIMIT_S, EXIT_CODE, INJECTED, RAISED, SILENCE_LIMIT_S, STEPS, Trial
+from odc.bench.proof.chaos.trials import (
+    COLLECTIVE_LIMIT_S,
+    DIFFER,
+    EXIT_CODE,
+    INJECTED,
+    RAISED,
+    SILENCE_LIMIT_S,
+    STEPS,
+    Trial,
+)
 from odc.config import FAULT, HOST_ID, STAGING, TIMEOUT
 from odc.fsdp_patch import fsdp2_in_place
 
@@ -53,6 +63,8 @@ class Fault:
 
     def _act(self) -> None:
         signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+        if self._action == DIFFER:
+            return
         if self._action == "raise":
             raise ValueError(RAISED)
         if self._action == "exit":
@@ -64,7 +76,27 @@ class Fault:
         os.kill(os.getpid(), signals.get(self._action, signal.SIGSTOP))
 
 
+class AllTokens(torch.autograd.Function):
+    """Those of all ranks of ``group``, along ``dim``, of which each has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        whole = grad.contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
+
+
 class Block(nn.Module):
+    all_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Of which this rank has some; None: no token looks at others."""
+
     def __init__(self, at_middle: Callable[[], None]) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
@@ -76,6 +108,8 @@ class Block(nn.Module):
         hidden = torch.tanh(self.up(x))
         if hidden.requires_grad:
             hidden.register_hook(_in_backward(self._at_middle))  # type: ignore[no-untyped-call]
+        if self.all_tokens is not None:
+            hidden = hidden + self.all_tokens(hidden).mean(1, keepdim=True)
         out: torch.Tensor = x + self.down(hidden)
         return out
 
@@ -110,8 +144,9 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     if trial.point and rank == trial.victim:
         os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"
     meet(rank, trial.world_size, str(folder / "store"), "gloo", COLLECTIVE_LIMIT_S)
-    where = ["gather"]
-    model = _shard(trial, _build(lambda: fault.at(where[0])))
+    where, group = ["gather"], rank // trial.num_partners
+    part, num_parts = _part_of_tokens(trial, rank)
+    model = _shard(trial, _build(trial, lambda: fault.at(where[0])))
     fault.at("set-up")
     session = odc.patch_fsdp(model)
     assert trial.staging in session.describe(), session.describe()
@@ -119,10 +154,11 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     (folder / f"training{rank}").touch()
     for step in range(STEPS):
         fault.step = step
+        fault.at(DIFFER)
         total = torch.zeros(1)
         for microbatch in range(trial.num_microbatches(step, rank)):
             where[0] = "gather"
-            loss = _loss(model, step, rank, microbatch)
+            loss = _loss(trial, model, step, group, microbatch, part, num_parts)
             where[0] = "push"
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -133,13 +169,13 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
         if trial.phase == "clip":
             session.finish()
             fault.at("clip")
-        _clip(model)
+        _clip(trial, model)
         fault.at("step")
         optimizer.step()
         optimizer.zero_grad()
         where[0] = "evaluation"
         with torch.no_grad():
-            _loss(model, 99, 0, 0)
+            _loss(trial, model, 99, 0, 0, part, num_parts)
         if step % _BETWEEN_SAVES == 0:
             fault.at("save")
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -151,12 +187,44 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _build(at_middle: Callable[[], None]) -> Net:
+def _build(trial: Trial, at_middle: Callable[[], None]) -> Net:
     torch.manual_seed(0)
-    return Net(at_middle)
+    model = Net(at_middle)
+    for block in model.blocks if "cp" in trial.mesh else ():
+        assert isinstance(block, Block)
+        block.all_tokens = _all_here
+    return model
+
+
+def _all_here(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+def _part_of_tokens(trial: Trial, rank: int) -> tuple[int, int]:
+    """Which one of how many parts of each sample's tokens a rank has."""
+    names = trial.mesh.split()
+    return (rank >> (len(names) - 1 - names.index("cp")) & 1, 2) if "cp" in names else (0, 1)
+
+
+def _shard_over_mesh(trial: Trial, model: Net) -> nn.Module:
+    names = tuple(trial.mesh.split())
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    over = mesh["dp", "cp"]._flatten("dp_cp") if "cp" in names else mesh[tuple(name for name in names if name != "tp")]
+    group = mesh.get_group("cp") if "cp" in names else None
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if group is not None:
+            block.all_tokens = lambda tokens: AllTokens.apply(tokens, 1, group)  # type: ignore[no-untyped-call]
+        if "tp" in names:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=over)
+    fully_shard(model, mesh=over)
+    return model
 
 
 def _shard(trial: Trial, model: Net) -> nn.Module:
+    if trial.mesh:
+        return _shard_over_mesh(trial, model)
     is_hybrid = trial.transport == "replicas"
     mesh = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -176,17 +244,25 @@ def _shard(trial: Trial, model: Net) -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-def _loss(model: nn.Module, step: int, rank: int, microbatch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
-    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=generator)
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def _loss(
+    trial: Trial, model: nn.Module, step: int, group: int, microbatch: int, part: int = 0, num_parts: int = 1
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10007 * step + 101 * group + microbatch)
+    tokens = torch.randint(0, VOCABULARY, (2, 7 if trial.mesh else 6), generator=generator)
+    inputs, labels = (some.chunk(num_parts, 1)[part] for some in (tokens[:, :-1], tokens[:, 1:]))
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
 
 
-def _clip(model: nn.Module) -> None:
+def _clip(trial: Trial, model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         model.clip_grad_norm_(0.1)
-    else:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return
+    parts = [list(model.parameters())]
+    if trial.mesh:  # torch clips no parameters of several meshes: those beside tensor parallel ones by themselves
+        assert isinstance(model, Net)
+        parts = [list(model.blocks.parameters()), [*model.embed.parameters(), *model.head.parameters()]]
+    for parameters in parts:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -196,13 +272,14 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _reference(trial: Trial) -> dict[str, torch.Tensor]:
     """The same training in one process in float64, without FSDP and without ODC."""
-    model = _build(lambda: None).double()
+    model = _build(trial, lambda: None).double()
     optimizer = _optimizer(model)
     for step in range(STEPS):
-        for rank in range(trial.world_size):
-            for microbatch in range(trial.num_microbatches(step, rank)):
-                (_loss(model, step, rank, microbatch) / trial.world_size).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for group in range(trial.num_groups):
+            for microbatch in range(trial.num_microbatches(step, group * trial.num_partners)):
+                loss = _loss(trial, model, step, group, microbatch) / trial.num_groups
+                loss.backward()  # type: ignore[no-untyped-call]
+        _clip(trial, model)
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())

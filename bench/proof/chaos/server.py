@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch._dynamo  # fully_shard and optimizers import it when first used, most of a short rank's time
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp  # noqa: F401  # as above
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401  # as above
 
 from odc.bench.harness.ranks import die_with_parent
 from odc.bench.proof.chaos.script import train

@@ -59,6 +59,15 @@ POINTS = {
 """Where in ODC's own code a fault of a phase may be injected, instead of in the script."""
 INJECTED = {"kill": "kill", "pause": "stop", "stop": "stop", "_exit": "exit", "segfault": "segv"}
 """What ODC can be told to do at a point (``ODC_FAULT``), by action."""
+MESHES = {
+    "dp tp": "FSDP2 beside tensor parallelism",
+    "dp cp": "FSDP2 over dp and cp, flattened to one dimension; each block looks at tokens of its partners",
+    "replicate dp tp": "the first, in two replicas",
+    "dp cp tp": "both at once",
+}
+"""Dimensions of two ranks each. Those that differ in "cp" or "tp" only compute together."""
+DIFFER = "differ"
+DIFFERS = "a microbatch more or less than the ranks that it computes with"
 SIGNALLED = ("kill", "pause", "stop", "terminate", "interrupt")
 
 
@@ -84,14 +93,30 @@ class Trial:
     """Whether in each step another rank has no microbatch."""
     staging: str
     """How FSDP2 communicates, one of ``WAYS``."""
+    mesh: str = ""
+    """One of ``MESHES``, or none."""
 
     def host_of(self, rank: int) -> str:
         if self.transport == "shm":
             return "host-0"
+        if self.mesh:  # two hosts, which cut through the last dimension or through the first
+            return f"host-{rank % 2 if self.number % 2 else 2 * rank // self.world_size}"
         return f"host-{rank // 2 if self.world_size == 4 else rank}"
 
+    @property
+    def num_partners(self) -> int:
+        """Ranks that compute together, one number after the other."""
+        return 1 << sum(name in ("cp", "tp") for name in self.mesh.split())
+
+    @property
+    def num_groups(self) -> int:
+        """Of such ranks."""
+        return self.world_size // self.num_partners
+
     def num_microbatches(self, step: int, rank: int) -> int:
-        return 0 if self.idle and step % self.world_size == rank else 1 + (step + rank) % 2
+        group = rank // self.num_partners
+        number = 0 if self.idle and step % self.num_groups == group else 1 + (step + group) % 2
+        return abs(number - 1) if self.action == DIFFER and (rank, step) == (self.victim, self.at) else number
 
     @property
     def limit_s(self) -> float:
@@ -113,6 +138,7 @@ class Trial:
             "terminate": (-15,),
             "interrupt": (-2, 1),
             "segfault": (-11,),
+            DIFFER: (1,),
         }
         return codes.get(self.action, (-9,))
 
@@ -131,8 +157,9 @@ class Trial:
             "terminate": "signal 15",
             "interrupt": "KeyboardInterrupt|signal 2",
             "segfault": "signal 11",
+            DIFFER: "have different numbers of microbatches",
         }
-        gone = "|dead|gone|ended|closed|cannot be reached" if not here and self.action != "raise" else ""
+        gone = "|dead|gone|ended|closed|cannot be reached" if not here and self.action not in ("raise", DIFFER) else ""
         return re.search(words[self.action] + gone, text) is not None
 
     def describe(self) -> str:
@@ -140,7 +167,8 @@ class Trial:
         where = f"after {self.delay_s:.2f} s" if self.phase == "any" else where
         idle = ", idle ranks" if self.idle else ""
         return (
-            f"{self.fsdp}{self.staging and ' ' + self.staging}, {self.world_size} ranks, {self.transport}{idle}: "
+            f"{self.fsdp}{self.staging and ' ' + self.staging}, {self.world_size} ranks"
+            f"{self.mesh and f' ({self.mesh})'}, {self.transport}{idle}: "
             f"rank {self.victim} {self.action} in {self.phase} ({where})"
         )
 
@@ -160,6 +188,26 @@ def generate(seed: int) -> Iterator[Trial]:
             trial = max(each, key=lambda one: sum(1 / (1 + seen[pair]) for pair in _pairs(one)))
             seen.update(_pairs(trial))
             yield trial
+            number += 1
+
+
+def generate_on_meshes(seed: int) -> Iterator[Trial]:
+    """As :func:`generate`, on :data:`MESHES`: each of them meets each action equally often."""
+    chance, number = random.Random(f"meshes {seed}"), 0
+    while True:
+        rows = [(mesh, action) for mesh in MESHES for action in (*ACTIONS, DIFFER)]
+        chance.shuffle(rows)
+        for mesh, action in rows:
+            phase = chance.choice([p for p in PHASES if _is_possible(action, p)]) if action != DIFFER else DIFFER
+            world_size = 2 ** len(mesh.split())
+            yield replace(
+                _trial(number, chance.choice(["shm", "tcp"]), action, phase, chance),
+                mesh=mesh,
+                world_size=world_size,
+                victim=chance.randrange(world_size),
+                fsdp="fsdp2",
+                staging=chance.choice(["in place", "staged"]),
+            )
             number += 1
 
 

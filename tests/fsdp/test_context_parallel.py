@@ -1,0 +1,314 @@
+"""Layer 3: ranks as processes. Context parallelism: ranks that share the tokens of a sample, in FSDP2's shard group.
+
+FSDP2 shards over "dp" and "cp", flattened to one dimension, and attention meets the ranks of "cp" in five ways; "torch"
+is torch's own ``context_parallel``. On CPUs that knows no sharding of the kernel that causal attention takes there
+("aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered"), and with the
+mathematical one it cannot mix its mask with DTensors ("aten.add.Tensor got mixed torch.Tensor and DTensor"): so it is
+tried without a mask, and its causal ring is written by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from process_ranks import RankResult, run_ranks, start_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from training import full_parameters, largest_difference, wrap
+
+import odc
+from odc.bench.proof.chaos.script import AllTokens
+
+DIM, HEADS, TOKENS, NUM_BLOCKS, WORLD_SIZE = 8, 2, 8, 2, 4
+WAYS = ("gather", "functional", "ulysses", "ring", "torch")
+ALL_GATHER = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)  # torch 2.13
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries, keys and values of this rank's tokens (rows, heads, tokens, features); what its tokens have seen."""
+
+
+class Ulysses(torch.autograd.Function):
+    """All of some dimension for a part of another one: what was divided along ``join`` is divided along ``split``."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.back = join, split, group
+        mine = torch.stack(part.chunk(group.size(), split))
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=group)
+        return torch.cat(theirs.unbind(), join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Ulysses.apply(grad, *ctx.back), None, None, None
+
+
+class Rotate(torch.autograd.Function):
+    """Of the rank before this one in the ring; ``steps`` of -1: behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, steps: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.back = -steps, group
+        targets = [(rank + steps) % group.size() for rank in range(group.size())]
+        return functional.wait_tensor(functional.permute_tensor(mine.flatten(), targets, group)).view(mine.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Rotate.apply(grad, *ctx.back), None, None
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, place: int = 0) -> torch.Tensor:
+    """``place``: of the queries among parts of as many tokens."""
+    seen = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None] + place * q.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def without_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v)  # which torch replaces meanwhile
+
+
+def attention(way: str, group: dist.ProcessGroup) -> Attend:
+    def gather(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal(q, *(AllTokens.apply(x, 2, group) for x in (k, v)), group.rank())
+
+    def by_functional_collectives(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal(q, *(ALL_GATHER(x, 2, group) for x in (k, v)), group.rank())
+
+    def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return Ulysses.apply(causal(*(Ulysses.apply(x, 1, 2, group) for x in (q, k, v))), 2, 1, group)
+
+    def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rotated = [torch.stack([k, v])]
+        for _ in range(1, group.size()):
+            rotated.append(Rotate.apply(rotated[-1], 1, group))
+        in_order = [rotated[(group.rank() - rank) % group.size()] for rank in range(group.size())]
+        return causal(q, *torch.cat(in_order, 3), group.rank())
+
+    ways = {"gather": gather, "functional": by_functional_collectives, "ulysses": ulysses, "ring": ring}
+    return ways.get(way, without_mask)
+
+
+class Block(nn.Module):
+    attend: Attend = staticmethod(causal)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.qkv = nn.Linear(
+            DIM, 3 * DIM, bias=False
+        )  # keys have no use for one, and Adam makes steps of mere rounding
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(rows, tokens, DIM))
+
+
+def build(way: str, group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """``group``: that shares each sample; None: this process has all of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))).to(dtype)
+    for block in model:
+        block.attend = without_mask if way == "torch" else causal
+        if group is not None:
+            block.attend = attention(way, group)
+    return model
+
+
+@functools.cache
+def make_mesh() -> tuple[DeviceMesh, DeviceMesh]:
+    """And what FSDP2 shards over."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    return mesh, mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def sharded(way: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """``way`` "fsdp1": as verl does, Ulysses over a mesh of its own, and FSDP1 over all ranks."""
+    mesh, over = make_mesh()
+    if way == "fsdp1":
+        own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        return wrap(build("ulysses", own.get_group("sp")), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = build(way, mesh.get_group("cp"), dtype)
+    for block in model:
+        fully_shard(block, mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+def backward(model: nn.Module, way: str, x: torch.Tensor, is_shared: bool) -> None:
+    target = x.roll(1, 1).clone()
+    if is_shared and way == "torch":
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            context_parallel(make_mesh()[0]["cp"], buffers=[x, target], buffer_seq_dims=[1, 1]),
+        ):
+            ((model(x) - target).square().sum() / 10).backward()
+        return
+    if is_shared:
+        x, target = (whole.chunk(2, 1)[make_mesh()[0].get_local_rank("cp")] for whole in (x, target))
+    ((model(x) - target).square().sum() / 10).backward()
+
+
+def train(model: nn.Module, way: str, counts: Sequence[int], groups: Sequence[int], steps: int, is_shared: bool) -> Any:
+    """Clip norms, and what is left. ``groups``: whose microbatches these are, of ``counts`` by group."""
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), []
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        for group in groups:
+            for m in range(counts[group]):
+                generator = torch.Generator().manual_seed(1000 * step + 100 * group + m)
+                backward(model, way, torch.randn(2, TOKENS, DIM, generator=generator).to(dtype), is_shared)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"norm {step}": getattr(norm, "full_tensor", lambda norm=norm: norm)() for step, norm in enumerate(norms)}
+
+
+CASES = {
+    "idle": ("gather", (0, 2), None),
+    "functional": ("functional", (2, 1), None),
+    "shared samples on one host": ("ulysses", (1, 3), (0, 0, 1, 1)),
+    "shared samples across hosts": ("ring", (1, 2), (0, 1, 0, 1)),
+    "torch": ("torch", (3, 1), None),
+}
+"""With uneven numbers of microbatches: how, how many of each group, and the hosts on which ranks pose to be."""
+
+
+def run(rank: int, way: str, counts: Sequence[int], steps: int, dtype: torch.dtype, use_odc: bool = True) -> Any:
+    model = sharded(way, dtype)
+    session = odc.patch_fsdp(model) if use_odc else None
+    found = train(model, way, counts, [rank // 2], steps, True)
+    if session is not None:
+        assert (session.stats().pushes > 0) == (counts[rank // 2] > 0)
+        session.close()
+    return {**{name: norm.numpy() for name, norm in found.items()}, **full_parameters(model)}
+
+
+def all_runs(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """How far the same training is from plain torch's, and what uneven ones come to."""
+    differences, uneven = {}, {}
+    for way in WAYS:
+        theirs, ours = (run(rank, way, (2, 2), 20, torch.float32, use_odc) for use_odc in (False, True))
+        differences[way] = largest_difference(ours, theirs)
+    for name, (way, counts, hosts) in CASES.items():
+        os.environ["ODC_HOST_ID"] = f"host-{hosts[rank] if hosts else 0}"
+        uneven[name] = run(rank, way, counts, 5, torch.float64)
+    return differences, uneven
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[dict[str, float], dict[str, Any]]]:
+    return run_ranks(WORLD_SIZE, all_runs, timeout_s=180)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_share_samples_train_as_under_plain_fsdp2(way: str, found: Any) -> None:
+    assert max(differences[way] for differences, _ in found) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uneven_groups_that_share_samples_train_as_one_process(case: str, found: Any) -> None:
+    way, counts, _ = CASES[case]
+    model = build(way, dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / WORLD_SIZE)  # as FSDP divides
+    norms = train(model, way, counts, range(len(counts)), 5, False)
+    expected = {name: value.detach().numpy() for name, value in {**norms, **dict(model.named_parameters())}.items()}
+    for _, uneven in found:
+        assert largest_difference(uneven[case], expected) < 1e-9
+
+
+# Failures
+
+
+def fail(*args: Any) -> None:
+    raise RuntimeError("out of luck")
+
+
+def ending(rank: int, world_size: int, way: str, happens: Callable[[int, nn.Module, list[int]], None]) -> None:
+    """What ``happens`` before the second step does something to one rank's model, or to its number of microbatches.
+    The error that follows says how long after that it came."""
+    model, counts, began = sharded(way), [2, 2], 0.0
+    try:
+        with odc.patch_fsdp(model):
+            train(model, way, counts, [rank // 2], 1, True)
+            dist.barrier()
+            began = time.monotonic()
+            happens(rank, model, counts)
+            train(model, way, counts, [rank // 2], 1, True)
+    except Exception as error:
+        error.args = (f"{error} (after {time.monotonic() - began:.1f} s)",)
+        raise
+
+
+def in_forward(rank: int, model: nn.Module, counts: list[int]) -> None:
+    if rank == 3:
+        model[1].register_forward_pre_hook(fail)  # type: ignore[index]
+
+
+def in_backward(rank: int, model: nn.Module, counts: list[int]) -> None:
+    if rank == 3:
+        model[1].register_full_backward_hook(fail)  # type: ignore[index]
+
+
+def differs(rank: int, model: nn.Module, counts: list[int]) -> None:
+    counts[:] = [2, 1] if rank == 3 else [2, 2]
+
+
+def without_a_backward(rank: int, model: nn.Module, counts: list[int]) -> None:
+    """The last one, as where the loss of its own tokens is not finite."""
+    if rank == 3:
+        once = iter([torch.Tensor.backward])
+        torch.Tensor.backward = lambda loss: next(once, lambda loss: None)(loss)  # type: ignore[method-assign]
+
+
+def check(results: Sequence[RankResult], *words: str) -> None:
+    for result in results:
+        assert result.error is not None
+        first_line = result.error.splitlines()[0]
+        assert all(word in first_line for word in words), first_line
+        assert float(first_line.rpartition("(after ")[2].partition(" s)")[0]) < 5, first_line
+
+
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    ("way", "happens"),
+    [
+        ("gather", in_forward),
+        ("functional", in_backward),  # which waits where nobody looks on
+        *(pytest.param(way, in_forward, marks=EXTENDED) for way in WAYS[1:]),
+        *(pytest.param(way, in_backward, marks=EXTENDED) for way in WAYS if way != "functional"),
+    ],
+)
+def test_all_hear_who_has_failed_while_they_meet_it_in_attention(way: str, happens: Any) -> None:
+    results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
+    check(results[:3], "rank 3", "out of luck")
+
+
+@pytest.mark.parametrize(
+    ("way", "happens"),
+    [
+        ("gather", differs),
+        ("functional", without_a_backward),
+        ("fsdp1", differs),
+        *(pytest.param(way, differs, marks=EXTENDED) for way in WAYS[1:]),
+        *(pytest.param(way, without_a_backward, marks=EXTENDED) for way in WAYS[:4] if way != "functional"),
+    ],
+)
+def test_who_leaves_the_others_of_a_sample_is_named(way: str, happens: Any) -> None:
+    results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
+    check(results, "have different numbers of microbatches", "rank 2", "rank 3 has ended minibatch 2 after 1")
