@@ -122,29 +122,31 @@ def test_schedules_keep_their_numbers(case: tuple[str, bool, int]) -> None:
 
 def reference(name: str, num_microbatches: int) -> Any:
     """All of it in one process, in float64."""
-    num_stages = 2 if name in SINGLE else 4
-    model = nn.Sequential(*blocks(num_stages, torch.float64))
+    model = nn.Sequential(*blocks(2 if name in SINGLE else 4, torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = {}
     for step in range(STEPS):
         for replica, turn in ((0, 0), (1, 0), (1, 1)):
             inputs, target = (rows(step, replica, num_microbatches, 7 * turn + seed).double() for seed in (0, 1))
             (loss_of_rows(model(inputs), target) / 2).backward()
-        for number, stage in enumerate(model):
-            if num_stages == 2:  # each pipeline rank clips what it has
-                found[f"{number} norm {step}"] = nn.utils.clip_grad_norm_(stage.parameters(), 0.3)
+        for place in (0, 1):  # each pipeline rank clips what it has
+            parameters = [p for number in stages_here(name, place) for p in model[number].parameters()]
+            found[f"{place} norm {step}"] = nn.utils.clip_grad_norm_(parameters, 0.3)
         optimizer.step()
         optimizer.zero_grad()
     return found | {f"{name}": p.detach() for name, p in model.named_parameters()}
 
 
-def uneven(rank: int, world_size: int) -> float:
-    found = train(rank, "Schedule1F1B", False, 2, True, uneven=True)
-    place = rank % 2
-    expected = reference("Schedule1F1B", 2)
-    norms = {key.partition(" ")[2]: norm for key, norm in expected.items() if key.startswith(f"{place} norm")}
-    return largest_difference(found, {**norms, **{key: expected[key] for key in found if "norm " not in key}})
+def uneven(rank: int, world_size: int) -> list[float]:
+    differences = []
+    for name in NAMES[:3]:  # those of zero bubble over FSDP2 are not one process in torch 2.13, without ODC either
+        found = train(rank, name, False, 2, True, uneven=True)
+        place, expected = rank % 2, reference(name, 2)
+        norms = {key.partition(" ")[2]: norm for key, norm in expected.items() if key.startswith(f"{place} norm")}
+        wanted = {**norms, **{key: expected[key] for key in found if "norm " not in key}}
+        differences.append(largest_difference(found, wanted))
+    return differences
 
 
 def test_replicas_that_run_a_schedule_more_often_than_others_are_one_process() -> None:
-    assert max(run_ranks(4, uneven)) < 1e-5
+    assert max(max(of_rank) for of_rank in run_ranks(4, uneven)) < 1e-5
