@@ -4,8 +4,9 @@ A device has a number of hardware queues; more streams than that share them. A k
 been started on every rank, so whatever stands in front of it in its queue, and waits for a rank that has not come to
 that collective yet, waits for ever. The queues are those of ``bench/fake/cuda.py``: strictly one thing after the other,
 which is less than a device can do, so what ends there ends on a device. The searches go through random schedules: how
-many microbatches each rank has, where in them its collectives are, which streams wait for these. A third one shows that
-the search finds what it looks for, in a daemon that lets its stream wait for pushes that have not arrived.
+many microbatches each rank has, where in them its collectives are, which streams wait for these; in half of them pairs
+of ranks compute together, and meet in collectives inside forward and backward, too. Two further ones show that the
+search finds what it looks for, in a daemon that lets its stream wait for pushes that have not arrived, say.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, _Board, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake import streams
@@ -37,6 +38,9 @@ NUMEL, NUM_UNITS = 4, 3
 QUEUES = (1, 2, 8, 32)
 SCHEDULES = 100  # of each number of queues and each mode: 1200 in all
 STUCK_S = 0.4
+KINDS = ("alone", "beside", "inside", "alone")
+"""Whether pairs of ranks compute together: each of them in a shard group of its own, as tensor parallel ranks are, or
+both in one, as context parallel ranks are."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,56 +55,69 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Collectives:
     """The script's, of all ranks: each call is a kernel that spins until it runs on every rank."""
 
-    def __init__(self, world_size: int, limit_s: float) -> None:
-        self._world_size = world_size
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._arrived: dict[str, int] = {}
         self._changed = threading.Condition()
 
-    def kernel(self, name: str) -> None:
+    def kernel(self, name: str, num_ranks: int) -> None:
         deadline = time.monotonic() + self._limit_s
         with self._changed:
             self._arrived[name] = self._arrived.get(name, 0) + 1
             self._changed.notify_all()
-            while self._arrived[name] < self._world_size:
+            while self._arrived[name] < num_ranks:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise TimeoutError(f"collective {name} ran on {self._arrived[name]} of {self._world_size} ranks")
+                    raise TimeoutError(f"collective {name} ran on {self._arrived[name]} of {num_ranks} ranks")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One minibatch: what each rank does, in its order."""
+    """One minibatch: what each group of ranks that compute together does, or each rank, in its order."""
 
     microbatches: Sequence[int]
-    """Of each rank."""
+    """Of each group."""
     places: Sequence[Sequence[float]]
-    """Of each rank: where its collectives are, as parts of its minibatch, rising; equally many everywhere."""
+    """Of each group: where its collectives are, as parts of its minibatch, rising; equally many everywhere."""
     awaited: Sequence[bool]
     """Whether the script's stream waits for this collective."""
     after: bool
     """Another one between the end of the minibatch and the step, as of clipping."""
 
     @classmethod
-    def draw(cls, rng: random.Random, world_size: int) -> Schedule:
+    def draw(cls, rng: random.Random, num_groups: int) -> Schedule:
         number = rng.randint(0, 3)
         return cls(
-            microbatches=[rng.choice((0, 1, 1, 2, 4)) for _ in range(world_size)],
-            places=[sorted(rng.choice((0.0, rng.random(), 1.0)) for _ in range(number)) for _ in range(world_size)],
+            microbatches=[rng.choice((0, 1, 1, 2, 4)) for _ in range(num_groups)],
+            places=[sorted(rng.choice((0.0, rng.random(), 1.0)) for _ in range(number)) for _ in range(num_groups)],
             awaited=[rng.random() < 0.7 for _ in range(number)],
             after=rng.random() < 0.5,
         )
 
 
 class Script:
-    """What one rank runs: FSDP's streams, one for collectives, and one that others are likely to share queues with."""
+    """What one rank runs: FSDP's streams, two for collectives, and one that others are likely to share queues with.
 
-    def __init__(self, runtime: Runtime, collectives: Collectives, rng: random.Random) -> None:
+    Args:
+        group, num_partners: of ranks that compute together. Of ``num_ranks`` in all.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        collectives: Collectives,
+        rng: random.Random,
+        num_ranks: int,
+        group: int | None = None,
+        num_partners: int = 1,
+    ) -> None:
         engine = runtime._transport.engine
         assert isinstance(engine, FakeEngine)
         self.runtime, self.engine, self.collectives, self.rng = runtime, engine, collectives, rng
-        self.rank, self.world_size = runtime.topology.rank, runtime.topology.world_size
+        self.world_size = runtime.topology.world_size
+        self.num_ranks, self.num_partners = num_ranks, num_partners
+        self.group = runtime.topology.rank if group is None else group
         self.wrong: list[str] = []
-        streams = ["main", "gather", "push", "nccl", "other"]
+        streams = ["main", "gather", "push", "nccl", "other", *["partners"] * (num_partners > 1)]
         rng.shuffle(streams)
         for name in streams:  # in which order they are made says which share a queue
             engine._stream(name)
@@ -110,12 +127,19 @@ class Script:
         with self.engine.on(stream):
             self.engine.wait_for(other)
 
-    def collective(self, name: str, is_awaited: bool) -> None:
-        self.wait("nccl", "main")
-        with self.engine.on("nccl"):
-            self.engine.run(lambda: self.collectives.kernel(name))
+    def collective(self, name: str, is_awaited: bool, stream: str = "nccl", num_ranks: int = 0) -> None:
+        self.wait(stream, "main")
+        with self.engine.on(stream):
+            self.engine.run(lambda: self.collectives.kernel(name, num_ranks or self.num_ranks))
         if is_awaited:
-            self.wait("main", "nccl")
+            self.wait("main", stream)
+
+    def meet_partners(self, number: int, index: int) -> None:
+        """Perhaps, at a place inside forward or backward: the same on all of them."""
+        name = f"{number}, group {self.group}: {index}"
+        rng = random.Random(name)
+        if self.num_partners > 1 and rng.random() < 0.7:
+            self.collective(name, rng.random() < 0.7, "partners", self.num_partners)
 
     def publish(self, number: int) -> None:
         for unit in range(NUM_UNITS):
@@ -124,18 +148,19 @@ class Script:
     def minibatch(self, number: int, schedule: Schedule) -> None:
         self.publish(number)
         self.runtime.begin()
-        steps = [(kind, unit) for _ in range(schedule.microbatches[self.rank]) for kind, unit in self.microbatch()]
-        places = [int(place * len(steps)) for place in schedule.places[self.rank]]
+        steps = [(kind, unit) for _ in range(schedule.microbatches[self.group]) for kind, unit in self.microbatch()]
+        places = [int(place * len(steps)) for place in schedule.places[self.group]]
         for index in range(len(steps) + 1):
             for j, place in enumerate(places):
                 if place == index:
                     self.collective(f"{number}:{j}", schedule.awaited[j])
             if index < len(steps):
                 self.step(number, *steps[index])
+                self.meet_partners(number, index)
         self.runtime.finish()
         if schedule.after:
             self.collective(f"{number}:after", True)
-        self.check(number, sum(schedule.microbatches))
+        self.check(number, sum(schedule.microbatches) * self.world_size // len(schedule.microbatches))
 
     def microbatch(self) -> list[tuple[str, int]]:
         return [("gather", unit) for unit in range(NUM_UNITS)] + [("push", unit) for unit in range(NUM_UNITS)]
@@ -171,20 +196,36 @@ class Script:
         self.engine.run(compare)
 
 
-def run_schedules(schedules: Sequence[Schedule], mode: str, seed: int, limit_s: float) -> int:
+def part_of(board: _Board, ranks: Sequence[int], rank: int) -> ThreadExchange:
+    """Between some of the ranks."""
+    exchange = ThreadExchange(board, ranks.index(rank))
+    exchange.global_ranks = ranks  # type: ignore[assignment]
+    return exchange
+
+
+def run_schedules(schedules: Sequence[Schedule], mode: str, seed: int, limit_s: float, kind: str) -> int:
     """How many pushes clients have kept for want of a slot. Raises what went wrong."""
-    world_size = len(schedules[0].microbatches)
-    collectives = Collectives(world_size, limit_s)
+    num_partners = 1 if kind == "alone" else 2
+    num_ranks = len(schedules[0].microbatches) * num_partners
+    collectives = Collectives(limit_s)
+    boards = {number: _Board(2, 60.0) for number in range(num_ranks)}  # of shard groups, and of partners behind them
     units = [UnitSpec(f"u{u}", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)) for u in range(NUM_UNITS)]
 
-    def body(exchange: ThreadExchange) -> int:
+    def body(whole: ThreadExchange) -> int:
+        rank, exchange, partners = whole.rank, whole, []
+        group = rank // num_partners
+        if kind != "alone":
+            both = [2 * group, 2 * group + 1]
+            partners = [(part_of(boards[2 + group], both, rank), lambda: 0)]
+        if kind == "beside":
+            exchange = part_of(boards[rank % 2], range(rank % 2, num_ranks, 2), rank)
         named: dict[str, Any] = {"transport": "fake_cuda_streams", "accumulate": mode}
         if mode == "hosts":
             named = {"transport": "fake_nvshmem_streams", "host_id": f"host{exchange.rank % 2}"}
         options = RuntimeConfig(timeout_s=limit_s, **named)
         kept = 0
-        with Runtime.create(exchange, units, options) as runtime:
-            script = Script(runtime, collectives, random.Random(seed * 17))
+        with Runtime.create(exchange, units, options, partners=partners) as runtime:
+            script = Script(runtime, collectives, random.Random(seed * 17), num_ranks, group, num_partners)
             if runtime._daemon is not None:
                 keep = runtime._daemon._keep
 
@@ -199,12 +240,12 @@ def run_schedules(schedules: Sequence[Schedule], mode: str, seed: int, limit_s: 
                 assert not script.engine.errors, script.engine.errors
             script.publish(len(schedules) + 1)
             assert script.engine.synchronize(limit_s), "the device never comes to rest"
-            exchange.all_gather(b"")
+            whole.all_gather(b"")
             assert not script.engine.errors, script.engine.errors
             assert not script.wrong, script.wrong
         return kept
 
-    return sum(values(run_threads(world_size, body, timeout_s=60 + 2 * limit_s)))
+    return sum(values(run_threads(num_ranks, body, timeout_s=60 + 2 * limit_s)))
 
 
 def search(monkeypatch: pytest.MonkeyPatch, mode: str, queues: int, number: int, limit_s: float = 30.0) -> int:
@@ -213,9 +254,10 @@ def search(monkeypatch: pytest.MonkeyPatch, mode: str, queues: int, number: int,
     kept, done, seed = 0, 0, 0
     while done < number:
         rng = random.Random(f"{queues} {seed}")
-        schedules = [Schedule.draw(rng, rng.choice((3, 4)))]
+        kind = KINDS[seed % len(KINDS)]
+        schedules = [Schedule.draw(rng, rng.choice((3, 4)) if kind == "alone" else 2)]
         schedules += [Schedule.draw(rng, len(schedules[0].microbatches)) for _ in range(24)]
-        kept += run_schedules(schedules, mode, seed, limit_s)
+        kept += run_schedules(schedules, mode, seed, limit_s, kind)
         done, seed = done + len(schedules), seed + 1
     return kept
 
@@ -256,7 +298,7 @@ def find_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     for queues in (1, 2):
         monkeypatch.setattr(streams, "WAIT_LIMIT_S", STUCK_S)
         raised = (AssertionError, FakeDeviceError, OdcError)
-        with pytest.raises(raised, match="on [123] of [34] ranks|never|waited|waits for"):
+        with pytest.raises(raised, match="on [123] of [234] ranks|never|waited|waits for"):
             search(monkeypatch, "daemon", queues, 1000, limit_s=STUCK_S)
 
 
@@ -288,7 +330,7 @@ def come_to_rest_without_rank_0(mode: str, limit_s: float) -> None:
     def body(exchange: ThreadExchange) -> bool:
         options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=30, accumulate=mode)
         with Runtime.create(exchange, units, options) as runtime:
-            script = Script(runtime, Collectives(world_size, 30), random.Random(0))
+            script = Script(runtime, Collectives(30), random.Random(0), world_size)
             script.publish(1)
             runtime.begin()
             if exchange.rank == 0:
