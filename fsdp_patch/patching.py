@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from odc.fsdp_patch.together import find_partners
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
 from odc.minibatch.joint import Mesh, connect_meshes
+from odc.minibatch.partners import Counts
 from odc.setup.agreement import Exchange, ProcessGroupExchange, require_agreement, setup_timeout_s
 from odc.setup.context import agree
 from odc.timeline import Stats
@@ -163,12 +164,12 @@ def _connect(
             exchanges[ranks] = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
         return exchanges[ranks]
 
-    joined, partners = list[Mesh](), dict[Exchange, Callable[[], int]]()
+    joined, partners = list[Mesh](), dict[Exchange, Counts]()
     for units in meshes:  # all that ranks have to agree in, before any memory is taken
         copies = units[0].replica_group
         replicas = over(copies) if copies is not None else None
         mesh = Mesh([unit.spec() for unit in units], over(units[0].process_group), replicas)
-        beside = {over(group): counts for group, counts in find_partners(mesh.exchange, units)}
+        beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(mesh.exchange, units)}
         for one in (mesh.exchange, mesh.replicas, *beside):
             if one is not None:
                 require_agreement(one, _agreement(units))

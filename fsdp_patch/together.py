@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from odc.fsdp_patch.unit import Unit
+from odc.minibatch.partners import Counts
 from odc.setup.agreement import Exchange
 
 CONTEXT = ("cp", "sp", "context", "context_parallel", "sequence", "sequence_parallel")
@@ -17,12 +18,21 @@ verl's and DeepSpeed's names. Nothing else tells them from data parallel ones, i
 shards over, as (dp, cp) flattened to one."""
 
 
-def find_partners(exchange: Exchange, units: Sequence[Unit]) -> list[tuple[dist.ProcessGroup, Callable[[], int]]]:
-    """Each group of such ranks, and how many collectives this rank has entered there. Collective, as patching is."""
+def find_partners(exchange: Exchange, units: Sequence[Unit]) -> list[tuple[dist.ProcessGroup, Counts]]:
+    """Each group of such ranks, and how many collectives this rank has entered there, and in each other group of which
+    all of them are members. Collective, as patching is."""
     groups = [group for unit in units for group in unit.partner_groups]
     groups += _context_groups(exchange, units[0].process_group)
     once = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-    return [(group, _counter(group)) for group in once.values()]
+    return [(group, _counter([group, *_around(group)])) for group in once.values()]
+
+
+def _around(inner: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """In the same order on all ranks of ``inner``."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name != inner.group_name]
+    found = [group for group in groups if ranks.issubset(dist.get_process_group_ranks(group))]
+    return sorted(found, key=lambda group: group.group_name)
 
 
 def _context_groups(exchange: Exchange, shard_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -36,10 +46,12 @@ def _context_groups(exchange: Exchange, shard_group: dist.ProcessGroup) -> list[
     return [group for name, group in sorted(found.items()) if all(name in names for names in known)]
 
 
-def _counter(group: Any) -> Callable[[], int]:
-    try:
-        group._get_sequence_number_for_group()
-    except RuntimeError:  # this backend does not count, so nobody is seen to compute together
-        return lambda: 0
-    count: Callable[[], int] = group._get_sequence_number_for_group
-    return count
+def _counter(groups: Sequence[Any]) -> Counts:
+    def count(group: Any) -> int:
+        try:
+            number: int = group._get_sequence_number_for_group()
+        except RuntimeError:  # this backend does not count, so nobody is seen to compute together
+            return 0
+        return number
+
+    return lambda: [count(group) for group in groups]

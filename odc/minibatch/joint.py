@@ -14,6 +14,7 @@ import torch
 
 from odc.config import RuntimeConfig
 from odc.liveness.leaving import Closable
+from odc.minibatch.partners import Counts
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import JointState
@@ -150,7 +151,7 @@ def connect_meshes(
     config: RuntimeConfig,
     *,
     device: torch.device,
-    partners: Sequence[tuple[Exchange, Callable[[], int]]],
+    partners: Sequence[tuple[Exchange, Counts]],
     end_collectives: Callable[[], object] | None,
     stats: Stats | None,
 ) -> Runtime:

@@ -8,16 +8,20 @@ partners tell each other how many microbatches they had, and who computes meanwh
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from odc.errors import OUR_FAULT, ProtocolError
-from odc.liveness.waiting import Waiter
+from odc.liveness.waiting import GONE, Waiter
 from odc.minibatch.state import JointState, MinibatchState
 from odc.transports.base import Transport
 
+Counts = Callable[[], Sequence[int]]
+"""See :class:`Partners`."""
+
 _ENDED = 0  # signal
-_WORDS = 3  # number of the end, microbatches, collectives in the group
+_MEANWHILE = 2  # the row behind those of two ends
 
 
 class Partners:
@@ -25,24 +29,29 @@ class Partners:
 
     Args:
         transport: between them, with one signal. Not sealed yet.
-        num_collectives: that this rank has entered in their group. Where nobody enters any, as in a second model that
-            has no use for the dimension, they do not compute together.
+        counts: how many collectives this rank has entered in their group, and in each other one of which all of them
+            are members. Where nobody enters any of the first, as in a second model that has no use for the dimension,
+            they do not compute together.
 
-    [Note: Who waits for good] A partner has ended the minibatch before a microbatch that this rank is in, and before a
-    collective that this rank has entered: so that will not complete. One of these alone says less. A forward without a
+    [Note: Who waits for good] This rank is in a microbatch, and has entered a collective there; a partner has ended the
+    minibatch before both: so that collective will not complete. One of these alone says less. A forward without a
     backward looks like a further microbatch, and a group may count sends and receives, too, of which ranks have
-    different numbers.
+    different numbers. A partner that has not ended yet may be in another collective, before both and outside of its
+    microbatches, which this rank has not entered: so neither will complete. It says so by and by, in a row of its own.
     """
 
-    def __init__(self, transport: Transport, num_collectives: Callable[[], int]) -> None:
-        self._num_collectives, self._num_before = num_collectives, num_collectives()
+    def __init__(self, transport: Transport, counts: Counts) -> None:
+        self._counts, self._before = counts, counts()
         self._transport, topology = transport, transport.topology
         self._rank, self._size = topology.rank, topology.world_size
         self._others = [rank for rank in topology.rotation() if rank != self._rank]
         self._num_ended = 0
-        # For two ends in turn: who comes to the next one has been seen at this one by all. They lie at each rank, and
-        # in copies on other hosts.
-        self._words = transport.allocate_host(8 * 2 * self._size * _WORDS, "ends of partners")
+        # Number of the end, microbatches, and collectives since the end before. For two ends in turn: who comes to the
+        # next one has been seen at this one by all; and for what is between. They lie at each rank, and in copies on
+        # other hosts.
+        self._row = struct.Struct(f"={2 + len(self._before)}q")
+        self._words = transport.allocate_host(3 * self._size * self._row.size, "ends of partners")
+        self._shown, self._seen = b"", dict[int, Sequence[int]]()
 
     def end(self, num_microbatches: int, waiter: Waiter, minibatch: int) -> None:
         """This rank has run so many microbatches. Wait until every partner says the same.
@@ -51,10 +60,7 @@ class Partners:
             ProtocolError: one has run another number.
         """
         self._num_ended = number = self._num_ended + 1
-        at = self._at(self._rank, number)
-        row = struct.pack(f"={_WORDS}q", number, num_microbatches, self._collectives_here)
-        for rank in (self._rank, *self._transport.topology.ranks_elsewhere()):
-            self._transport.write_host(self._words, rank, 8 * at, row)
+        self._say(number % 2, self._row.pack(number, num_microbatches, *self._entered))
         self._transport.post(_ENDED)
         count = self._transport.count
         waiter.wait(
@@ -63,15 +69,24 @@ class Partners:
             among=self._transport,
         )
         for rank in self._others:
-            theirs, collectives = self._said(rank, number)
-            if theirs != num_microbatches and (collectives or self._collectives_here):
-                raise ProtocolError(self._describe(rank, minibatch, theirs, f"after {num_microbatches}"))
-        self._num_before = self._num_collectives()
+            theirs, collectives, *_ = self._said(rank, number)
+            if theirs != num_microbatches and (collectives or self._entered[0]):
+                ended = f"has ended minibatch {minibatch} after {theirs}"
+                raise ProtocolError(self._describe(rank, ended, f"after {num_microbatches}"))
+        self._before = self._counts()
 
     @property
-    def _collectives_here(self) -> int:
-        """Entered by this rank since the last end."""
-        return self._num_collectives() - self._num_before
+    def _entered(self) -> list[int]:
+        """Collectives since the last end."""
+        return [count - before for count, before in zip(self._counts(), self._before, strict=True)]
+
+    def show(self, num_microbatches: int) -> None:
+        """This rank, which has had so many microbatches, is in a collective outside of them."""
+        row = self._row.pack(self._num_ended + 1, num_microbatches, *self._entered)
+        if row != self._shown:
+            self._shown = row
+            with contextlib.suppress(*GONE):  # whoever waits for it reports it
+                self._say(_MEANWHILE, row)
 
     def gone_on(self, microbatch: int, minibatch: int) -> str | None:
         """Why a collective of a microbatch will not complete, see [Note: Who waits for good].
@@ -79,37 +94,53 @@ class Partners:
         Args:
             microbatch: which one it is, from 1.
         """
-        number = self._num_ended + 1
+        number, entered = self._num_ended + 1, self._entered
         for rank in self._others:
-            if self._transport.count(rank, _ENDED) >= number:
-                theirs, collectives = self._said(rank, number)
-                if theirs < microbatch and collectives < self._collectives_here:
-                    return self._describe(rank, minibatch, theirs, f"not before its microbatch number {microbatch}")
+            has_ended = self._transport.count(rank, _ENDED) >= number
+            found, theirs, *counts = self._read(rank, number % 2 if has_ended else _MEANWHILE)
+            if found != number or theirs >= microbatch or counts[0] >= entered[0]:
+                continue
+            did = f"has ended minibatch {minibatch} after {theirs}"
+            if not has_ended:
+                did = f"is in another collective in minibatch {minibatch} after {theirs}"
+                last, self._seen[rank] = self._seen.get(rank), [theirs, *counts, *entered]
+                has_others = any(count > here for count, here in zip(counts[1:], entered[1:], strict=True))
+                if last != self._seen[rank] or not has_others:
+                    continue
+            return self._describe(rank, did, f"not before its microbatch number {microbatch}")
         return None
 
-    def _at(self, rank: int, number: int) -> int:
-        return (number % 2 * self._size + rank) * _WORDS
+    def _say(self, row: int, data: bytes) -> None:
+        for rank in (self._rank, *self._transport.topology.ranks_elsewhere()):
+            self._transport.write_host(self._words, rank, (row * self._size + self._rank) * self._row.size, data)
 
-    def _said(self, rank: int, number: int) -> tuple[int, int]:
-        """How many microbatches it had, and how many collectives it has entered since the end before."""
+    def _read(self, rank: int, row: int) -> tuple[int, ...]:
         words = self._words.peer(rank) if self._words.reaches(rank) else self._words.local
-        at = self._at(rank, number)
-        row = words.numpy().data.cast("B").cast("q")[at : at + _WORDS]
-        if row[0] != number:
-            raise ProtocolError(f"a partner has ended {row[0]} minibatches, not {number}. {OUR_FAULT}")
-        return row[1], row[2]
+        return self._row.unpack_from(words.numpy().data, (row * self._size + rank) * self._row.size)
 
-    def _describe(self, rank: int, minibatch: int, theirs: int, ours: str) -> str:
+    def _said(self, rank: int, number: int) -> Sequence[int]:
+        """How many microbatches it had, and how many collectives it has entered since the end before."""
+        found, *said = self._read(rank, number % 2)
+        if found != number:
+            raise ProtocolError(f"a partner has ended {found} minibatches, not {number}. {OUR_FAULT}")
+        return said
+
+    def _describe(self, rank: int, theirs: str, ours: str) -> str:
         topology = self._transport.topology
         return (
             f"ranks that compute together have different numbers of microbatches: rank {topology.global_rank(rank)} "
-            f"has ended minibatch {minibatch} after {theirs}, rank {topology.me} {ours}. Give both the same ones: to a "
-            "loader the rank and the number of ranks of the data parallel dimension"
+            f"{theirs}, rank {topology.me} {ours}. Give both the same ones: to a loader the rank and the number of "
+            "ranks of the data parallel dimension"
         )
 
 
-def why_stuck(partners: Iterable[Partners], state: MinibatchState | JointState) -> str | None:
-    """See :meth:`Partners.gone_on`, along every dimension of the mesh. For another thread than the training loop's."""
-    microbatch = state.microbatch
-    found = (group.gone_on(microbatch, state.minibatch) for group in partners if microbatch)
-    return next((why for why in found if why is not None), None)
+def why_stuck(partners: Iterable[Partners], state: MinibatchState | JointState, is_in_collective: bool) -> str | None:
+    """See :meth:`Partners.gone_on` and :meth:`Partners.show`, along every dimension of the mesh. Not for the training
+    loop itself."""
+    microbatch, why = state.microbatch, None
+    for group in partners:
+        if microbatch:
+            why = why or group.gone_on(microbatch, state.minibatch)
+        elif is_in_collective:
+            group.show(state.num_pushed)
+    return why

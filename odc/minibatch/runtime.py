@@ -29,7 +29,7 @@ from odc.liveness.waiting import Endpoint
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
-from odc.minibatch.partners import Partners, why_stuck
+from odc.minibatch.partners import Counts, Partners, why_stuck
 from odc.minibatch.protocol import End, MinibatchProtocol
 from odc.minibatch.state import JointState, MinibatchState
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
@@ -116,7 +116,7 @@ class Runtime(RankContext):
         *,
         device: torch.device | None = None,
         replicas: Exchange | None = None,
-        partners: Sequence[tuple[Exchange, Callable[[], int]]] = (),
+        partners: Sequence[tuple[Exchange, Counts]] = (),
         end_collectives: Callable[[], object] | None = None,
         stats: Stats | None = None,
         leader: Runtime | None = None,
@@ -127,8 +127,8 @@ class Runtime(RankContext):
         Args:
             units: what is communicated; the same on every rank.
             replicas: between the ranks with this one's place in their groups, if there are several groups.
-            partners: each between ranks that compute together, and how many collectives this rank has entered there:
-                the failure of one is that of all.
+            partners: each between ranks that compute together, and how many collectives this rank has entered (see
+                :class:`odc.minibatch.partners.Partners`): the failure of one is that of all.
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
@@ -158,8 +158,8 @@ class Runtime(RankContext):
                 transport.peers.show_to(leader._transport.peers)
             if replicas is not None:
                 runtime._replicas = runtime._join(replicas)
-            for beside, num_collectives in partners:
-                runtime._join(beside, functools.partial(runtime._meet, num_collectives))
+            for beside, counts in partners:
+                runtime._join(beside, functools.partial(runtime._meet, counts))
             then(runtime)
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
@@ -207,8 +207,8 @@ class Runtime(RankContext):
         self._waiter.job.add(transport.peers)
         return transport
 
-    def _meet(self, num_collectives: Callable[[], int], transport: Transport) -> None:
-        self._partners.append(Partners(transport, num_collectives))
+    def _meet(self, counts: Counts, transport: Transport) -> None:
+        self._partners.append(Partners(transport, counts))
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives

@@ -170,6 +170,8 @@ def train(model: nn.Module, way: str, counts: Sequence[int], groups: Sequence[in
             for m in range(counts[group]):
                 generator = torch.Generator().manual_seed(1000 * step + 100 * group + m)
                 backward(model, way, torch.randn(2, TOKENS, DIM, generator=generator).to(dtype), is_shared)
+        if getattr(model, "logs", False):
+            dist.all_reduce(torch.zeros(1))
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
@@ -267,6 +269,12 @@ def differs(rank: int, model: nn.Module, counts: list[int]) -> None:
     counts[:] = [2, 1] if rank == 3 else [2, 2]
 
 
+def differs_and_logs(rank: int, model: nn.Module, counts: list[int]) -> None:
+    """Before it ends the minibatch it waits for all in a collective of the script."""
+    differs(rank, model, counts)
+    model.logs = True  # type: ignore[assignment]
+
+
 def without_a_backward(rank: int, model: nn.Module, counts: list[int]) -> None:
     """The last one, as where the loss of its own tokens is not finite."""
     if rank == 3:
@@ -305,10 +313,12 @@ def test_all_hear_who_has_failed_while_they_meet_it_in_attention(way: str, happe
         ("gather", differs),
         ("functional", without_a_backward),
         ("fsdp1", differs),
+        ("ulysses", differs_and_logs),
         *(pytest.param(way, differs, marks=EXTENDED) for way in WAYS[1:]),
         *(pytest.param(way, without_a_backward, marks=EXTENDED) for way in WAYS[:4] if way != "functional"),
     ],
 )
 def test_who_leaves_the_others_of_a_sample_is_named(way: str, happens: Any) -> None:
     results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
-    check(results, "have different numbers of microbatches", "rank 2", "rank 3 has ended minibatch 2 after 1")
+    did = "is in another collective in" if happens is differs_and_logs else "has ended"
+    check(results, "have different numbers of microbatches", "rank 2", f"rank 3 {did} minibatch 2 after 1")

@@ -216,7 +216,7 @@ def run_schedules(schedules: Sequence[Schedule], mode: str, seed: int, limit_s: 
         group = rank // num_partners
         if kind != "alone":
             both = [2 * group, 2 * group + 1]
-            partners = [(part_of(boards[2 + group], both, rank), lambda: 0)]
+            partners = [(part_of(boards[2 + group], both, rank), lambda: [0])]
         if kind == "beside":
             exchange = part_of(boards[rank % 2], range(rank % 2, num_ranks, 2), rank)
         named: dict[str, Any] = {"transport": "fake_cuda_streams", "accumulate": mode}

@@ -278,7 +278,7 @@ def _judge_errors(
 def _names_partners(error: str, trial: Trial) -> bool:
     """Whether an error names the rank with other microbatches and one that it computes with, and says so."""
     _, _, told = error.partition("have different numbers of microbatches")
-    named = {int(rank) for rank in re.findall(r"\brank (\d+)", told)}
+    named = {int(rank) for rank in re.findall(r"\brank (\d+)", told.partition(". Give both")[0])}
     groups = {rank // trial.num_partners for rank in named}
     return trial.victim in named and len(named) == 2 and groups == {trial.victim // trial.num_partners}
 
