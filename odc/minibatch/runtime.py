@@ -447,8 +447,8 @@ class Runtime(RankContext):
 
 
 class _Stillness:
-    """For how long no other rank has worked, as far as one wait has seen: each waits in one of these runtimes, or is
-    gone."""
+    """For how long no other rank has worked, as far as one wait has seen: each waits for one that is seen from here, or
+    in a collective, or is gone."""
 
     def __init__(self, runtimes: Sequence[Runtime]) -> None:
         self._jobs = [runtime._waiter.job for runtime in runtimes]
@@ -462,7 +462,8 @@ class _Stillness:
             for rank in job.others:
                 if (peer := job.peer(rank)).state is PeerState.ALIVE:
                     seen[rank] = seen.get(rank, 0) + peer.heartbeats.progress
-                    waiting |= {rank} if peer.waiting_on is not None else set()
+                    whom = peer.waiting_on  # one that is not seen from here may work
+                    waiting |= {rank} if whom == IN_COLLECTIVE or (whom is not None and job.sees(whom)) else set()
         was_absent = now - self._last_look > limits.ABSENCE_S  # suspended, as the others may have been
         if seen != self._seen or was_absent or len(waiting) < len(seen):
             self._seen, self._since = seen, now

@@ -9,7 +9,7 @@ import pytest
 import torch
 from thread_ranks import ThreadExchange, _Board, run_threads, values
 
-from odc import ParamSlice, RuntimeConfig, UnitSpec
+from odc import ParamSlice, RuntimeConfig, UnitSpec, limits
 from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.protocol import NUM_NOTES, End, EndKind
 from odc.minibatch.runtime import Runtime, pass_fences
@@ -120,6 +120,28 @@ def test_a_fence_is_over_when_the_ranks_of_all_meshes_have_come() -> None:
             assert list(pass_fences([runtime], [End(EndKind.FENCE)], [runtime])) == [runtime]
             assert runtime.state.phase is Phase.FINISHED
             assert runtime.minibatch == runtime.stats.minibatches == 1
+
+    values(run_threads(4, body))
+
+
+def test_who_waits_in_a_fence_does_not_take_a_rank_that_it_does_not_see_for_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 3 is late in a minibatch, ranks 1 and 2 wait for it there, and rank 0, which does not see it, for these."""
+    monkeypatch.setattr(limits, "FENCE_STUCK_S", 0.3)
+    boards: Boards = {}
+
+    def body(exchange: ThreadExchange) -> None:
+        runtime, _ = connect(boards, exchange.rank)
+        with runtime:
+            for _ in range(2):
+                for unit in range(3):
+                    runtime.publish(unit, lambda shard: shard.zero_())
+                if not runtime.stats.minibatches:
+                    runtime.begin()
+                    time.sleep(1.5 * (exchange.rank == 3))
+                    runtime.finish()
+            assert list(pass_fences([runtime], [End(EndKind.FENCE)], [runtime])) == [runtime]
 
     values(run_threads(4, body))
 
