@@ -49,6 +49,7 @@ class VectorExchange:
     def __init__(self, ranks: list[int], timeout_s: float) -> None:
         store = _get_default_store()
         self.rank, self.world_size = ranks.index(dist.get_rank()), len(ranks)
+        self._ranks = ranks
         # A name that no other exchange has had: ranks make theirs in the same order. (The names of torch's groups come
         # again when a group has ended, with what is left of it in the store.)
         whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -77,6 +78,11 @@ class VectorExchange:
         self._failure: OdcError | None = None
 
     @property
+    def _me(self) -> int:
+        """This rank's number in the job, as of the others in messages."""
+        return self._ranks[self.rank]
+
+    @property
     def has_failed(self) -> bool:
         """Whether there will be no other exchange, for a reason that the others know or are."""
         return self._failure is not None
@@ -97,8 +103,9 @@ class VectorExchange:
                 name = names[other[0]]
                 value = {**identity, **position}[name]
                 raise ValueError(
-                    f"ranks {rank} and {self.rank} differ in {name} ({self.rank} has {value!r}): their loaders must "
-                    "have the same arguments and epoch, and states that were taken after the same minibatch"
+                    f"ranks {self._ranks[rank]} and {self._me} differ in {name} ({self._me} has {value!r}): their "
+                    "loaders must have the same arguments and epoch, and states that were taken after the same "
+                    "minibatch"
                 )
         return self._iteration
 
@@ -123,12 +130,12 @@ class VectorExchange:
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank ends, and of what."""
-        self._tell("failed", AbortedError, f"the data of rank {self.rank} ended with an error: {_short(error)}")
+        self._tell("failed", AbortedError, f"the data of rank {self._me} ended with an error: {_short(error)}")
 
     def tell_left(self, iteration: int, num_done: int) -> None:
         """Let the others know that this rank has left the loop of this iteration, after so many minibatches."""
         text = (
-            f"rank {self.rank} has left its loop after {num_done} minibatches, while another waits for it: "
+            f"rank {self._me} has left its loop after {num_done} minibatches, while another waits for it: "
             "every rank must take as many minibatches as the others"
         )
         self._tell(f"left/{iteration}", PeerClosedError, text)
@@ -161,16 +168,16 @@ class VectorExchange:
             if tuple(row[:2]) != mine[:2]:
                 raise self._failed(
                     OdcError(
-                        f"rank {rank} is at exchange {row[1]} of its iteration {row[0]} over the stream, this rank "
-                        f"{self.rank} at exchange {mine[1]} of iteration {mine[0]}: every rank must iterate over its "
-                        "loader as often as the others, and take as many minibatches"
+                        f"rank {self._ranks[rank]} is at exchange {row[1]} of its iteration {row[0]} over the stream, "
+                        f"this rank {self._me} at exchange {mine[1]} of iteration {mine[0]}: every rank must iterate "
+                        "over its loader as often as the others, and take as many minibatches"
                     )
                 )
             if row[2] != mine[2]:
                 raise self._failed(
                     OdcError(
-                        f"rank {rank} exchanges {row[2]} numbers, this rank {self.rank} {mine[2]}: their loaders must "
-                        "have the same arguments (align, pool_size)"
+                        f"rank {self._ranks[rank]} exchanges {row[2]} numbers, this rank {self._me} {mine[2]}: their "
+                        "loaders must have the same arguments (align, pool_size)"
                     )
                 )
 
@@ -186,12 +193,13 @@ class VectorExchange:
             if (failure := self._told_by_others()) is not None:
                 return failure
             time.sleep(0.1)
+        who = f"rank {self._ranks[peer]}"
         if "timed out" in str(error).lower():
             return PeerSilentError(
-                f"rank {peer} did not come for its next minibatch within {self._timeout_s:g} s. If it may take so "
+                f"{who} did not come for its next minibatch within {self._timeout_s:g} s. If it may take so "
                 "long (an evaluation, a checkpoint), raise exchange_timeout_s of the loader"
             )
-        return PeerDiedError(f"rank {peer} is gone, while rank {self.rank} waited for it ({shorten(str(error))})")
+        return PeerDiedError(f"{who} is gone, while rank {self._me} waited for it ({shorten(str(error))})")
 
     def _told_by_others(self) -> OdcError | None:
         """What another rank has left in the store."""
@@ -272,30 +280,6 @@ def _end(queues: Sequence[SimpleQueue[_Swap | None]], threads: Sequence[threadin
     for thread in threads:
         if thread is not threading.current_thread():  # garbage may be collected in any
             thread.join(max(until - time.monotonic(), 0.0))
-
-
-def ranks_that_share(group: dist.ProcessGroup | None, rank: int, world_size: int) -> list[int]:
-    """Global ranks of those that share the data: of the group, or all.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: this process is not this rank of so many in it.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{world_size} ranks exchange a vector per round: call torch.distributed.init_process_group first, "
-            "or use align='none'"
-        )
-    whole = group or dist.GroupMember.WORLD
-    ranks: list[int] = dist.get_process_group_ranks(whole) if isinstance(whole, dist.ProcessGroup) else []
-    mine = dist.get_rank()
-    if len(ranks) != world_size or mine not in ranks or ranks.index(mine) != rank:
-        place = f"rank {ranks.index(mine)} of {len(ranks)}" if mine in ranks else "none of the ranks"
-        raise ValueError(
-            f"rank={rank}, world_size={world_size}: this process is {place} in the process group; pass as group= the "
-            "ranks that share the data"
-        )
-    return ranks
 
 
 def _short(error: BaseException) -> str:

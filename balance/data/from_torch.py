@@ -26,9 +26,10 @@ def stream(
 
     What it has is the default of what :class:`~odc.balance.StreamLoader` takes: ``dataset``, ``collate_fn``,
     ``num_workers`` and how workers start; ``shuffle`` and ``seed`` of its sampler, or the sampler itself where it is
-    none of torch's own (on several ranks it must give all of them the same order); rank and world size of a
-    ``DistributedSampler``, else of ``torch.distributed``. Its batch size counts for ``grouping="pool-sort"`` and
-    "none" only, its ``drop_last`` not at all: no sample is left out. The DataLoader itself stays as it is.
+    none of torch's own (on several ranks it must give all of them the same order); without ``mesh``, rank and world
+    size of a ``DistributedSampler``, else of ``torch.distributed``. Its batch size counts for
+    ``grouping="pool-sort"`` and "none" only, its ``drop_last`` not at all: no sample is left out. The DataLoader itself
+    stays as it is.
 
     Args:
         dataloader: of a data set with indices or an iterable.
@@ -52,7 +53,8 @@ def stream(
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
-    taken = {**_ranks_of(dataloader), **_order_of(dataloader), **workers_of(dataloader)}
+    ranks = {} if options.get("mesh") is not None else _ranks_of(dataloader)
+    taken = {**ranks, **_order_of(dataloader), **workers_of(dataloader)}
     if options.get("grouping") in ("pool-sort", "none") and dataloader.batch_size is not None:
         taken["batch_size"] = dataloader.batch_size
     collate = _Collate(dataloader.collate_fn, dummy)

@@ -10,6 +10,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal
 
 import numpy.typing as npt
+from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
@@ -17,6 +18,7 @@ from odc.balance.data.ahead import ahead
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
+from odc.balance.data.place import Place
 from odc.balance.data.reader import Reader
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Plan, PlannedMinibatch
@@ -108,9 +110,10 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     """Iterates over the minibatches of an epoch as one rank sees them.
 
     For each minibatch: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``,
-    backward; then step. Every rank makes the loader with the same arguments but its own ``rank``; nothing is
-    communicated. There is one iteration at a time: another, another epoch or a state loaded ends it. The next minibatch
-    is planned in a thread while one is trained on: who gets which samples, and how this rank packs its own.
+    backward; then step. Every rank makes the loader with the same arguments but its own ``rank``, or all with the same
+    ``mesh``; nothing is communicated. There is one iteration at a time: another, another epoch or a state loaded ends
+    it. The next minibatch is planned in a thread while one is trained on: who gets which samples, and how this rank
+    packs its own.
 
     With ``num_workers``, microbatches are read and collated by worker processes while this one trains, and
     minibatches are planned as far ahead as that needs. What is yielded, and :meth:`state_dict`, are the same
@@ -125,6 +128,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             list for an empty microbatch (policies other than "lb-mini", when samples cannot be dealt out
             evenly) and must return a batch whose summed loss is 0.
         rank, world_size: of this process.
+        mesh: in place of these two, the dimensions of a ``DeviceMesh`` over which ranks have different samples:
+            ``mesh["dp"]``, or ``mesh["dp_replicate", "dp_shard"]``, which count in row-major order. Ranks that differ
+            in other dimensions only (tensor parallelism) get the same microbatches.
         minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds, seed, shuffle, drop_last:
             see :class:`~odc.balance.MinibatchSampler`.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
@@ -185,9 +191,10 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         dataset: Dataset[SampleT],
         lengths: npt.ArrayLike,
         collate: Callable[[list[SampleT]], BatchT],
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         minibatch_size: int,
         cost: CostModel,
         policy: str | Policy = "lb-mini",
@@ -209,10 +216,12 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         worker_timeout_s: float = 600.0,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
+        place = Place.of(rank, world_size, mesh)
+        self.rank = place.rank
         self.sampler = MinibatchSampler(
             lengths,
             minibatch_size=minibatch_size,
-            world_size=world_size,
+            world_size=place.world_size,
             policy=policy,
             cost=cost,
             max_tokens=max_tokens,
@@ -223,9 +232,6 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        self.rank = as_count(rank, "rank", minimum=0)
-        if self.rank >= self.sampler.world_size:
-            raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
         if comm not in ("auto", "odc", "collective"):
             raise ValueError(f"comm={comm!r}: expected 'auto', 'odc' or 'collective'")
         self.comm = comm

@@ -8,16 +8,18 @@ from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, get_args
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_cost, as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel, LinearCost
-from odc.balance.data.exchange import VectorExchange, ranks_that_share
+from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.loss_tokens import check_batch
 from odc.balance.data.microbatches import BatchT, SampleT
 from odc.balance.data.order import Order, size_of
+from odc.balance.data.place import Place
 from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import IterableYields, Measure, SampleDataset
 from odc.balance.data.sources import IndexedSource, Requests, Source
@@ -62,6 +64,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
         collate: makes a batch of a list of samples. It gets an empty list where a rank has to go through a step without
             samples ("dgap", "steps"), and must return a batch whose summed loss is 0.
         rank, world_size: of this process, among those that share the data.
+        mesh: in place of these two and ``group``, the dimensions of a ``DeviceMesh`` over which ranks have different
+            samples, see :class:`~odc.balance.MinibatchLoader`. Ranks that differ in other dimensions only read, pool
+            and get the same; nothing is exchanged between them.
         max_tokens: most tokens of a microbatch, padding included. A longer sample is refused.
         length: tokens of a sample. Called where the sample is read, in a worker if there are any.
         num_loss_tokens: tokens of a sample that have a loss; default: ``length(sample) - 1``, all but the first.
@@ -148,9 +153,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self,
         dataset: Any,
         collate: Callable[[list[SampleT]], BatchT],
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         max_tokens: int,
         length: Callable[[SampleT], int],
         transform: Callable[[Any], SampleT] | None = None,
@@ -180,10 +186,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         worker_timeout_s: float = 600.0,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        self.world_size = as_count(world_size, "world_size")
-        self.rank = as_count(rank, "rank", minimum=0)
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
+        self._place = Place.of(rank, world_size, mesh, group)
+        self.rank, self.world_size = self._place.rank, self._place.world_size
         self.pool_size = as_count(pool_size, "pool_size", maximum=2**20)
         self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = bool(shuffle)
@@ -475,7 +479,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if self.alignment.among[1] == 1:
             return None
         if self._exchange is None:
-            self._exchange = VectorExchange(ranks_that_share(self._group, self.rank, self.world_size), self._timeout_s)
+            self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
     def _check_communication(self) -> None:

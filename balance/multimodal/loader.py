@@ -16,12 +16,14 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import FloatArray, as_count
-from odc.balance.data.exchange import VectorExchange, ranks_that_share
+from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iteration import Iterations
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.microbatches import SampleT
+from odc.balance.data.place import Place
 from odc.balance.data.reader import name_samples
 from odc.balance.multimodal.lengths import MinibatchLengths, RankLengths
 from odc.balance.multimodal.orchestrator import Orchestrator
@@ -72,6 +74,7 @@ class MultimodalLoader(Generic[SampleT]):
         split: takes a sample apart; called in the thread, for the samples of this rank.
         orchestrator: the same on all ranks.
         rank: of this process, among those that share the data.
+        mesh: in place of ``rank`` and ``group``, as of :class:`~odc.balance.MinibatchLoader`.
         group: their process group; default: all of ``torch.distributed``. It is not communicated in.
         exchange_timeout_s: most seconds to wait for the other ranks.
         prefetch: minibatches that are ready in advance, at least 1.
@@ -98,17 +101,22 @@ class MultimodalLoader(Generic[SampleT]):
         loader: Feed[SampleT],
         split: Callable[[SampleT], SampleParts],
         orchestrator: Orchestrator,
-        rank: int,
+        rank: int | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         group: dist.ProcessGroup | None = None,
         exchange_timeout_s: float = 600.0,
         prefetch: int = 1,
     ) -> None:
         self.loader = loader
         self.orchestrator = orchestrator
-        self.rank = as_count(rank, "rank", minimum=0)
-        if self.rank >= orchestrator.num_ranks:
-            raise ValueError(f"rank={rank}: expected less than the orchestrator's num_ranks={orchestrator.num_ranks}")
+        self._place = Place.of(rank, orchestrator.num_ranks if mesh is None else None, mesh, group)
+        self.rank = self._place.rank
+        if self._place.world_size != orchestrator.num_ranks:
+            raise ValueError(
+                f"a mesh of {self._place.world_size} ranks: expected as many as the orchestrator's "
+                f"num_ranks={orchestrator.num_ranks}"
+            )
         if not callable(split):
             raise TypeError(f"split={shown(split)}: expected a function that takes a sample apart")
         self._split = split
@@ -207,11 +215,10 @@ class MultimodalLoader(Generic[SampleT]):
             leave()
 
     def _own_exchange(self) -> VectorExchange | None:
-        world_size = self.orchestrator.num_ranks
-        if world_size == 1:
+        if self._place.world_size == 1:
             return None
         if self._exchange is None:
-            self._exchange = VectorExchange(ranks_that_share(self._group, self.rank, world_size), self._timeout_s)
+            self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
     # In the thread.

@@ -129,8 +129,8 @@ class Partners:
         topology = self._transport.topology
         return (
             f"ranks that compute together have different numbers of microbatches: rank {topology.global_rank(rank)} "
-            f"{theirs}, rank {topology.me} {ours}. Give both the same ones: to a loader the rank and the number of "
-            "ranks of the data parallel dimension"
+            f"{theirs}, rank {topology.me} {ours}. Give both the same ones: to a loader the data-parallel dimension "
+            "alone, mesh=mesh['dp']"
         )
 
 

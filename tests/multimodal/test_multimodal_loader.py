@@ -185,7 +185,7 @@ def test_a_rank_that_leaves_its_loop_is_named() -> None:
 
 def test_arguments_are_checked() -> None:
     plan = orchestrator(2)
-    with pytest.raises(ValueError, match="rank=2: expected less than the orchestrator's num_ranks=2"):
+    with pytest.raises(ValueError, match="rank=2: expected less than world_size=2"):
         MultimodalLoader(loader_of("minibatch", 0, 2), split, plan, 2)
     with pytest.raises(TypeError, match="split=3: expected a function"):
         MultimodalLoader(loader_of("minibatch", 0, 2), 3, plan, 0)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""Layer 3: ranks as processes. Loaders that take a mesh: ranks that compute together get the same, others their own."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from test_balance_stream import LENGTHS, Indices, Sequence, length_of, make_loader, samples_of, summary
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+from toy_modalities import COSTS, make_sample, orchestrator, split
+
+from odc.balance import MinibatchLoader, MultimodalLoader, QuadraticCost, StreamLoader, stream
+
+DATA = ("dp_replicate", "dp_shard")
+LONG = {"lengths": [8, 4, 4, 4] * 10 + [5], "max_tokens": 8, "drop_last": False}  # a last minibatch of one sample
+
+
+class Drawn(Indices):
+    """A sample is its number and something drawn at random where it is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item()
+
+
+def known(dataset: Any = None, **options: Any) -> MinibatchLoader[Any, Any]:
+    given = {**LONG, "minibatch_size": 2, "cost": QuadraticCost(1.0, 0.0), "comm": "odc", **options}
+    return MinibatchLoader(Indices(41) if dataset is None else dataset, given.pop("lengths"), list, **given)
+
+
+def streamed(align: str, dataset: Any = None, **options: Any) -> StreamLoader[Any, Any]:
+    grouping = "pack" if align == "minibatch" else "token-budget"
+    return make_loader(None, None, dataset, align, grouping, **options)  # type: ignore[arg-type]
+
+
+def taken_over(**options: Any) -> StreamLoader[Any, Any]:
+    numbers: Any = range(len(LENGTHS))
+    dataloader = DataLoader(numbers, shuffle=True, collate_fn=list)
+    return stream(dataloader, max_tokens=120, length=length_of, dummy=list, pool_size=20, **options)
+
+
+def several_modalities(**options: Any) -> Any:
+    samples = list(map(make_sample, range(24)))
+    given = {"minibatch_size": 2, "cost": COSTS["language"], "max_tokens": 200, "comm": "odc", **options}
+    loader = MinibatchLoader(samples, [len(sample["ids"]) for sample in samples], list, **given)
+    group = {"mesh": options["mesh"]} if "mesh" in options else {"rank": options["rank"]}
+    return MultimodalLoader(loader, split, orchestrator(4), **group)
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "known lengths": known,
+    "with a worker": functools.partial(known, Drawn(41), num_workers=1, multiprocessing_context="fork"),
+    **{align: functools.partial(streamed, align) for align in ("dgap", "steps", "minibatch")},
+    "iterable": functools.partial(streamed, "minibatch", Sequence()),
+    "taken over": taken_over,
+}
+
+
+@functools.cache
+def make_mesh() -> DeviceMesh:
+    """Partners lie between the two dimensions of the data, so these are not next to each other."""
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "tp", "dp_shard"))
+
+
+def given_a_mesh(rank: int, world_size: int) -> dict[str, Any]:
+    """By loader: what this rank gets; its place; and what is refused."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it has no workers
+    mesh = make_mesh()
+    found: dict[str, Any] = {}
+    for name, make in LOADERS.items():
+        torch.manual_seed(rank)
+        loader = make(mesh=mesh[DATA])
+        found[name] = summary(loader)
+        loader.close()
+    several = several_modalities(mesh=mesh[DATA])
+    found["modalities"] = [[int(part.text["number"]) for part in one.parts] for one in several]
+    several.close()
+    found["place"] = loader.rank, loader.world_size
+    found["refused"] = {}
+    elsewhere = DeviceMesh("cpu", torch.arange(4))
+    given: dict[str, dict[str, Any]] = {
+        "with tp": {"mesh": mesh},
+        "flattened with cp": {"mesh": mesh[DATA]._flatten("dp_cp")},
+        "with a rank": {"mesh": mesh[DATA], "rank": 0},
+        "with a group": {"mesh": mesh[DATA], "group": mesh["dp_shard"].get_group()},
+        "nothing": {"rank": 0},
+        "no mesh": {"mesh": "dp"},
+        **({"elsewhere": {"mesh": elsewhere}} if rank > 3 else {}),
+    }
+    for name, options in given.items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            StreamLoader(Indices(), list, max_tokens=120, length=length_of, **options)
+        found["refused"][name] = f"{caught.type.__name__}: {caught.value}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return run_ranks(8, given_a_mesh)
+
+
+PLACES = [0, 1, 0, 1, 2, 3, 2, 3]
+"""In row-major order of the data's dimensions, by rank."""
+
+
+@pytest.mark.parametrize("name", [*LOADERS, "modalities"])
+def test_partners_get_the_same_and_all_together_every_sample(name: str, of_ranks: list[dict[str, Any]]) -> None:
+    by_place: dict[int, Any] = {}
+    for place, found in zip(PLACES, of_ranks, strict=True):
+        assert found["place"] == (place, 4)
+        assert by_place.setdefault(place, found[name]) == found[name]
+    groups = [by_place[place] for place in range(4)]
+    if name == "modalities":
+        assert sorted(number for mine in groups for one in mine for number in one) == list(range(24))
+    elif name == "with a worker":
+        drawn = [sample for mine in groups for one in mine for batch in one[0] for sample in batch]
+        assert sorted(index for index, _ in drawn) == list(range(41))
+        assert len({value for _, value in drawn}) > 30  # each group has drawn its own
+    else:
+        assert samples_of(groups) == list(range(41 if name == "known lengths" else len(LENGTHS)))
+
+
+def test_a_mesh_tells_what_numbers_would(of_ranks: list[dict[str, Any]]) -> None:
+    """Uneven numbers of microbatches, and groups without any, are those of a plan for as many single ranks."""
+    counts = []
+    for place, rank in ((0, 0), (1, 1), (2, 4), (3, 5)):
+        expected = summary(known(rank=place, world_size=4))
+        assert of_ranks[rank]["known lengths"] == expected
+        counts.append([len(batches) for batches, *_ in expected])
+    assert len(set(map(tuple, counts))) > 1
+    assert [numbers[-1] for numbers in counts].count(0) == 3
+
+
+def test_what_is_no_mesh_of_data_is_refused(of_ranks: list[dict[str, Any]]) -> None:
+    expected = {
+        "with tp": "ValueError: the mesh has the dimension 'tp', whose ranks run the same microbatches",
+        "flattened with cp": "ValueError: the mesh has the dimension 'dp_cp'",
+        "with a rank": "ValueError: mesh beside rank, world_size or group",
+        "with a group": "ValueError: mesh beside rank, world_size or group",
+        "nothing": "ValueError: rank=0, world_size=None, mesh=None: give rank and world_size, or mesh",
+        "no mesh": "TypeError: mesh='dp': expected a DeviceMesh",
+        "elsewhere": "ValueError: rank 7 is not in the mesh of ranks [0, 1, 2, 3]",
+    }
+    for name, beginning in expected.items():
+        assert of_ranks[7]["refused"][name].startswith(beginning)
