@@ -21,6 +21,7 @@ from odc.trainers.batches import Bundle, Microbatch, StepEnd, microbatches_of
 from odc.trainers.checks import check_sharded, configs_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
+from odc.trainers.prepared import DataRanks
 from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
 from odc.trainers.trainer import current
 
@@ -197,8 +198,8 @@ def minibatches(
         options, tally = launched.options, launched.tally
     else:
         return Minibatches(loader, accumulation_steps, tally)
-    world_size = accelerator.num_processes
-    if not options.equal_counts and world_size > 1:
+    ranks = DataRanks.of(accelerator)
+    if not options.equal_counts and ranks.world_size > 1:
         check_sharded(model, options.name)
         if session is None and not is_patching():
             raise UnsupportedError(
@@ -209,12 +210,14 @@ def minibatches(
     for config in configs:
         if getattr(config, "use_cache", False):
             config.use_cache = False  # transformers looks for packed samples only where nothing is cached
-    balanced = (streamed_loader if options.online else balanced_loader)(
-        loader,
-        options,
-        rank=accelerator.process_index,
-        world_size=world_size,
-        accumulation_steps=accumulation_steps,
-        configs=configs,
-    )
+    shape: dict[str, Any] = {
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "accumulation_steps": accumulation_steps,
+        "configs": configs,
+    }
+    if options.online:
+        balanced = streamed_loader(loader, options, group=ranks.group, **shape)
+    else:
+        balanced = balanced_loader(loader, options, **shape)
     return Minibatches(balanced, accumulation_steps, tally)

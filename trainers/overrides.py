@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from odc.balance.data.collate import count_loss_tokens
+from odc.trainers.prepared import DataRanks
 
 _ABSENT = object()
 
@@ -77,6 +78,9 @@ class RankMetrics:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._weight = 0
         self._tokens_agreed: int = trainer._total_train_tokens
+        num_ranks = trainer.accelerator.num_processes
+        self._num_partners = num_ranks // DataRanks.of(trainer.accelerator).world_size
+        """Ranks that have the same microbatches."""
 
     @classmethod
     def enter(cls, overrides: Overrides, trainer: Any) -> None:
@@ -94,13 +98,17 @@ class RankMetrics:
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         with Overrides(self._trainer.accelerator) as accelerator:
-            accelerator.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
+            accelerator.set("gather_for_metrics", self._of_partners)
             result = self._compute_loss(model, inputs, *args, **kwargs)
         for name, values in metrics.items():
             if name != _NUM_TOKENS and len(values) > before.get(name, 0):
                 self._sums[name] += values.pop() * weight
         self._weight += weight
         return result
+
+    def _of_partners(self, input_data: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """What a gather over the ranks with this microbatch gives. (The trainer divides by their number.)"""
+        return input_data.reshape(-1).repeat(self._num_partners)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """The trainer's own. Every rank comes here with a training loss at the same step."""
@@ -114,7 +122,7 @@ class RankMetrics:
         mine = [trainer._total_train_tokens - self._tokens_agreed, self._weight, *(self._sums[n] for n in names)]
         total = torch.tensor(mine, dtype=torch.float64, device=trainer.args.device)
         tokens, weight, *sums = trainer.accelerator.reduce(total, "sum").tolist()
-        self._tokens_agreed += int(tokens)
+        self._tokens_agreed += int(tokens) // self._num_partners
         trainer._total_train_tokens = self._tokens_agreed
         metrics[_NUM_TOKENS] = [self._tokens_agreed]
         for name, value in zip(names, sums, strict=True):

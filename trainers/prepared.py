@@ -7,10 +7,11 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from odc.balance.checks import IntArray
@@ -39,6 +40,38 @@ def same_on_all_ranks(values: IntArray) -> IntArray:
     return agreed
 
 
+class DataRanks(NamedTuple):
+    """This process among those that get different samples. Tensor parallel ranks share theirs."""
+
+    rank: int
+    world_size: int
+
+    group: dist.ProcessGroup | None
+    """Of those; None: all."""
+
+    @classmethod
+    def of(cls, accelerator: Any) -> DataRanks:
+        """By the mesh of a ``ParallelismConfig``, as accelerate's own loaders deal out batches.
+
+        Raises:
+            UnsupportedError: ranks share out the tokens of a row, too.
+        """
+        config: Any = getattr(accelerator, "parallelism_config", None)
+        mesh = None if config is None else accelerator.torch_device_mesh
+        if config is not None and (config.cp_enabled or config.sp_enabled):
+            raise UnsupportedError(
+                f"cp_size={config.cp_size}, sp_size={config.sp_size}: ranks share out each row of a batch, for which "
+                "accelerate drops attention masks, so packed samples would attend to one another. Train it without "
+                "balancing (`odc run` alone)"
+            )
+        if mesh is None:
+            return cls(accelerator.process_index, accelerator.num_processes, None)
+        if not config.dp_dim_names:
+            return cls(0, 1, None)
+        mine = mesh["dp"]  # replicas and shards in one dimension: accelerate has made it
+        return cls(mine.get_local_rank(), mine.size(), mine.get_group())
+
+
 def check_loader(loader: Any, world_size: int) -> None:
     """Refuse what is no loader that accelerate has made, and deals out to this many ranks.
 
@@ -58,8 +91,8 @@ def check_loader(loader: Any, world_size: int) -> None:
     shares = getattr(loader.dataset if is_iterable else loader.batch_sampler, "num_processes", world_size)
     if shares != world_size:
         raise UnsupportedError(
-            f"the loader deals out batches to {shares} of {world_size} ranks (tensor, context or sequence parallelism):"
-            " ranks that share their batches cannot be balanced"
+            f"the loader deals out batches to {shares} ranks, and {world_size} have samples of their own: prepare it "
+            "with the Accelerator that it is trained with"
         )
     if world_size > 1 and not is_iterable and not isinstance(loader.batch_sampler, BatchSamplerShard):
         raise UnsupportedError(

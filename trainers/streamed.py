@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from odc.balance import StreamLoader
@@ -135,6 +136,7 @@ def streamed_loader(
     world_size: int,
     accumulation_steps: int,
     configs: Sequence[object] = (),
+    group: dist.ProcessGroup | None = None,
     num_steps: int | None = None,
     timeout_s: float = 1800.0,
 ) -> Any:
@@ -190,6 +192,7 @@ def streamed_loader(
         cost=options.cost or default_cost(next(iter(configs), None)),
         loss_scaling="none",  # the trainer counts the labels of all ranks
         check_batches=False,
+        group=group,
         exchange_timeout_s=timeout_s,
         **where,
         **workers_of(loader),
@@ -325,10 +328,10 @@ def load_stream(trainer: Any, folder: Path, batches: StreamedBatches) -> None:
     counted = state is not None and _place(state) == _counted_by(trainer, batches)
     mine = [-1 if state is None else int(state["stream"]["world_size"]), int(counted)]
     ranks = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
-    others = {size for size, _ in ranks if size not in (-1, accelerator.num_processes)}
+    others = {size for size, _ in ranks if size not in (-1, batches.num_processes)}
     if others:
         raise ConfigError(
-            f"{folder} is of {others.pop()} ranks, this job has {accelerator.num_processes}: their streams are not the "
+            f"{folder} is of {others.pop()} ranks, this job has {batches.num_processes}: their streams are not the "
             "same, so neither are the steps that are done. Resume with as many ranks, or set ignore_data_skip=True, "
             "which begins the data anew"
         )

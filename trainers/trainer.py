@@ -31,6 +31,7 @@ from odc.trainers.checks import check_sharded, check_steps, check_trainer, confi
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides, RankMetrics
+from odc.trainers.prepared import DataRanks
 from odc.trainers.probe import check_packing, identity_of
 from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, streamed_loader
 
@@ -185,9 +186,10 @@ class _Balanced:
         """Of the same length, with bundles."""
         trainer = self._trainer
         given = self._get_train_dataloader()
+        ranks = DataRanks.of(trainer.accelerator)
         shape: dict[str, Any] = {
-            "rank": trainer.accelerator.process_index,
-            "world_size": trainer.accelerator.num_processes,
+            "rank": ranks.rank,
+            "world_size": ranks.world_size,
             "accumulation_steps": trainer.args.gradient_accumulation_steps,
             "configs": configs_of(trainer.model),
         }
@@ -195,8 +197,8 @@ class _Balanced:
             loader = balanced_loader(given, self._options, length_column=trainer.args.length_column_name, **shape)
             self._example = loader.dataset.example
             return loader
-        steps, timeout_s = check_steps(trainer, given), float(trainer.args.ddp_timeout)
-        loader = streamed_loader(given, self._options, num_steps=steps, timeout_s=timeout_s, **shape)
+        shape |= {"group": ranks.group, "timeout_s": float(trainer.args.ddp_timeout)}
+        loader = streamed_loader(given, self._options, num_steps=check_steps(trainer, given), **shape)
         self._streams.append(loader.batch_sampler)
         return loader
 
@@ -213,7 +215,7 @@ class _Balanced:
 
     def _check(self, model: Any) -> None:
         """All ranks come here at the same point, their first bundle, also with an empty one."""
-        if not self._options.equal_counts and self._trainer.accelerator.num_processes > 1:
+        if not self._options.equal_counts and DataRanks.of(self._trainer.accelerator).world_size > 1:
             check_sharded(model, self._options.name)
         check_packing(self._trainer, model, self._identity, self._example)
 

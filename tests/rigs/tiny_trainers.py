@@ -141,11 +141,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def sft_trainer(folder: Path, *, count: int = 37, **changed: Any) -> SFTTrainer:
+def sft_trainer(folder: Path, *, count: int = 37, built: Any = None, **changed: Any) -> SFTTrainer:
     texts = [" ".join(map(str, sample["input_ids"])) for sample in samples(count)]
     arguments = options(folder, bf16=False, max_length=None, activation_checkpointing=False, **changed)
     return SFTTrainer(
-        model=model(),
+        model=built or model(),
         args=SFTConfig(**arguments),
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
@@ -174,8 +174,8 @@ class Recorder(TrainerCallback):
 
 
 def samples_in(row: Any) -> list[list[int]]:
-    """The tokens of each sample of a packed row; none of a row without loss."""
-    if (row["labels"] == -100).all():
+    """The tokens of each sample of a packed row; none of a row without loss, or that is not packed."""
+    if "position_ids" not in row or (row["labels"] == -100).all():
         return []
     starts = (row["position_ids"][0] == 0).nonzero()[:, 0].tolist()
     tokens = row["input_ids"][0].tolist()

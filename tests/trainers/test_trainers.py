@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate.data_loader
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 import trl
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from documents import example, failure
@@ -29,6 +30,7 @@ from odc.trainers.loader import balanced_loader, sample_lengths
 from odc.trainers.options import Planner, Tally
 from odc.trainers.overrides import Overrides
 from odc.trainers.packing import collate_alone, pack
+from odc.trainers.prepared import DataRanks
 
 
 @pytest.fixture(autouse=True)
@@ -319,6 +321,20 @@ def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:
     dispatcher = accelerate.data_loader.DataLoaderDispatcher(samples(4), batch_size=2, collate_fn=pad)
     with pytest.raises(UnsupportedError, match="dispatch_batches"):
         balanced_loader(dispatcher, BalanceOptions(), world_size=1, **where)
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])
+def test_ranks_that_share_out_rows_are_refused(sizes: dict[str, int]) -> None:
+    config = ParallelismConfig(dp_shard_size=2, **sizes)
+    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh=None, gradient_accumulation_steps=1)
+    with pytest.raises(UnsupportedError, match="ranks share out each row of a batch"):
+        minibatches(accelerator, model(), [], 4, policy="lb-mini")
+
+
+def test_ranks_of_one_tensor_parallel_group_alone_have_the_same_samples() -> None:
+    config = ParallelismConfig(tp_size=2)
+    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh="tp", process_index=1, num_processes=2)
+    assert DataRanks.of(accelerator) == (0, 1, None)
 
 
 def test_the_steps_of_a_loop_are_the_loaders_batches_without_a_policy_and_packed_rows_with_one() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -28,7 +29,7 @@ from odc.balance.grouping.alignment import Alignment
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
 from odc.trainers.batches import Bundle, StepEnd, check_step
-from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
+from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, state_of, streamed_loader
 
 KNOWN = [sample["input_ids"] for sample in samples(37)]
 
@@ -379,6 +380,23 @@ def test_ranks_share_each_batch_that_is_split() -> None:
 ONLINE = BalanceOptions(online=True, max_tokens=64)
 
 
+def test_a_checkpoint_is_of_the_ranks_that_have_samples_of_their_own(tmp_path: Path) -> None:
+    """A tensor parallel partner of this rank does not count."""
+    given = Accelerator().prepare(DataLoader(samples(37), batch_size=4, collate_fn=pad))
+    make = partial(streamed_loader, given, ONLINE, rank=0, world_size=1, accumulation_steps=1)
+    both = SimpleNamespace(process_index=1, num_processes=2, device="cpu", gather=lambda row: row.repeat(2, 1))
+    trainer: Any = SimpleNamespace(accelerator=both, state=SimpleNamespace(global_step=2))
+    bundles = [*make().batch_sampler]
+    save_stream(trainer, tmp_path, bundles[1].end)
+    again = make().batch_sampler
+    load_stream(trainer, tmp_path, again)
+    resumed = [*again]
+    assert [bundle.is_placeholder for bundle in resumed[:3]] == [True, True, False]
+    assert [numbers_in(row) for bundle in resumed[2:] for row in bundle.microbatches] == [
+        numbers_in(row) for bundle in bundles[2:] for row in bundle.microbatches
+    ]
+
+
 # Refusals
 
 
@@ -424,7 +442,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
         )
     four = IterableDatasetShard(Stream(), num_processes=4)
     ranks = {**where, "world_size": 2}
-    with pytest.raises(UnsupportedError, match="deals out batches to 4 of 2 ranks"):
+    with pytest.raises(UnsupportedError, match="deals out batches to 4 ranks, and 2 have samples"):
         streamed_loader(accelerator.prepare(DataLoader(four, 2, collate_fn=pad)), ONLINE, **ranks)
 
 
