@@ -1,6 +1,7 @@
 """A Lightning script for the tests of ``odc run``: it knows nothing of ODC, but for the loader of ``balanced``.
 
-Arguments: a strategy ("fsdp1": FSDPStrategy, "fsdp2": ModelParallelStrategy), a mode, a folder. Modes:
+Arguments: a strategy ("fsdp1": FSDPStrategy, "fsdp2": ModelParallelStrategy, "tp": the same with tensor parallelism), a
+mode, a folder. Modes:
 
 accumulate: automatic optimization with microbatches, clipping and evaluations; then a resume from step 2.
 balanced: manual optimization over minibatches of ``odc.balance``; a further argument is the policy.
@@ -20,6 +21,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
 from odc.balance import Minibatch, MinibatchLoader, QuadraticCost
@@ -41,8 +44,8 @@ class OnCpu(FSDPStrategy):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(11, 22)
-        self.down = nn.Linear(22, 11)
+        self.up = nn.Linear(11, 24)
+        self.down = nn.Linear(24, 11)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -68,11 +71,16 @@ class Script(pl.LightningModule):
         self.losses: list[float] = []
         self.evaluations: list[float] = []
         torch.manual_seed(0)
-        self.model = nn.Sequential(Block(), Block(), nn.Linear(11, 5))
+        self.model = nn.Sequential(Block(), Block(), nn.Linear(11, 8))
 
     def configure_model(self) -> None:
-        if self.kind == "fsdp2" and not isinstance(next(self.parameters()), torch.distributed.tensor.DTensor):
+        if self.kind != "fsdp1" and not isinstance(next(self.parameters()), torch.distributed.tensor.DTensor):
             mesh = self.device_mesh["data_parallel"]
+            if self.kind == "tp":
+                tensors = self.device_mesh["tensor_parallel"]
+                for block in self.model[:2]:
+                    parallelize_module(block, tensors, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                parallelize_module(self.model, tensors, {"2": ColwiseParallel(output_layouts=Replicate())})
             for block in self.model[:2]:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
@@ -106,8 +114,7 @@ class Balanced(Script):
             samples,
             lengths,
             torch.cat,
-            self.global_rank,
-            self.trainer.world_size,
+            mesh=self.device_mesh["data_parallel"],
             minibatch_size=8,
             max_tokens=32,
             policy=self.policy,
@@ -140,10 +147,10 @@ def trainer_of(kind: str, folder: Path, **options: Any) -> pl.Trainer:
     if kind == "fsdp1":  # a whole state dict on CPU ranks ends torch's own FSDP1 with a segmentation fault
         strategy: Any = OnCpu(auto_wrap_policy={Block}, state_dict_type="sharded")
     else:
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2 if kind == "tp" else 1)
     shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     options = {"max_steps": STEPS, "default_root_dir": folder, **shown, **options}
-    return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
+    return pl.Trainer(accelerator="cpu", devices=4 if kind == "tp" else 2, strategy=strategy, **options)
 
 
 def accumulate(kind: str, folder: Path) -> dict[str, Any]:
@@ -156,8 +163,8 @@ def accumulate(kind: str, folder: Path) -> dict[str, Any]:
             kind,
             folder,
             accumulate_grad_batches=MICROBATCHES,
-            gradient_clip_val=0.5 if kind == "fsdp2" else 0.02,
-            gradient_clip_algorithm="norm" if kind == "fsdp2" else "value",  # Lightning has no other with FSDP1
+            gradient_clip_val=0.02 if kind == "fsdp1" else 0.5,
+            gradient_clip_algorithm="value" if kind == "fsdp1" else "norm",  # Lightning has no other with FSDP1
             val_check_interval=6,
             callbacks=[ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=2, save_top_k=-1)],
         )
