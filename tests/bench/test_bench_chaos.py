@@ -58,9 +58,9 @@ def test_ranks_that_come_to_grief_are_named_by_the_others(monkeypatch: pytest.Mo
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
 
 
-@pytest.mark.parametrize("some", [slice(0, 8, 2), pytest.param(slice(1, 8, 2), marks=pytest.mark.extended)])
+@pytest.mark.parametrize("some", [(0, 3, 6), pytest.param((1, 2, 4, 5, 7), marks=pytest.mark.extended)])
 def test_ranks_of_a_mesh_that_come_to_grief_are_named_by_the_others(
-    monkeypatch: pytest.MonkeyPatch, some: slice
+    monkeypatch: pytest.MonkeyPatch, some: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)
     changes: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ def test_ranks_of_a_mesh_that_come_to_grief_are_named_by_the_others(
     ]
     for change in changes:
         change["world_size"] = 2 ** len(change["mesh"].split())
-    for outcome in run_trials(trials_of(*changes)[some], jobs=1):
+    for outcome in run_trials([trials_of(*changes)[number] for number in some], jobs=1):
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
 
 
