@@ -25,8 +25,9 @@ from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.unit import Unit, check_backward_complete, describe_meshes
 from odc.items.item_exchange import ItemExchange
+from odc.minibatch.fences import pass_fences
 from odc.minibatch.protocol import End, EndKind
-from odc.minibatch.runtime import Runtime, pass_fences
+from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
 from odc.timeline import Stats, Timeline

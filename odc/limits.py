@@ -24,6 +24,8 @@ FENCE_AWAY_S = 1.0
 """For which no other rank has worked (each waits, or is gone) until a fence is left to go into a collective first;"""
 FENCE_STUCK_S = 3.0
 """or until it fails, where there is nothing else to do: they are not on their way to it."""
+FENCE_UNSEEN_FACTOR = 10.0
+"""Both are longer where some ranks of the job are not seen: one that works may be waited for in a collective."""
 LOCK_SLICE_S = 0.05
 """Longest sleep on the lock of a sum."""
 

@@ -1,6 +1,6 @@
 """Layer 1: a model. Parameters that change between steps: every interleaving of two and three ranks, exhaustively.
 
-What ``Session.publish_changed`` and ``runtime.pass_fences`` do, for a model that is trained and a frozen one beside it:
+What ``Session.publish_changed`` and ``pass_fences`` do, for a model that is trained and a frozen one beside it:
 
 - who is about to use a model that it has changed begins a fence of it, waits until all have, and publishes it anew;
 - so does, for all models, who is about to wait for others: at the end of a minibatch, and before a collective of the

@@ -10,9 +10,10 @@ import torch
 from thread_ranks import ThreadExchange, _Board, run_threads, values
 
 from odc import ParamSlice, RuntimeConfig, UnitSpec, limits
+from odc.minibatch.fences import pass_fences
 from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.protocol import NUM_NOTES, End, EndKind
-from odc.minibatch.runtime import Runtime, pass_fences
+from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 from odc.transports.base import HOST
 
