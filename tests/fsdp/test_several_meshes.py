@@ -574,7 +574,10 @@ def differing_run(rank: int, world_size: int, layout: str, how: str) -> None:
         ("modules", "kind", "the ranks have ended minibatch 2 in different ways"),
         ("crossed", "kind", "the ranks have ended minibatch 2 in different ways"),
         ("dtensor", "fewer", "have different numbers of microbatches"),
-        ("alone", "fewer", ""),
+        ("modules", "fewer", "have different numbers of microbatches"),
+        pytest.param(
+            "alone", "fewer", "", marks=pytest.mark.extended
+        ),  # "ep" is all ranks, and has no group of its own
     ],
 )
 def test_ranks_that_end_a_minibatch_differently_are_named(layout: str, how: str, words: str) -> None:
