@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training import BOTH, each_way, largest_difference
 
 import odc
+from odc.bench.fake.cuda import registered_fakes
 from odc.fsdp_patch.compat import param_groups, torch_version
 
 CAN_PLACE = torch_version() >= (2, 12)
@@ -437,6 +438,27 @@ def runs_on_hosts(rank: int, world_size: int, hosts: Sequence[int]) -> Any:
 )
 def test_several_meshes_on_several_hosts_train_as_one_process(hosts: Sequence[int]) -> None:
     check(run_ranks(4, runs_on_hosts, hosts, timeout_s=120), "modules", UNEVEN, range(3))
+
+
+ON_DEVICES: dict[str, dict[str, Any]] = {"dtensor": {}, "head": {"accumulate": "daemon"}}
+"""Options by layout."""
+
+
+def runs_on_devices(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    with registered_fakes():
+        for layout, options in ON_DEVICES.items():
+            model = shard(build(layout), layout)
+            with odc.patch_fsdp(model, transport="fake_cuda", **options) as session:
+                found[layout] = train(model, UNEVEN, [rank], range(3)), local_parameters(model)
+                assert session.transport == "fake_cuda"
+    return found
+
+
+def test_several_meshes_over_memory_of_devices_train_as_one_process() -> None:
+    found = run_ranks(4, runs_on_devices, timeout_s=120)
+    for layout in ON_DEVICES:
+        check([of_rank[layout] for of_rank in found], layout, UNEVEN, range(3))
 
 
 def discarding_run(rank: int, world_size: int, layout: str) -> Any:
