@@ -215,9 +215,9 @@ class ProcessGroupExchange:
         # It may have brought its part, and ended.
         if (lost is None and not is_cut_off) or swap.done.wait(limits.LOSSES_LOOK_S):
             return
-        raise BrokenExchangeError(
-            f"set-up cannot go on: {lost or self._participants.account() or 'a rank has ended or is out of reach'}"
-        )
+        # What it has said may name another one, of a group that this rank is not in.
+        account = self._participants.account() if lost is None else self._participants.end_of_any()
+        raise BrokenExchangeError(f"set-up cannot go on: {account or lost or 'a rank has ended or is out of reach'}")
 
     def _look_for_words(self) -> None:
         """A rank that has failed here, and whose process goes on all the same, has left word."""

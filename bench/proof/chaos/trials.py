@@ -146,6 +146,7 @@ class Trial:
         """Whether an error that comes from ``reporter`` tells the cause. How a process of another host has ended, it
         cannot know."""
         here = self.host_of(reporter) == self.host_of(self.victim)
+        here &= not (self.mesh and self.phase == "set-up")  # some come to their first group with the victim behind that
         if self.phase == "set-up" and not self.point:  # nothing of ODC is there yet that could tell more
             return "has ended" in text
         words = {
