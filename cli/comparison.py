@@ -113,19 +113,24 @@ def to_json(comparison: Comparison, recommendation: str) -> dict[str, object]:
         "num_minibatches": int(baseline.makespans.size),
         "costs": comparison.training.about,
         "baseline": {"policy": baseline.policy, "comm": baseline.comm},
-        "policies": [_row(comparison, simulation) for simulation in comparison.simulations.values()],
+        "policies": rows(comparison, baseline),
         "recommendation": recommendation,
     }
 
 
-def _row(comparison: Comparison, simulation: Simulation) -> dict[str, object]:
+def rows(comparison: Comparison, baseline: Simulation) -> list[dict[str, object]]:
+    """One for each simulation, as JSON has them."""
+    return [_row(comparison, simulation, baseline) for simulation in comparison.simulations.values()]
+
+
+def _row(comparison: Comparison, simulation: Simulation, baseline: Simulation) -> dict[str, object]:
     return {
         "policy": simulation.policy,
         "comm": simulation.comm,
         "bubble_rate": simulation.bubble_rate,
         "samples_per_s": simulation.samples_per_time,
         "tokens_per_s": simulation.num_tokens / simulation.total,
-        "speedup": simulation.speedup(comparison.baseline),
+        "speedup": simulation.speedup(baseline),
         "planning_s_per_minibatch": simulation.planning_s,
         "peak_tokens": simulation.peak_tokens,
         "memory_bytes": comparison.memory_bytes(simulation),
@@ -148,9 +153,9 @@ def at_minibatch_sizes(comparison: Comparison, sizes: Sequence[int]) -> dict[int
 
 
 # A gain below this is within what a cost model can be wrong about.
-_NOT_WORTH_IT = 0.02
+NOT_WORTH_IT = 0.02
 # A difference below this is shown as none.
-_NOTHING = 0.0005
+NOTHING = 0.0005
 _LARGEST_SIZE, _FEW_MINIBATCHES = 64, 16
 
 
@@ -160,7 +165,7 @@ def recommend(comparison: Comparison) -> str:
     if odc is None or fsdp is None:
         chosen = odc or fsdp or comparison.baseline
         text = f"{COMM_NAMES[chosen.comm]} with {chosen.policy} is the fastest of these."
-    elif odc.speedup(fsdp) - 1 < _NOT_WORTH_IT:
+    elif odc.speedup(fsdp) - 1 < NOT_WORTH_IT:
         chosen, text = fsdp, _stay(comparison, fsdp, odc)
     else:
         chosen, text = odc, _use_odc(fsdp, odc)
@@ -168,7 +173,7 @@ def recommend(comparison: Comparison) -> str:
         text += _about_longest(comparison, odc)
     if comparison.fits(chosen):
         return text
-    return f"Does not fit: {_misfit(comparison, chosen)} Memory aside: {text}"
+    return f"Does not fit: {misfit(comparison, chosen)} Memory aside: {text}"
 
 
 def _use_odc(fsdp: Simulation, odc: Simulation) -> str:
@@ -181,12 +186,12 @@ def _use_odc(fsdp: Simulation, odc: Simulation) -> str:
 def _stay(comparison: Comparison, fsdp: Simulation, odc: Simulation) -> str:
     gain = odc.speedup(fsdp) - 1
     text = f"Stay with FSDP and {fsdp.policy}: ranks wait for {fsdp.bubble_rate:.1%} of the time, and ODC would "
-    if gain >= _NOTHING:
+    if gain >= NOTHING:
         return f"{text}bring {gain:.1%} more samples/s."
-    if gain > -_NOTHING:
+    if gain > -NOTHING:
         return f"{text}be no faster."
     share = _share_of_transfers(comparison, odc)
-    because = f": its transfers take {share:.1%} of its time" if share >= _NOTHING else ""
+    because = f": its transfers take {share:.1%} of its time" if share >= NOTHING else ""
     return f"{text}be {-gain:.1%} slower{because}."
 
 
@@ -196,7 +201,7 @@ def _share_of_transfers(comparison: Comparison, simulation: Simulation) -> float
     return 1 - comparison.planned[simulation.policy].run(simulation.comm, free).total / simulation.total
 
 
-def _misfit(comparison: Comparison, simulation: Simulation) -> str:
+def misfit(comparison: Comparison, simulation: Simulation) -> str:
     """What needs how much memory, and what to do."""
     training, longest = comparison.training, int(comparison.lengths.max())
     memory = training.device.memory_bytes
@@ -209,12 +214,14 @@ def _misfit(comparison: Comparison, simulation: Simulation) -> str:
     else:
         what = f"even a microbatch of one token needs {gigabytes(training.memory_bytes(tokens))}"
     ways = []
-    if training.state.unsharded_bytes + training.activations.bytes(tokens) < memory:
+    if training.memory_bytes(tokens) - training.state.sharded_bytes < memory:
         ways.append("more ranks")
     if not training.recompute:
         ways.append("--recompute")
+    if limit and limit < longest and training.group is None:
+        ways.append("--context-parallel")
     if limit:
-        ways.append(f"--max-tokens {limit}{' --truncate' if limit < longest else ''}")
+        ways.append(f"--max-tokens {limit // training.group_size}{' --truncate' if limit < longest else ''}")
     return f"{what} of {gigabytes(memory)}. Use {', or '.join([*ways, 'a device with more memory'])}."
 
 
@@ -227,7 +234,7 @@ def _about_longest(comparison: Comparison, odc: Simulation) -> str:
     way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide them"
     return (
         f" The longest samples hold ODC back: one alone takes longer than a rank's fair share in {fixed:.0%} of "
-        f"the minibatches; {way_out}."
+        f"the minibatches; {way_out}. --context-parallel divides them."
     )
 
 

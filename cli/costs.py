@@ -1,37 +1,29 @@
-"""From command-line options to a cost model in seconds, and a memory estimate; published figures of accelerators."""
+"""From command-line options to a cost model in seconds, and a memory estimate."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance import ActivationMemory, CostModel, ShardedState, TransformerCost, fit_cost, preset_names
+from odc.balance import (
+    ActivationMemory,
+    LinearCost,
+    QuadraticCost,
+    ShardedState,
+    TransformerCost,
+    TransformerShape,
+    fit_cost,
+    preset_names,
+)
 from odc.balance.checks import FloatArray
+from odc.balance.costs.context_parallel import ContextParallel
+from odc.balance.costs.devices import DEVICES, Device
 from odc.cli.lengths import MOST_TOKENS, check_ends
 from odc.errors import shorten, shown
-
-
-@dataclass(frozen=True)
-class Device:
-    """What the data sheet says."""
-
-    flops_per_s: float
-    """Dense bfloat16 peak."""
-
-    memory_bytes: int
-
-
-DEVICES = {
-    "a100": Device(312e12, 80 * 10**9),
-    "h100": Device(989e12, 80 * 10**9),
-    "h200": Device(989e12, 141 * 10**9),
-    "b200": Device(2250e12, 180 * 10**9),
-}
-
 
 _LARGEST_FILE = 2**26  # bytes of what is read whole
 
@@ -56,32 +48,53 @@ class TimedTransformer:
         return self.flops.by_group(lengths) / self.flops_per_s
 
 
+SecondsCost = TimedTransformer | QuadraticCost | LinearCost
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained on what: costs in seconds, and memory."""
 
-    cost: CostModel
+    cost: SecondsCost
     microbatch_s: float
     """Seconds of a microbatch besides its samples."""
 
     about: str
     """Where the costs come from, for people."""
 
+    shape: TransformerShape
     activations: ActivationMemory
+    """Of a device, per token of its slices."""
+
     state: ShardedState
     device: Device
     recompute: bool
+    group: ContextParallel | None = None
+    """Devices that compute microbatches together; None: each computes its own."""
+
+    @property
+    def group_size(self) -> int:
+        return self.group.size if self.group else 1
 
     def memory_bytes(self, peak_tokens: int) -> int:
         """Peak per device when the largest microbatch has so many tokens."""
-        return self.state.bytes + self.activations.bytes(peak_tokens)
+        return self.state.bytes + self.activations.bytes(-(-peak_tokens // self.group_size))
 
     def most_tokens(self) -> int:
         """The largest microbatch that fits; 0 if the model itself does not."""
         left = self.device.memory_bytes - self.state.bytes
         if left < self.activations.bytes(1):
             return 0
-        return self.activations.max_tokens(left)
+        return self.group_size * self.activations.max_tokens(left)
+
+    def on_groups(self, size: int, bytes_per_s: float) -> Training:
+        """The same on groups of ``size`` devices with such a link between them."""
+        group, cost = ContextParallel.from_config(self.shape, size, bytes_per_s), self.cost
+        if isinstance(cost, TimedTransformer):
+            cost = replace(cost, flops=group.flops(cost.flops, cost.flops_per_s))
+        else:
+            cost = group.seconds(cost)
+        return replace(self, cost=cost, activations=group.activations(self.activations), group=group)
 
 
 def make_training(
@@ -91,7 +104,7 @@ def make_training(
 
     Args:
         model: preset or path of a config.json.
-        device: one of :data:`~odc.cli.costs.DEVICES`.
+        device: one of :data:`~odc.balance.costs.devices.DEVICES`.
         mfu: model FLOPs utilization: achieved over peak FLOPs, recomputation not counted as achieved.
         world_size: number of ranks that share parameters, gradients and optimizer state.
         recompute: the backward computes activations anew.
@@ -102,7 +115,7 @@ def make_training(
     """
     _check_model(model)
     hardware = DEVICES[device]
-    cost: CostModel = TimedTransformer(TransformerCost.from_config(model), mfu * hardware.flops_per_s)
+    cost: SecondsCost = TimedTransformer(TransformerCost.from_config(model), mfu * hardware.flops_per_s)
     about, microbatch_s = f"FLOPs of {model} at {mfu:.0%} of the peak of one {device.upper()}", 0.0
     if timings is not None:
         fit = fit_cost(*read_timings(timings))
@@ -112,6 +125,7 @@ def make_training(
         cost,
         microbatch_s,
         about,
+        TransformerShape.from_config(model),
         ActivationMemory.from_config(model, recompute=recompute, logits="chunked"),
         ShardedState.from_config(model, world_size),
         hardware,

@@ -238,8 +238,8 @@ def some_of(lengths: IntArray, most: int, seed: int) -> IntArray:
     return lengths[draw(lengths.size, most, seed)]
 
 
-def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool) -> IntArray:
-    """The lengths, none above ``max_tokens``.
+def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool, devices: int = 1) -> IntArray:
+    """The lengths, none above what ``devices`` together hold, ``max_tokens`` each.
 
     Raises:
         ValueError: a sample is longer and is not to be truncated, or there is nothing to truncate to.
@@ -249,11 +249,13 @@ def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool) -> IntArra
             raise ValueError("--truncate needs --max-tokens: the length to cut samples to")
         return lengths
     if truncate:
-        return np.minimum(lengths, max_tokens)
-    if too_long := int((lengths > max_tokens).sum()):
+        return np.minimum(lengths, max_tokens * devices)
+    if too_long := int((lengths > max_tokens * devices).sum()):
+        longest = int(lengths.max())
+        on_each, its_part = (f" on each of {devices} devices", f"1/{devices} of ") if devices > 1 else ("", "")
         raise ValueError(
-            f"{too_long:,} of {lengths.size:,} samples are longer than --max-tokens {max_tokens}: raise --max-tokens "
-            f"to {lengths.max()}, the longest sample, or cut them with --truncate"
+            f"{too_long:,} of {lengths.size:,} samples are longer than --max-tokens {max_tokens}{on_each}: raise "
+            f"--max-tokens to {-(-longest // devices)}, {its_part}the longest sample, or cut them with --truncate"
         )
     return lengths
 

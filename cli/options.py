@@ -99,3 +99,28 @@ RanksPerNode = Annotated[
         **_MODALITIES,
     ),
 ]
+
+_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups of devices that compute together"}
+
+ContextParallel = Annotated[
+    str | None,
+    typer.Option(
+        "--context-parallel",
+        metavar="SIZES",
+        help="Compare groups of so many devices, e.g. 1,2,4,8, which run the same microbatches, each a slice of every "
+        "sample. A group gets as many samples per step as its devices together (--minibatch-size is per device), and "
+        "microbatches as large as they hold together. Attention is taken to be divided evenly; keys and values are "
+        "exchanged by an all-gather in each layer, and nothing hides that.",
+        show_default=False,
+        **_GROUPS,
+    ),
+]
+Link = Annotated[
+    str,
+    typer.Option(
+        "--link",
+        help="What keys and values cross: nvlink, pcie or infiniband at the speed of the data sheet, or what you have "
+        "measured, in GB/s that a device receives. One for all groups, or with commas one for each.",
+        **_GROUPS,
+    ),
+]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import typer
 from rich.markup import escape
 
 from odc.balance import Machine, Scenario, policy_names
 from odc.balance.checks import IntArray
+from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.cli import options
 from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
-from odc.cli.costs import DEVICES, Training, make_training
+from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
+from odc.cli.costs import Training, make_training
 from odc.cli.lengths import check_enough, cut, describe, read_lengths, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
@@ -27,7 +31,7 @@ from odc.cli.records import TokenCounter
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
 _TEXT_ONLY = (
     *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
-    *("samples", "panel"),
+    *("samples", "panel", "context_parallel", "link"),
 )
 """Options that plans of several modalities do not look at."""
 
@@ -35,10 +39,11 @@ _TEXT_ONLY = (
 def plan(
     context: typer.Context,
     lengths: options.Lengths,
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")] = 8,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, a device each.")] = 8,
     minibatch_size: Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples per rank and step.")] = 4,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Most tokens in a microbatch; default: longest sample.")
+        int | None,
+        typer.Option("--max-tokens", min=1, help="Most tokens of a microbatch on a device; default: longest sample."),
     ] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut samples longer than --max-tokens.")] = False,
     model: options.Model = "qwen2.5-7b",
@@ -74,6 +79,8 @@ def plan(
     ] = "all",
     modality: options.Modalities = None,
     ranks_per_node: options.RanksPerNode = None,
+    context_parallel: options.ContextParallel = None,
+    link: options.Link = "nvlink",
 ) -> None:
     """Show what each balancing policy would do to a dataset: bubble rate, samples/s, planning time, memory.
 
@@ -84,11 +91,16 @@ def plan(
     has the length of the whole sequence, and of each item its length in the encoder and the rows that come out of it.
     Compared is what balancing nothing, the language model, whole samples, all phases, or their sum would do.
 
+    --context-parallel 1,2,4,8 compares groups of devices, each of which computes its microbatches together: what the
+    longest samples hold up, groups divide. All sizes are given the same samples in each step.
+
     Examples:
 
         odc plan lengths.txt --world-size 16 --max-tokens 65536
 
         odc plan data.jsonl --field text --plot plan.png
+
+        odc plan longalign --context-parallel 1,2,4,8 --link infiniband
 
         odc plan mix.jsonl --modality audio:layers=6,hidden=512,ffn=2048
     """
@@ -98,7 +110,7 @@ def plan(
             raise ValueError(f"--panel {panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token)
-        check_options(context, with_modalities=bool(modality))
+        check_options(context, with_modalities=bool(modality), with_groups=context_parallel is not None)
         count_tokens = TokenCounter(tokenizer, chars_per_token)
         if modality:
             modalities = parse_modalities(modality, mfu * DEVICES[device].flops_per_s)
@@ -122,9 +134,10 @@ def plan(
                 )
             report_phases(found, as_json=as_json, plot=plot)
             return
-        policies = chosen_policies(policy)
+        groups = None if context_parallel is None else parse_groups(context_parallel, link, world_size, device)
+        policies = chosen_policies(policy, DEFAULT_POLICIES if groups is None else POLICIES)
         dataset = read_lengths(lengths, num_samples=samples, fields=field or (), count_tokens=count_tokens)
-        tokens = cut(dataset.tokens, max_tokens, truncate=truncate)
+        tokens = cut(dataset.tokens, max_tokens, truncate=truncate, devices=min(groups or [1]))
         check_enough(tokens.size, lengths, minibatch_size, world_size)
         training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
         scenario = Scenario(
@@ -139,6 +152,15 @@ def plan(
             seed=seed,
         )
         machines = _machines(gather_ms / 1e3, scatter_ms / 1e3, odc_slower, overlap, noise, seed, recompute=recompute)
+        if groups is not None:
+            with progress_bar() as progress:
+                num_minibatches = np.size(scenario.lengths) // (world_size * minibatch_size)
+                bar = progress.add_task("planning", total=num_minibatches * len(policies) * len(groups))
+                found = compare_sizes(
+                    scenario, tokens, policies, training, machines, groups, lambda: progress.advance(bar)
+                )
+            report_groups(found, dataset.about, as_json=as_json, plot=plot)
+            return
         comparison = _compare_all(scenario, tokens, policies, training, machines)
         recommendation = recommend(comparison)
         if plot is not None:
@@ -149,17 +171,22 @@ def plan(
     _show(comparison, dataset.about, recommendation, plot)
 
 
-def check_options(context: typer.Context, *, with_modalities: bool) -> None:
+def check_options(context: typer.Context, *, with_modalities: bool, with_groups: bool) -> None:
     """Refuse options that the kind of plan asked for does not look at.
 
     Raises:
         ValueError: one of them was given.
     """
-    wrong = _TEXT_ONLY if with_modalities else ("ranks_per_node",)
+    groups_only, not_groups = ("link",), ("panel",)
+    wrong = _TEXT_ONLY if with_modalities else ("ranks_per_node", *(not_groups if with_groups else groups_only))
     # By name: the enumeration is click's or typer's own, by the version of typer.
     given = [name for name in wrong if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if given:
         option = f"--{given[0].replace('_', '-')}"
+        if given[0] in groups_only and not with_modalities:
+            raise ValueError(f"{option} is between devices of a group: expected --context-parallel too")
+        if given[0] in not_groups and not with_modalities:
+            raise ValueError(f"{option} is not for groups: leave it out, or leave out --context-parallel")
         if with_modalities:
             raise ValueError(
                 f"{option} is not for samples of several modalities: leave it out, or leave out --modality"
@@ -169,13 +196,13 @@ def check_options(context: typer.Context, *, with_modalities: bool) -> None:
         )
 
 
-def chosen_policies(given: list[str] | None) -> list[str]:
+def chosen_policies(given: list[str] | None, default: Sequence[str]) -> list[str]:
     """The policies to compare, each once.
 
     Raises:
         ValueError: a name is not known.
     """
-    names = list(dict.fromkeys(given or DEFAULT_POLICIES))
+    names = list(dict.fromkeys(given or default))
     if "all" in names:
         return policy_names()
     if unknown := [name for name in names if name not in policy_names()]:

@@ -49,6 +49,28 @@ def plot_plan(path: Path, comparison: Comparison, *, minibatch_only: bool = Fals
     figure.savefig(path, dpi=130)
 
 
+def plot_groups(path: Path, found: Mapping[int, Comparison]) -> None:
+    """Two panels: throughput and bubble rate by devices of a group, the fastest plan of each kind of communication."""
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    sizes = list(found)
+    for comm, colour in (("collective", _COLLECTIVE), ("odc", _ODC)):
+        best = [(size, simulation) for size in sizes if (simulation := found[size].best(comm)) is not None]
+        for axes, values in zip(
+            panels, ([s.samples_per_time for _, s in best], [100 * s.bubble_rate for _, s in best]), strict=True
+        ):
+            axes.plot([size for size, _ in best], values, "o-", color=colour, label=f"fastest plan, {COMM_NAMES[comm]}")
+    for axes, what in zip(panels, ("samples/s", "bubble rate (%)"), strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xlabel("devices of a group")
+        axes.set_ylabel(what)
+        axes.set_ylim(0, max(1e-9, 1.1 * axes.get_ylim()[1]))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
 def plot_studies(path: Path, studies: Mapping[str, Sequence[Point]]) -> None:
     """One panel per factor: the speedup by ODC, and both bubble rates."""
     columns = min(2, len(studies))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from odc.balance.checks import as_count, as_speeds
 from odc.balance.costs import CostModel
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Comm, PlannedMinibatch
@@ -55,6 +56,33 @@ class Scenario:
             microbatch_cost=self.microbatch_cost,
             speeds=self.speeds,
             seed=self.seed,
+        )
+
+    def on_groups(self, size: int, cost: CostModel, max_tokens: int) -> Scenario:
+        """The same minibatches where groups of ``size`` neighbouring ranks compute together, each of them a rank of
+        the plans; a group is as fast as its slowest device.
+
+        Args:
+            size: a divisor of the number of ranks.
+            cost: what a sample costs a group.
+            max_tokens: what a microbatch of a group may hold.
+
+        Raises:
+            ValueError: groups of this size cannot be made, or a field is out of range.
+        """
+        if self.world_size % as_count(size, "size"):
+            raise ValueError(f"size={size}: expected a divisor of world_size={self.world_size}")
+        speeds = self.speeds
+        if speeds is not None:
+            speeds = tuple(as_speeds(speeds, self.world_size).reshape(-1, size).min(axis=1).tolist())
+        return replace(
+            self,
+            cost=cost,
+            world_size=self.world_size // size,
+            minibatch_size=self.minibatch_size * size,
+            max_tokens=max_tokens,
+            batch_size=None if self.batch_size is None else self.batch_size * size,
+            speeds=speeds,
         )
 
     def plan(self, policy: str | Policy, on_minibatch: Callable[[], object] | None = None) -> PlannedEpoch:

@@ -53,13 +53,13 @@ def test_one_sample_each_hints_at_the_minibatch_size(longest: int, size: int, tm
     """One sample of 8 takes x times as long: the mean rank has (7 + x)n / 8, above x from n = 3.3 and 4.7."""
     text = advice(_saved(tmp_path / "a.npy", [1000] * 7 + [longest]), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples hold ODC back" in text
-    assert f"with --minibatch-size {size}, in fewer than half." in text
+    assert f"with --minibatch-size {size}, in fewer than half. --context-parallel divides them." in text
 
 
 def test_the_hint_without_a_size_that_is_enough(tmp_path: Path) -> None:
     lengths = [10] * 63 + [1_000_000]
     text = advice(_saved(tmp_path / "a.npy", lengths, 8), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
-    assert text.endswith("a larger minibatch would hide them.")
+    assert text.endswith("a larger minibatch would hide them. --context-parallel divides them.")
     equal = advice(_saved(tmp_path / "b.npy", [1000] * 8), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples" not in equal
 
@@ -83,7 +83,7 @@ def test_a_microbatch_that_does_not_fit() -> None:
     assert "Does not fit" not in fitting["recommendation"]
     found = plan(*arguments, "--no-recompute")
     assert found["recommendation"].startswith("Does not fit: the largest microbatch, ")
-    assert "Use --recompute, or --max-tokens " in found["recommendation"]
+    assert "Use --recompute, or --context-parallel, or --max-tokens " in found["recommendation"]
     limit = found["recommendation"].split("--max-tokens ")[1].split()[0]
     assert f"--max-tokens {limit} --truncate, or a device" in found["recommendation"]
     cut = plan(*arguments, "--no-recompute", "--max-tokens", limit, "--truncate")

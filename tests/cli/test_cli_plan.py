@@ -165,7 +165,7 @@ def test_help_teaches() -> None:
         assert result.exit_code == 0
         assert "Examples" in result.stdout
         examples = [line for line in result.stdout.splitlines() if line.strip().startswith(f"odc {command}")]
-        assert len(examples) == (3 if command == "plan" else 2)
+        assert len(examples) == (4 if command == "plan" else 2)
         assert max(map(len, map(str.rstrip, examples))) < 70
 
 

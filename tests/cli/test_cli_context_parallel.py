@@ -1,0 +1,286 @@
+"""Layer 1: no processes. ``odc plan --context-parallel``: groups of devices that compute together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from odc.cli import plots
+from odc.cli.app import app
+from odc.cli.costs import make_training
+
+SMALL = ("--samples", "1024", "--minibatches", "8")
+SIZES = ("--context-parallel", "1,2,4,8")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def rows_of(found: dict[str, Any]) -> dict[tuple[int, str, str], dict[str, Any]]:
+    return {
+        (group["context_parallel"], row["policy"], row["comm"]): row
+        for group in found["groups"]
+        for row in group["policies"]
+    }
+
+
+def saved(path: Path, lengths: list[int]) -> str:
+    np.save(path, np.array(lengths))
+    return str(path)
+
+
+def linear_costs(path: Path) -> str:
+    """1 ms a token."""
+    path.write_text("length,seconds\n100,0.1\n200,0.2\n400,0.4\n800,0.8\n")
+    return str(path)
+
+
+def test_tables_fit_80_columns() -> None:
+    result = call("longalign", *SMALL, *SIZES, "--policy", "all", "--world-size", "16", "--noise", "0.1")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for text in (
+        "│     8 │ lb-micro-global ",
+        "│     1 │ verl-native ",
+        "450 GB/s",
+        "16 devices, 4 samples per device",
+    ):
+        assert text in result.stdout
+    assert "nothing hides" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--speeds", "1,1,1,1,1,1,1,0.5"), ("--noise", "0.2", "--gather-ms", "3", "--scatter-ms", "3"), "timings"],
+    ids=str,
+)
+def test_groups_of_one_are_the_plain_plan(options: Any, tmp_path: Path) -> None:
+    if options == "timings":
+        options = ("--timings", linear_costs(tmp_path / "t.csv"))
+    plain = plan("longalign", *SMALL, *options, "--policy", "all")
+    groups = plan("longalign", *SMALL, *options, "--policy", "all", *SIZES, "--link", "1")
+    (alone,) = (group for group in groups["groups"] if group["context_parallel"] == 1)
+    for ours, theirs in zip(alone["policies"], plain["policies"], strict=True):
+        assert ours.pop("planning_s_per_minibatch") > 0
+        assert theirs.pop("planning_s_per_minibatch") > 0
+        assert ours == theirs
+    assert alone["max_tokens"] == plain["max_tokens"]
+    assert groups["num_minibatches"] == plain["num_minibatches"]
+
+
+def test_the_exchange_by_hand(tmp_path: Path) -> None:
+    """One step, of work that fits evenly: 1 ms a token, side by side in groups, and the exchange of each token."""
+    lengths = saved(tmp_path / "a.npy", [1000, 200, 200, 200] * 64)
+    arguments = (lengths, "--timings", linear_costs(tmp_path / "t.csv"), "--world-size", "4", "--minibatch-size", "64")
+    found = plan(*arguments, "--context-parallel", "1,2,4", "--link", "0.001", "--policy", "lb-mini")
+    kv_bytes = 28 * 2 * (4 * 128) * 2  # layers, keys and values, heads of 128, 16 bits
+    total = 64 * 1600
+    for size, group in zip((1, 2, 4), found["groups"], strict=True):
+        exchange_s = 3 * kv_bytes * (size - 1) / size / 1e6
+        assert group["exchange_s_per_token"] == pytest.approx(exchange_s)
+        seconds = total * 1e-3 / 4 + total * exchange_s / (4 / size)
+        assert group["policies"][0]["samples_per_s"] == pytest.approx(256 / seconds, rel=1e-3)
+
+
+def test_the_longest_sample_by_hand(tmp_path: Path) -> None:
+    """One step has them all: 1000 tokens beside 3 x 200, at 1 ms a token."""
+    lengths = saved(tmp_path / "a.npy", [1000, 200, 200, 200])
+    arguments = (lengths, "--timings", linear_costs(tmp_path / "t.csv"), "--world-size", "4", "--minibatch-size", "1")
+    found = plan(*arguments, "--context-parallel", "1,2,4", "--link", "1e12", "--policy", "lb-mini")
+    rows = rows_of(found)
+    for size, seconds in ((1, 1.0), (2, 0.5), (4, 0.4)):
+        row = rows[size, "lb-mini", "odc"]
+        assert row["samples_per_s"] == pytest.approx(4 / seconds, rel=1e-6)
+        assert row["bubble_rate"] == pytest.approx(1 - 1.6 / (4 * seconds), abs=1e-6)
+        assert row["speedup"] == pytest.approx(1 / seconds, rel=1e-6)
+
+
+def test_a_faster_link_does_not_hurt() -> None:
+    slow, fast, faster = (rows_of(plan("longalign", *SMALL, *SIZES, "--link", link)) for link in ("5", "50", "nvlink"))
+    for key, row in slow.items():
+        rates = [found[key]["samples_per_s"] for found in (slow, fast, faster)]
+        if key[0] == 1:
+            assert len(set(rates)) == 1
+        elif key[0] == 8:  # one group, so nothing but time to win
+            assert rates[0] < rates[1] < rates[2]
+        else:  # partitions of other costs are as good, to their heuristics
+            assert rates[0] <= rates[1] * 1.005 <= rates[2] * 1.01
+        assert row["bubble_rate"] >= 0
+
+
+def test_links_have_names_and_may_differ() -> None:
+    arguments = ("aime", *SMALL, "--context-parallel", "8,2", "--device", "a100")
+    found = plan(*arguments, "--link", "infiniband,nvlink")
+    assert [(group["context_parallel"], group["link_bytes_per_s"]) for group in found["groups"]] == [
+        (2, 300e9),
+        (8, 25e9),
+    ]
+    (pcie,) = {group["link_bytes_per_s"] for group in plan(*arguments, "--link", "pcie")["groups"]}
+    assert pcie == 32e9
+
+
+def test_memory_falls_with_the_size_and_longer_samples_fit() -> None:
+    training = make_training("qwen2.5-7b", "h100", 0.4, 8, recompute=True, timings=None)
+    split = [training.on_groups(size, 1e9) for size in (1, 2, 4, 8)]
+    memory = [each.memory_bytes(65_536) for each in split]
+    assert memory == sorted(memory, reverse=True)
+    assert memory[0] == training.memory_bytes(65_536)
+    assert memory[3] > training.state.bytes  # weights are not divided
+    most = [each.most_tokens() for each in split]
+    for each, tokens, size in zip(split, most, (1, 2, 4, 8), strict=True):
+        assert each.memory_bytes(tokens) <= training.device.memory_bytes < each.memory_bytes(tokens + 1)
+        assert 0.9 * size * most[0] < tokens <= size * most[0]  # keys and values of others take the rest
+    found = plan("longalign", *SMALL, *SIZES)
+    assert [group["longest_sample_that_fits"] for group in found["groups"]] == most
+    rows = rows_of(found)
+    for (_, policy, comm), row in rows.items():
+        assert row["memory_bytes"] <= 1.04 * rows[1, policy, comm]["memory_bytes"]  # as many tokens on each device
+
+
+def test_what_is_too_long_for_a_device_fits_a_group(tmp_path: Path) -> None:
+    """150,000 tokens of 7B are more than 80 GB hold."""
+    lengths = saved(tmp_path / "a.npy", [150_000, 4000, 3000, 2000] * 64)
+    found = plan(lengths, "--context-parallel", "1,2,4")
+    fits = {size: row["fits"] for (size, *_), row in rows_of(found).items()}
+    assert fits == {1: False, 2: True, 4: True}
+    assert "on groups of" in found["recommendation"]
+    assert "Without groups it does not fit into memory." in found["recommendation"]
+    limits = [group["max_tokens"] for group in found["groups"]]
+    most = [group["longest_sample_that_fits"] for group in found["groups"]]
+    assert limits == [150_000, most[1], most[2]]  # not twice what does not fit
+    assert "Use --context-parallel, or --max-tokens" in plan(lengths)["recommendation"]
+    longer = saved(tmp_path / "b.npy", [900_000, 4000, 3000, 2000] * 64)
+    text = plan(longer, "--context-parallel", "1,2")["recommendation"]
+    assert text.startswith("Does not fit: the largest microbatch, 900,000 tokens, needs ")
+    limit = int(text.split("--max-tokens ")[1].split()[0])
+    cut = plan(longer, "--context-parallel", "2", "--truncate", "--max-tokens", str(limit))
+    assert all(row["fits"] for row in rows_of(cut).values())
+
+
+def test_max_tokens_counts_per_device(tmp_path: Path) -> None:
+    lengths = saved(tmp_path / "a.npy", [64_000, 4000, 3000, 2000] * 64)
+    found = plan(lengths, "--context-parallel", "4,8", "--max-tokens", "16000")
+    assert [group["max_tokens"] for group in found["groups"]] == [64_000, 128_000]
+    assert max(row["peak_tokens"] for row in rows_of(found).values()) <= 128_000
+    result = call(lengths, "--context-parallel", "2,4", "--max-tokens", "16000")
+    assert result.exit_code == 2
+    message = result.stderr.replace("\n", " ")
+    assert "longer than --max-tokens 16000 on each of 2 devices: raise --max-tokens to 32000, 1/2 of" in message
+    cut = plan(lengths, "--context-parallel", "2,4", "--max-tokens", "16000", "--truncate")
+    assert [group["max_tokens"] for group in cut["groups"]] == [32_000, 64_000]
+
+
+def test_fsdp_with_groups_is_recommended_where_it_is_as_fast() -> None:
+    found = plan("longalign", *SMALL, *SIZES, "--minibatch-size", "1")
+    text, rows = found["recommendation"], rows_of(found)
+    assert text.startswith("Stay with FSDP and lb-micro")
+    best = max(row["samples_per_s"] for row in rows.values())
+    size = int(text.split("on groups of ")[1].split(":")[0])
+    fsdp = max(row["samples_per_s"] for (each, _, comm), row in rows.items() if (each, comm) == (size, "collective"))
+    assert fsdp * 1.02 >= best
+    for smaller in (each for each in (1, 2, 4) if each < size):
+        assert all(row["samples_per_s"] * 1.02 < best for (each, *_), row in rows.items() if each == smaller)
+    alone = max(row["samples_per_s"] for (each, *_), row in rows.items() if each == 1)
+    assert f"Groups bring {fsdp / alone:.2f}x over the best without them (FSDP with lb-micro)." in text
+    assert "--noise and --speeds show what else ODC evens out" in text
+
+
+def test_odc_is_recommended_where_groups_do_not_even_out_what_differs() -> None:
+    """A slow device makes its group slow, which gets less to do only where numbers may differ; and errors of costs."""
+    speeds = ",".join(["1"] * 7 + ["0.5"])
+    arguments = ("longalign", *SMALL, "--minibatch-size", "4", "--context-parallel", "1,2", "--link", "pcie")
+    found = plan(*arguments, "--noise", "0.3", "--speeds", speeds)
+    rows = rows_of(found)
+    text = found["recommendation"]
+    assert text.startswith("Use ODC with lb-mini")
+    odc = max(row["samples_per_s"] for (*_, comm), row in rows.items() if comm == "odc")
+    fsdp = max(row["samples_per_s"] for (*_, comm), row in rows.items() if comm == "collective")
+    assert odc > 1.02 * fsdp
+    speedup = float(text.split(": ")[1].split("x speedup")[0])
+    assert speedup == pytest.approx(odc / fsdp, rel=0.03)  # of plans that are simpler by groups, and nearly as fast
+    assert "--speeds show" not in text
+
+
+def test_groups_that_bring_nothing_are_called_so(tmp_path: Path) -> None:
+    lengths = saved(tmp_path / "a.npy", [4000] * 512)
+    found = plan(lengths, *SIZES, "--link", "5")
+    rows = rows_of(found)
+    slower = 1 - rows[2, "lb-micro", "collective"]["samples_per_s"] / rows[1, "lb-micro", "collective"]["samples_per_s"]
+    assert slower > 0.05
+    assert found["recommendation"].startswith("Stay with FSDP and lb-micro: ranks wait for 0.0% of the time")
+    assert f"Groups of 2 would be {slower:.1%} slower." in found["recommendation"]
+    assert "--noise" in found["recommendation"]
+
+
+def test_exchange_has_its_part_of_the_time(tmp_path: Path) -> None:
+    lengths = saved(tmp_path / "a.npy", [4000] * 512)
+    free, paid = (plan(lengths, "--context-parallel", "8", "--link", link) for link in ("1e9", "5"))
+    without, having = (rows_of(found)[8, "lb-mini", "odc"]["samples_per_s"] for found in (free, paid))
+    text = call(lengths, "--context-parallel", "8", "--link", "5").stdout
+    assert f" {1 - having / without:.1%} │" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context-parallel", "3"], "that divide --world-size 8: 1, 2, 4, 8"),
+        (["--context-parallel", "1,0"], "that divide --world-size 8"),
+        (["--context-parallel", "2,x"], "'2,x': expected sizes of groups, separated by commas"),
+        (["--context-parallel", "16"], "that divide --world-size 8"),
+        ([*SIZES, "--link", "ethernet"], "'ethernet' is not known: expected nvlink, pcie, infiniband, or a number"),
+        ([*SIZES, "--link", "0"], "'0' is not known"),
+        ([*SIZES, "--link", "nan"], "'nan' is not known"),
+        ([*SIZES, "--link", "nvlink,pcie"], "expected one for all groups, or one for each of the 4"),
+        (["--link", "pcie"], "--link is between devices of a group: expected --context-parallel too"),
+        ([*SIZES, "--panel", "minibatch", "--plot", "a.png"], "--panel is not for groups"),
+        ([*SIZES, "--modality", "vision:linear=1"], "--context-parallel is not for samples of several modalities"),
+        (["--link", "pcie", "--modality", "vision:linear=1"], "--link is not for samples of several modalities"),
+    ],
+)
+def test_errors_come_before_anything_is_read(arguments: list[str], message: str) -> None:
+    result = call("nowhere.txt", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+    assert "nowhere" not in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_picture_shows_the_fastest_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure_of = pytest.importorskip("matplotlib.figure", reason="matplotlib is an optional package").Figure
+    figures = []
+    monkeypatch.setattr(figure_of, "savefig", lambda figure, *_, **__: figures.append(figure))
+    found = plan("longalign", *SMALL, "--context-parallel", "1,2,8", "--plot", str(tmp_path / "a.png"))
+    (figure,) = figures
+    throughput, bubbles = figure.axes
+    for number, comm in enumerate(("collective", "odc")):
+        best = [
+            max(
+                (r for (s, _, kind), r in rows_of(found).items() if (s, kind) == (size, comm)),
+                key=lambda r: r["speedup"],
+            )
+            for size in (1, 2, 8)
+        ]
+        assert plots.COMM_NAMES[comm] in throughput.lines[number].get_label()
+        assert list(throughput.lines[number].get_xdata()) == [1, 2, 8]
+        np.testing.assert_allclose(throughput.lines[number].get_ydata(), [row["samples_per_s"] for row in best])
+        np.testing.assert_allclose(bubbles.lines[number].get_ydata(), [100 * row["bubble_rate"] for row in best])
+
+
+def test_help_says_that_samples_count_per_device() -> None:
+    text = " ".join(call("--help").stdout.replace("│", " ").split())
+    assert "--minibatch-size is per device" in text
+    assert "nothing hides that" in text
