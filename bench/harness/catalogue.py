@@ -10,7 +10,9 @@ from odc.bench.harness.benchmark import Benchmark
 
 ROOMS = {
     "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven"),
-    "training": ("demo", "multimodal", "stream_training", "trainers", "emulated", "multimodal_emulated"),
+    "training": (
+        *("demo", "multimodal", "stream_training", "trainers", "emulated", "context_parallel", "multimodal_emulated"),
+    ),
     "batching": ("batching", "peers", "loading"),
     "planning": (
         *("planning", "tables", "partition_speed", "partition_quality", "post_balance", "multimodal_simulated"),

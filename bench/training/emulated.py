@@ -35,6 +35,7 @@ down beside communication.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -49,7 +50,7 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from odc.balance import Plan, Scenario, bubble_rate, law_names
+from odc.balance import CostModel, Plan, Scenario, bubble_rate, law_names
 from odc.balance.plan import Comm
 from odc.balance.simulate.laws import even_lengths
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table
@@ -63,11 +64,12 @@ from odc.timeline import Timeline
 
 WAYS: dict[str, tuple[Comm, str]] = {
     "collective-lb-micro": ("collective", "lb-micro"),
+    "collective-lb-micro-global": ("collective", "lb-micro-global"),
     "odc-lb-micro": ("odc", "lb-micro"),
     "odc-lb-mini": ("odc", "lb-mini"),
     "odc-lb-mini-equal": ("odc", "lb-mini-equal"),
 }
-"""Communication and policy. The last is for equal numbers of samples on all ranks, as the paper's AIME has them."""
+"""Communication and policy. "lb-mini-equal" is for equal numbers of samples on ranks, as the paper's AIME has them."""
 NUM_UNTIMED = 1  # minibatches at the start
 UNTIMED_SHARE = 0.1
 """How long these are, of what they would be."""
@@ -92,20 +94,20 @@ class Settings:
     seed: int = 0
     hosts: int = 1
     numel: int = 256
+    group_size: int = 1
+    """Neighbouring ranks that compute the same microbatches: a rank of the plans."""
+
+    def scenario(self) -> Scenario:
+        lengths = even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
+        most = max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(lengths.max()))
+        return Scenario(lengths, self.cost(), self.ranks, self.minibatch_size, most, seed=self.seed)
+
+    def cost(self) -> CostModel:
+        return paper_cost(self.model)
 
     def plans(self, policy: str) -> list[Plan]:
         """One for each timed minibatch; the first is also that of those that are not timed."""
-        lengths = even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
-        most = int(even_lengths(self.law, LAW_SAMPLES).max())
-        scenario = Scenario(
-            lengths,
-            paper_cost(self.model),
-            self.ranks,
-            self.minibatch_size,
-            max(most, int(lengths.max())),
-            seed=self.seed,
-        )
-        return [minibatch.plan for minibatch in scenario.plan(policy).minibatches]
+        return [minibatch.plan for minibatch in self.scenario().plan(policy).minibatches]
 
     def seconds_per_cost(self, plans: Sequence[Plan]) -> float:
         """So that a rank computes for ``scale`` seconds in an average minibatch."""
@@ -141,12 +143,24 @@ class RankRun:
     """Of ODC's memory on this rank."""
 
 
+def meet(partners: dist.ProcessGroup, timeline: Timeline) -> None:
+    """Where ranks that compute together exchange what they need: none goes on before the last is there."""
+    with timeline.span("wait", "partners"):
+        dist.barrier(partners)
+
+
 def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works: Sequence[Work]) -> RankRun:
     """Train, as far as the others can tell."""
     rank, per_host = me.rank, me.world_size // settings.hosts
     if settings.hosts > 1:
         os.environ[HOST_ID] = f"host{rank // per_host}"
-    if sharding == "hybrid":
+    partners = None
+    if settings.group_size > 1:
+        shape = me.world_size // settings.group_size, settings.group_size
+        whole = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+        # Parameters are sharded over all ranks, as is usual beside context parallelism.
+        partners, mesh = whole.get_group("cp"), whole._flatten("dp_cp")
+    elif sharding == "hybrid":
         mesh = init_device_mesh("cpu", (settings.hosts, per_host), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (me.world_size,))
@@ -156,6 +170,8 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
     timeline = Timeline(rank) if session is None else session.start_timeline()
     if session is None:
         observe_fsdp(model, timeline)
+    if partners is not None:
+        model.clock.meet = functools.partial(meet, partners, timeline)
     memory = None if session is None else session.memory()
     run = RankRun(timeline, [], []) if memory is None else RankRun(timeline, [], [], memory.parameters, memory.overhead)
     gc.collect()
@@ -183,7 +199,7 @@ def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full")
     comm, policy = WAYS[way]
     plans = settings.plans(policy)
     seconds_per_cost = settings.seconds_per_cost(plans)
-    works = [work_of(plans, seconds_per_cost, rank) for rank in range(settings.ranks)]
+    works = [work_of(plans, seconds_per_cost, rank // settings.group_size) for rank in range(settings.ranks)]
     runs = run.ranks(settings.ranks, run_rank, settings, comm, sharding, works)
     timed = range(NUM_UNTIMED, NUM_UNTIMED + len(plans))
     makespans = [plan.makespan(comm) * seconds_per_cost for plan in plans]
@@ -244,7 +260,7 @@ def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
 def measure(
     run: Run,
     way: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}; the first and the third by default.")
+        list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}; default: collective-lb-micro and odc-lb-mini.")
     ] = None,
     scale: Annotated[
         float, typer.Option(min=0.0, help="Seconds of compute of a rank in a minibatch; 0: 3/8 of the number of ranks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class Clock:
         self._owed_ns = 0
         self.slept_ns = 0
         """Since the last :meth:`take`."""
+        self.meet: Callable[[], None] = lambda: None
+        """Called before each forward and backward of a layer."""
 
     def compute(self, seconds: float) -> None:
         self._owed_ns += round(seconds * 1e9)
@@ -43,11 +46,13 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
         ctx.clock, ctx.seconds, ctx.weight = clock, seconds, weight
+        clock.meet()
         clock.compute(FORWARD_SHARE * seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.clock.meet()
         ctx.clock.compute((1 - FORWARD_SHARE) * ctx.seconds)
         return grads[0], torch.ones_like(ctx.weight), None, None
 

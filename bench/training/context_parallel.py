@@ -1,0 +1,152 @@
+"""Does a run on groups of ranks reach what ``odc plan --context-parallel`` says? Emulated compute, real FSDP2.
+
+As :mod:`.emulated`, but neighbouring ranks form groups that run the same microbatches, each a slice of every sample.
+Before each forward and backward of a layer the ranks of a group meet in a barrier, as they do to exchange keys and
+values; then each sleeps for what :class:`~odc.balance.costs.context_parallel.ContextParallel` says of its slice and of
+the exchange. Parameters are sharded over all ranks, and all ways, whatever the size of the groups, have the same
+samples in the same minibatches. A group's microbatch holds as many tokens as its ranks together.
+
+Costs are those of ``odc plan`` by default: FLOPs of Qwen2.5-7B at 40 % of the peak of one H100, and NVLink as the data
+sheet has it, all slowed down by one factor. Throughput is compared with that of the first way on the first size.
+
+    planned     bubble rate of the plans: waiting of one group for another
+    measured    the same of the run: what is neither compute nor exchange, over the time of all ranks. Barriers count.
+
+Not covered: bytes of keys and values, slices that are not equal, GPUs, and what :mod:`.emulated` does not cover. Ranks
+share few cores, and those of a group are awake at the same time: the measured rate is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from odc.balance import Plan, Scenario, TransformerCost, law_names, preset_names
+from odc.balance.costs import evaluate
+from odc.balance.costs.context_parallel import ContextParallel
+from odc.balance.costs.devices import DEVICES, LINKS
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers
+from odc.bench.training.emulated import NUM_UNTIMED, WAYS, Settings, add_ratios, run_way
+
+DEVICE = DEVICES["h100"]
+FLOPS_PER_S = 0.4 * DEVICE.flops_per_s
+SIZES, SAMPLES = Numbers(1, 2, 4, 8), Numbers(1, 4)
+LARGEST_DIFFERENCE = 5.0  # points, between the planned and the measured bubble rate
+
+
+@dataclass(frozen=True)
+class GroupSettings(Settings):
+    """What is run on groups of one size."""
+
+    link: str = "nvlink"
+
+    def cost(self) -> TransformerCost:
+        return TransformerCost.from_config(self.model)
+
+    def scenario(self) -> Scenario:
+        alone, size = super().scenario(), self.group_size
+        group = ContextParallel.from_config(self.model, size, DEVICE.links[self.link])
+        assert alone.max_tokens is not None
+        return alone.on_groups(size, group.flops(self.cost(), FLOPS_PER_S), size * alone.max_tokens)
+
+    def seconds_per_cost(self, plans: Sequence[Plan]) -> float:
+        """So that a rank computes for ``scale`` seconds in an average minibatch, the exchange aside: one factor for
+        groups of all sizes."""
+        whole = sum(float(evaluate(self.cost(), plan.lengths).sum()) for plan in plans)
+        return self.scale * self.ranks * len(plans) / whole
+
+
+def measure(
+    run: Run,
+    context_parallel: Annotated[
+        Numbers, typer.Option(parser=numbers, help="Ranks of a group; each divides the number of ranks.")
+    ] = SIZES,
+    minibatch_size: Annotated[Numbers, typer.Option(parser=numbers, help="Samples per rank and minibatch.")] = SAMPLES,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(WAYS)}; default: both of collectives, and odc-lb-mini."),
+    ] = None,
+    scale: Annotated[float, typer.Option(min=0.01, help="Seconds of compute of a rank in an average minibatch.")] = 1.5,
+    samples: Annotated[int, typer.Option(min=1, help="Per rank, in all timed minibatches.")] = 24,
+    ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Of the emulated model, a unit each.")] = 4,
+    model: Annotated[str, typer.Option(help="A preset: what costs are counted of.")] = "qwen2.5-7b",
+    link: Annotated[str, typer.Option(help=f"Of {', '.join(LINKS)}: what keys and values cross.")] = "nvlink",
+    law: Annotated[str, typer.Option(help=f"Of lengths: {', '.join(law_names())}.")] = "longalign",
+    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+) -> Entries:
+    ways = way or ["collective-lb-micro", "collective-lb-micro-global", "odc-lb-mini"]
+    for given, known in (
+        *((name, tuple(WAYS)) for name in ways),
+        (model, preset_names()),
+        (link, LINKS),
+        (law, law_names()),
+    ):
+        if given not in known:
+            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    if wrong := [size for size in context_parallel if ranks % size]:
+        raise ValueError(f"--context-parallel {wrong[0]}: {ranks} ranks cannot be shared out evenly")
+    counts = {size: max(1, samples // size) for size in minibatch_size}
+    run.begin(sum(count + NUM_UNTIMED for count in counts.values()) * len(context_parallel) * len(ways))
+    runs = []
+    for each, count in counts.items():
+        compared = []
+        for size in context_parallel:
+            settings = GroupSettings(ranks, layers, count, each, scale, model, law, seed, group_size=size, link=link)
+            for name in ways:
+                run.describe(f"{name}, {each} samples a rank, groups of {size}")
+                entry = run_way(run, name, settings)
+                compared.append({"minibatch_size": each, "context_parallel": size, **entry})
+                if abs(entry["difference_points"]) > LARGEST_DIFFERENCE:
+                    run.miss(
+                        f"{name}, {each} samples a rank, groups of {size}: the bubble rate is "
+                        f"{entry['difference_points']:.1f} points above the planned one"
+                    )
+        add_ratios(compared)
+        runs += compared
+        run.keep({"runs": runs})
+    return {"runs": runs, "largest_difference_points": max(abs(row["difference_points"]) for row in runs)}
+
+
+def figures(result: Entries) -> Figures:
+    rows = {(row["minibatch_size"], row["context_parallel"], row["way"]): row for row in result["runs"]}
+    for each, size in dict.fromkeys((samples, size) for samples, size, _ in rows):
+        fsdp, odc = (rows[each, size, way] for way in ("collective-lb-micro-global", "odc-lb-mini"))
+        cells = "".join(
+            f" {100 * row['planned_bubble']:.1f} % | {100 * row['bubble']:.1f} % | {row['planned_ratio']:.2f}x | "
+            f"{row['ratio']:.2f}x |"
+            for row in (fsdp, odc)
+        )
+        yield f"| {each}, {size} |", cells
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "9 min, quick 40 s",
+    (
+        Table(
+            "runs",
+            "{settings[ranks]} ranks, {settings[law]}: percent of all ranks' time, and throughput over the first",
+            (
+                Column("samples a rank", "minibatch_size"),
+                Column("ranks of a group", "context_parallel"),
+                Column("way", "way"),
+            ),
+            (
+                Column("planned bubble", "planned_bubble", ".1f", 100),
+                Column("measured", "bubble", ".1f", 100),
+                Column("waiting", "waiting", ".1f", 100),
+                Column("transfers", "communication", ".1f", 100),
+                Column("host", "host", ".1f", 100),
+                Column("s a minibatch", "minibatch_s", ".2f"),
+                Column("planned speedup", "planned_ratio", ".2f"),
+                Column("speedup", "ratio", ".2f"),
+            ),
+        ),
+    ),
+    quick={"minibatch_size": Numbers(1), "samples": 2},
+    figures=(("docs/policies.md", figures, ["context_parallel"]),),
+)
