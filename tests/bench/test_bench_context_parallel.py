@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from odc.balance import TransformerCost
+from odc.balance import TransformerCost, bubble_rate
 from odc.bench.harness.benchmark import Numbers, Run
 from odc.bench.training.context_parallel import BENCHMARK, FLOPS_PER_S, GroupSettings, measure
-from odc.bench.training.emulated import run_rank
+from odc.bench.training.emulated import WAYS, run_rank
+from odc.cli.app import app
 
 
 def settings(group_size: int, **options: Any) -> GroupSettings:
@@ -42,6 +45,23 @@ def test_plans_are_of_the_same_samples_and_work() -> None:
             assert plan.microbatch_times().sum() == pytest.approx(work + exchange)
         # Of all ranks, exchange aside, as long as the scale says.
         assert factor * sum(cost(plan.lengths).sum() for plan in plans) == pytest.approx(0.1 * 4 * 3)
+
+
+@pytest.mark.parametrize(("way", "exactly"), [("odc-lb-mini", 1e-9), ("collective-lb-micro-global", 2e-3)])
+def test_plans_are_those_of_the_command(way: str, exactly: float, tmp_path: Path) -> None:
+    """Of the same lengths, ``odc plan`` says the same; for collectives it looks at the head apart from the layers."""
+    alone = settings(1).scenario()
+    np.save(tmp_path / "a.npy", np.asarray(alone.lengths))
+    options = ("--world-size", "4", "--minibatch-size", "2", "--max-tokens", str(alone.max_tokens))
+    arguments = ("plan", str(tmp_path / "a.npy"), *options, "--context-parallel", "1,2,4", "--json")
+    found = json.loads(CliRunner().invoke(app, [*arguments]).stdout)
+    comm, policy = WAYS[way]
+    for group in found["groups"]:
+        plans = settings(group["context_parallel"]).plans(policy)
+        (row,) = (row for row in group["policies"] if (row["policy"], row["comm"]) == (policy, comm))
+        assert row["bubble_rate"] == pytest.approx(bubble_rate(plans, comm), abs=exactly)
+        seconds = sum(plan.makespan(comm) for plan in plans) / FLOPS_PER_S
+        assert row["samples_per_s"] == pytest.approx(8 * len(plans) / seconds, rel=exactly)
 
 
 def test_partners_wait_for_each_other_in_each_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,24 @@ def test_the_longest_sample_by_hand(tmp_path: Path) -> None:
         assert row["samples_per_s"] == pytest.approx(4 / seconds, rel=1e-6)
         assert row["bubble_rate"] == pytest.approx(1 - 1.6 / (4 * seconds), abs=1e-6)
         assert row["speedup"] == pytest.approx(1 / seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lb_mini_on_groups_is_the_best_of_all_ways(seed: int, tmp_path: Path) -> None:
+    """To share out six samples to the groups: all 3^6 or 2^6 ways are tried. A sample costs its square."""
+    lengths = [int(each) for each in np.random.default_rng(seed).integers(100, 1000, 6)]
+    timings = tmp_path / "t.csv"
+    timings.write_text("".join(f"{each},{each * each / 1e6}\n" for each in (100, 200, 400, 800)))
+    arguments = (saved(tmp_path / "a.npy", lengths), "--timings", str(timings), "--world-size", "6", "--policy")
+    found = plan(*arguments, "lb-mini", "--minibatch-size", "1", "--context-parallel", "2,3,6", "--link", "10")
+    for group in found["groups"]:
+        size, num_groups = group["context_parallel"], 6 // group["context_parallel"]
+        seconds = [each * each / 1e6 / size + each * group["exchange_s_per_token"] for each in lengths]
+        least = min(
+            max(sum(s for s, at in zip(seconds, way, strict=True) if at == number) for number in range(num_groups))
+            for way in itertools.product(range(num_groups), repeat=6)
+        )
+        assert 6 / group["policies"][0]["samples_per_s"] == pytest.approx(least, rel=1e-6)
 
 
 def test_a_faster_link_does_not_hurt() -> None:
