@@ -290,10 +290,11 @@ def _stay(fsdp: _Candidate, odc: _Candidate | None) -> str:
 def _use_odc(odc: _Candidate, fsdp: _Candidate | None) -> str:
     if fsdp is None:
         return f"ODC with {odc.name} is the fastest of these."
-    return (
-        f"Use ODC with {odc.name}: {odc.rate / fsdp.rate:.2f}x speedup over the best FSDP plan ({fsdp.name}), "
-        f"bubble rate {fsdp.simulation.bubble_rate:.1%} -> {odc.simulation.bubble_rate:.1%}."
-    )
+    text = f"Use ODC with {odc.name}: {odc.rate / fsdp.rate:.2f}x speedup over the best FSDP plan ({fsdp.name})"
+    if odc.size == fsdp.size:
+        return f"{text}, bubble rate {fsdp.simulation.bubble_rate:.1%} -> {odc.simulation.bubble_rate:.1%}."
+    # Groups of another size wait less, but exchange more: their rates say little side by side.
+    return f"{text}; ranks wait for {odc.simulation.bubble_rate:.1%} of the time."
 
 
 def _about_groups(chosen: _Candidate, found: BySize, fitting: Sequence[_Candidate]) -> str:

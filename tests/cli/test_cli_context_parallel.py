@@ -234,6 +234,19 @@ def test_odc_is_recommended_where_groups_do_not_even_out_what_differs() -> None:
     assert "--speeds show" not in text
 
 
+def test_small_groups_under_odc_beside_large_ones_without_it() -> None:
+    """Over a slow link groups cost more than they bring, but FSDP needs them."""
+    found = plan("longalign", *SMALL, "--context-parallel", "1,2", "--link", "7")
+    rows, text = rows_of(found), found["recommendation"]
+    alone, fsdp = rows[1, "lb-mini", "odc"], rows[2, "lb-micro-global", "collective"]
+    assert alone["samples_per_s"] > 1.02 * fsdp["samples_per_s"]
+    speedup = alone["samples_per_s"] / fsdp["samples_per_s"]
+    assert text.startswith(
+        f"Use ODC with lb-mini: {speedup:.2f}x speedup over the best FSDP plan (lb-micro-global on gr"
+    )
+    assert f"; ranks wait for {alone['bubble_rate']:.1%} of the time. Groups of 2 would be " in text
+
+
 def test_groups_that_bring_nothing_are_called_so(tmp_path: Path) -> None:
     lengths = saved(tmp_path / "a.npy", [4000] * 512)
     found = plan(lengths, *SIZES, "--link", "5")
