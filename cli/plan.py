@@ -156,10 +156,10 @@ def plan(
             with progress_bar() as progress:
                 num_minibatches = np.size(scenario.lengths) // (world_size * minibatch_size)
                 bar = progress.add_task("planning", total=num_minibatches * len(policies) * len(groups))
-                found = compare_sizes(
+                by_size = compare_sizes(
                     scenario, tokens, policies, training, machines, groups, lambda: progress.advance(bar)
                 )
-            report_groups(found, dataset.about, as_json=as_json, plot=plot)
+            report_groups(by_size, dataset.about, as_json=as_json, plot=plot)
             return
         comparison = _compare_all(scenario, tokens, policies, training, machines)
         recommendation = recommend(comparison)

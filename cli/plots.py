@@ -54,7 +54,8 @@ def plot_groups(path: Path, found: Mapping[int, Comparison]) -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, 2)
     sizes = list(found)
-    for comm, colour in (("collective", _COLLECTIVE), ("odc", _ODC)):
+    colours: dict[Comm, str] = {"collective": _COLLECTIVE, "odc": _ODC}
+    for comm, colour in colours.items():
         best = [(size, simulation) for size in sizes if (simulation := found[size].best(comm)) is not None]
         for axes, values in zip(
             panels, ([s.samples_per_time for _, s in best], [100 * s.bubble_rate for _, s in best]), strict=True

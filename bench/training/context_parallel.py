@@ -147,6 +147,6 @@ BENCHMARK = Benchmark(
             ),
         ),
     ),
-    quick={"minibatch_size": Numbers(1), "samples": 2},
+    quick={"minibatch_size": Numbers(1), "context_parallel": Numbers(1, 4), "samples": 2, "scale": 0.5},
     figures=(("docs/policies.md", figures, ["context_parallel"]),),
 )
