@@ -37,14 +37,11 @@ def test_plans_are_of_the_same_samples_and_work() -> None:
     assert lengths[1] == lengths[2] == lengths[4]
     for size in (1, 2, 4):
         plans = settings(size).plans("lb-mini")
-        factor = settings(size).seconds_per_cost(plans)
         assert [len(plan.num_microbatches) for plan in plans] == [4 // size] * 3
         for plan in plans:
             work = cost(plan.lengths).sum() / size
             exchange = 3 * 28 * 2 * 512 * 2 * (size - 1) / size / 450e9 * plan.lengths.sum() * FLOPS_PER_S
             assert plan.microbatch_times().sum() == pytest.approx(work + exchange)
-        # Of all ranks, exchange aside, as long as the scale says.
-        assert factor * sum(cost(plan.lengths).sum() for plan in plans) == pytest.approx(0.1 * 4 * 3)
 
 
 @pytest.mark.parametrize(("way", "exactly"), [("odc-lb-mini", 1e-9), ("collective-lb-micro-global", 2e-3)])
@@ -84,7 +81,7 @@ def test_partners_wait_for_each_other_in_each_layer() -> None:
 def test_a_result_has_each_way_on_each_size() -> None:
     run = Run(quick=True)
     options: dict[str, Any] = {"minibatch_size": Numbers(1), "context_parallel": Numbers(1, 2), "samples": 2}
-    found = measure(run, **options, way=["collective-lb-micro-global", "odc-lb-mini"], ranks=2, scale=0.1, layers=2)
+    found = measure(run, **options, way=["collective-lb-micro-global", "odc-lb-mini"], ranks=2, scale=0.02, layers=2)
     rows = found["runs"]
     assert [(row["context_parallel"], row["way"]) for row in rows] == [
         (size, way) for size in (1, 2) for way in ("collective-lb-micro-global", "odc-lb-mini")
