@@ -69,9 +69,9 @@ def measure(
         typer.Option(help=f"Of {', '.join(WAYS)}; default: collective-lb-micro-global and odc-lb-mini."),
     ] = None,
     scale: Annotated[float, typer.Option(min=0.01, help="Compute takes so many times as long as planned.")] = 1.0,
-    samples: Annotated[int, typer.Option(min=1, help="Per rank, in all timed minibatches.")] = 12,
+    samples: Annotated[int, typer.Option(min=1, help="Per rank, in all timed minibatches.")] = 8,
     ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
-    layers: Annotated[int, typer.Option(min=1, help="Of the emulated model, a unit each.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Of the emulated model, a unit each.")] = 2,
     model: Annotated[str, typer.Option(help="A preset: what costs are counted of.")] = "qwen2.5-7b",
     link: Annotated[str, typer.Option(help=f"Of {', '.join(LINKS)}: what keys and values cross.")] = "nvlink",
     law: Annotated[str, typer.Option(help=f"Of lengths: {', '.join(law_names())}.")] = "longalign",
@@ -124,7 +124,7 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "15 min, quick 40 s",
+    "9 min, quick 40 s",
     (
         Table(
             "runs",
