@@ -1,9 +1,14 @@
-"""Layer 1: no processes. docs/options.md has every option of the command, every environment variable, and no other."""
+"""Layer 1: no processes. Pages that scripts write are what these write.
+
+docs/options.md has every option of the command, every environment variable, and no other; docs/loops.md every loop that
+is run plain and patched.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +20,24 @@ ROOT = Path(__file__).parents[2]
 _ROOMS = ("odc", "balance", "cli", "fsdp_patch", "kernels", "launch", "trainers")
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_options", ROOT / "docs" / "write_options.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    return load("write_options")
+
+
+def test_the_page_of_loops_is_what_the_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loops = load("write_loops")
+    assert loops.PAGE.read_text() == loops.page()  # python docs/write_loops.py writes it
 
 
 def test_the_page_is_what_the_code_says(writer: ModuleType) -> None:

@@ -367,8 +367,8 @@ def case(script: Callable[..., Outcome], *args: object, **options: object) -> Ca
 
 
 FSDP1_CASES = {
-    "sharded teacher": case(teacher, through_data),
-    "averages swapped in": case(averages_evaluated, through_data),
+    "sharded teacher, data": case(teacher, through_data),
+    "averages swapped in, data": case(averages_evaluated, through_data),
     "averages swapped in, in place": case(averages_evaluated, counted),
     "schedule-free optimizer": case(schedule_free),
     "clamped": case(clamped, 0.2),
