@@ -71,9 +71,10 @@ def test_partners_wait_for_each_other_in_each_layer() -> None:
     def waited(run: Any) -> float:
         return sum(span.seconds for span in run.timeline.spans if (span.kind, span.label) == ("wait", "partners"))
 
-    # Behind the slow one's last sleep nothing is waited for: two thirds of one of two layers.
-    assert waited(fast) == pytest.approx(0.5 - 0.25 / 3, abs=0.1)
-    assert waited(slow) < 0.1
+    # Behind the slow one's last sleep nothing is waited for: two thirds of one of two layers. On a busy machine the
+    # slow one waits, too.
+    assert waited(fast) > 0.7 * (0.5 - 0.25 / 3)
+    assert waited(slow) < waited(fast) / 2
     alone = Run().ranks(2, run_rank, GroupSettings(ranks=2, layers=2), "odc", "full", works)
     assert [waited(run) for run in alone] == [0, 0]
 
