@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -121,5 +122,8 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"trials": 6},
-    figures=(("docs/reliability.md", figures, ["chaos"]),),
+    figures=(
+        ("docs/reliability.md", figures, ["chaos"]),
+        ("docs/reliability.md", partial(figures, where="on meshes "), ["chaos_meshes"]),
+    ),
 )
