@@ -212,9 +212,11 @@ class Publisher:
             self._record(index)
 
     def publish_stepped_by_hand(self) -> None:
-        """Publish all if the minibatch has ended, and the script has changed parameters for which it has no optimizer.
-        What it changes yet is published anew."""
-        if self._runtime.state.phase is Phase.FINISHED and self.stepped_by_hand(self.all_trainable):
+        """Publish all if the minibatch has ended, and the script, which has no optimizer, has changed parameters. What
+        it changes yet is published anew."""
+        if self._runtime.state.phase is not Phase.FINISHED or not self.all_trainable.isdisjoint(self._held()):
+            return  # an optimizer may be in the middle of its step, with collectives of its own
+        if self.stepped_by_hand(self.all_trainable):
             self.publish_all()
 
     def publish_all(self) -> None:

@@ -185,6 +185,24 @@ class ScheduleFree(torch.optim.SGD):
             parameter.lerp_(average, 1 - 1 / 0.1)
 
 
+class Normalizing(torch.optim.SGD):
+    """With collectives inside the step, as optimizers have them that look at whole gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            total = parameter.grad.to_local().square().sum()
+            dist.all_reduce(total)
+            parameter.add_(parameter.grad, alpha=-0.01 / (1.0 + float(total)))
+
+
+def collectives_in_steps(run: Run) -> Outcome:
+    """Nothing is changed behind the step, so that nothing is published twice."""
+    model = run.net()
+    run.patch(model)
+    return train(run, model, lambda step: None, optimizer=Normalizing(model.parameters(), lr=0.1))
+
+
 def schedule_free(run: Run) -> Outcome:
     model = run.net()
     run.patch(model)
@@ -381,6 +399,7 @@ CASES = {
     **{f"averages swapped in, {name}": case(averages_evaluated, write) for name, write in WAYS.items()},
     "stochastic weight averaging": case(averages_taken),
     "schedule-free optimizer": case(schedule_free),
+    "collectives in the step": Case(collectives_in_steps, minibatches=STEPS),
     "lookahead by hand": case(lookahead),
     "clamped": case(clamped, 0.2),
     "clamped on one rank": case(clamped, 0.2, "head.bias"),
