@@ -80,7 +80,7 @@ def test_the_same_where_elements_are_compared_by_a_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_HOSTS)
-@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+@pytest.mark.parametrize("sharding", [pytest.param("full", marks=pytest.mark.extended), "hybrid"])
 def test_the_same_over_two_hosts(name: str, sharding: str) -> None:
     for of_rank in found(4, OF_HOSTS, sharding):
         (worst,) = of_rank[name].values()
