@@ -335,9 +335,8 @@ class GradientUse(Listener):
             if not torch.is_grad_enabled() and error is None:
                 for unit in self._units:
                     unit.end_evaluation(self.is_by_hand)
-            if isinstance(
-                error, RuntimeError
-            ):  # of compiled code, say, whose waits nobody sees. No hook can replace it.
+            if isinstance(error, RuntimeError):  # of compiled code, say, whose waits nobody sees
+                # No hook can replace it.
                 cause = self.explain(error, "a collective of a forward", time.monotonic() - self._began)
                 error.args = error.args if cause is None else (f"{type(cause).__name__}: {cause}",)
 

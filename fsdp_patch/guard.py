@@ -27,7 +27,7 @@ comes, all elements are compared at every gather: its memory is faster than the 
 
 What is noticed where a model is about to be used is published anew, see :meth:`Guard.changed`: on a GPU what torch has
 counted; and the rest, which takes a wait, where a script is likely to have changed it, see
-:meth:`odc.fsdp_patch.publishing.Publisher.changed`.
+:meth:`odc.fsdp_patch.publishing.Publisher.is_any_changed`.
 """
 
 from __future__ import annotations

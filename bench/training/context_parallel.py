@@ -30,7 +30,7 @@ from odc.balance import Plan, Scenario, TransformerCost, law_names, preset_names
 from odc.balance.costs.context_parallel import ContextParallel
 from odc.balance.costs.devices import DEVICES, LINKS
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers
-from odc.bench.training.emulated import NUM_UNTIMED, WAYS, Settings, add_ratios, run_way
+from odc.bench.training.emulated import NUM_UNTIMED, PLANNED_AND_MEASURED, WAYS, Settings, add_ratios, run_way
 
 DEVICE = DEVICES["h100"]
 FLOPS_PER_S = 0.4 * DEVICE.flops_per_s
@@ -134,16 +134,7 @@ BENCHMARK = Benchmark(
                 Column("ranks of a group", "context_parallel"),
                 Column("way", "way"),
             ),
-            (
-                Column("planned bubble", "planned_bubble", ".1f", 100),
-                Column("measured", "bubble", ".1f", 100),
-                Column("waiting", "waiting", ".1f", 100),
-                Column("transfers", "communication", ".1f", 100),
-                Column("host", "host", ".1f", 100),
-                Column("s a minibatch", "minibatch_s", ".2f"),
-                Column("planned speedup", "planned_ratio", ".2f"),
-                Column("speedup", "ratio", ".2f"),
-            ),
+            PLANNED_AND_MEASURED,
         ),
     ),
     quick={"minibatch_size": Numbers(1), "context_parallel": Numbers(1, 4), "samples": 2, "scale": 0.2},

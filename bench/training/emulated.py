@@ -320,6 +320,17 @@ def _way(row: Row) -> str:
     return f"{row['way']}, hybrid" if row["sharding"] == "hybrid" else str(row["way"])
 
 
+PLANNED_AND_MEASURED = (
+    Column("planned bubble", "planned_bubble", ".1f", 100),
+    Column("measured", "bubble", ".1f", 100),
+    Column("waiting", "waiting", ".1f", 100),
+    Column("transfers", "communication", ".1f", 100),
+    Column("host", "host", ".1f", 100),
+    Column("s a minibatch", "minibatch_s", ".2f"),
+    Column("planned speedup", "planned_ratio", ".2f"),
+    Column("speedup", "ratio", ".2f"),
+)
+
 BENCHMARK = Benchmark(
     measure,
     "5 min, quick 40 s",
@@ -330,14 +341,7 @@ BENCHMARK = Benchmark(
             "ranks' time",
             (Column("way", _way),),
             (
-                Column("planned bubble", "planned_bubble", ".1f", 100),
-                Column("measured", "bubble", ".1f", 100),
-                Column("waiting", "waiting", ".1f", 100),
-                Column("transfers", "communication", ".1f", 100),
-                Column("host", "host", ".1f", 100),
-                Column("s a minibatch", "minibatch_s", ".2f"),
-                Column("planned speedup", "planned_ratio", ".2f"),
-                Column("speedup", "ratio", ".2f"),
+                *PLANNED_AND_MEASURED,
                 Column("CPU ms", "cpu_s", ".1f", 1e3),
                 Column("MB of ODC", lambda row: f"{row['overhead_mb']:.2f}" if row["overhead_mb"] else ""),
             ),
