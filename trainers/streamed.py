@@ -115,7 +115,7 @@ class StreamedBatches:
             if minibatch is None:
                 return
             num_done += 1
-            rows = minibatch.microbatches or [self._packer([])]
+            rows = list(minibatch.microbatches) or [self._packer([])]
             end = StepEnd(num_done, minibatch.num_samples, self.stream.state_dict())
             for index, mine in enumerate(cut(rows, self._accumulation_steps)):
                 is_last = index == self._accumulation_steps - 1

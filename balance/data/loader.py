@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal
 
@@ -16,13 +17,14 @@ from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
+from odc.balance.data.late_binding import LateMicrobatches, Shares, falling, own_store
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
 from odc.balance.data.place import Place
 from odc.balance.data.reader import Reader
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.plan import Plan, PlannedMinibatch
-from odc.balance.policies import Policy
+from odc.balance.policies import LBMini, Policy
 from odc.balance.random_numbers import random_generator
 
 
@@ -42,8 +44,9 @@ class Minibatch(Generic[BatchT]):
         >>> loader.close()
     """
 
-    microbatches: list[BatchT]
-    """Collated microbatches of this rank, in the order to run them; possibly none."""
+    microbatches: list[BatchT] | LateMicrobatches[BatchT]
+    """Collated microbatches of this rank, in the order to run them; possibly none. With ``late_binding`` each is made
+    when the loop asks for it."""
 
     loss_scale: float
     """Factor for the loss of every microbatch, see :func:`loss_scale`."""
@@ -74,6 +77,10 @@ class Minibatch(Generic[BatchT]):
             device(type='meta')
         """
         options = {"non_blocking": True} if non_blocking else {}
+        if isinstance(self.microbatches, LateMicrobatches):
+            return replace(
+                self, microbatches=self.microbatches.changed(partial(_moved, device=device, options=options))
+            )
         return replace(self, microbatches=[_moved(batch, device, options) for batch in self.microbatches])
 
 
@@ -147,6 +154,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             as the others have more. "auto", the default: they may, except where ``torch.distributed`` runs several
             ranks and ODC is not at work in this process, neither by ``odc.patch_fsdp(model)`` nor by ``odc run``:
             then collectives would wait forever, and the first such minibatch is refused.
+        late_binding: ranks that are through before others take samples from these, so the plan need not be exact, nor
+            devices equal. ``microbatches`` of a minibatch is then no list: each is chosen when the loop asks for it.
+            For policy "lb-mini", where ODC is at work; ranks that compute together (tensor parallelism) cannot have
+            it. It goes through the store of ``torch.distributed``. Gradients are those of the same samples, summed in
+            an order that differs from run to run. ``microbatch_cost`` tells it what a further microbatch costs.
         pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
         persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
         multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last
@@ -208,6 +220,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
         comm: Literal["auto", "odc", "collective"] = "auto",
+        late_binding: bool = False,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -236,14 +249,15 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             raise ValueError(f"comm={comm!r}: expected 'auto', 'odc' or 'collective'")
         self.comm = comm
         self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
+        self._dataset = MicrobatchDataset(
+            dataset,
+            collate,
+            self.num_loss_tokens if check_loss_tokens else None,
+            self.sampler.lengths,
+            None if max_tokens is None else self.sampler.max_tokens,
+        )
         self._reader = Reader[list[int], BatchT](
-            MicrobatchDataset(
-                dataset,
-                collate,
-                self.num_loss_tokens if check_loss_tokens else None,
-                self.sampler.lengths,
-                None if max_tokens is None else self.sampler.max_tokens,
-            ),
+            self._dataset,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
@@ -255,6 +269,10 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._num_yielded = 0
         self._start = 0
         self._iterations = Iterations()
+        self._shares: Shares | None = None
+        if late_binding:
+            self._check_late_binding(mesh)
+            self._shares = Shares(place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds)
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""
@@ -269,15 +287,26 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._num_yielded = start
         iteration = self._iterations.begin()
         with closing(ahead(self._planned(start))) as planned_ahead:
-            # The plans are read twice: by the reader, early, for what to make, and here for what that belongs to.
-            plans, early = itertools.tee(planned_ahead)
-            batches = self._reader.read(_microbatches(early, self.rank), self._worker_seed(start))
+            plans, batches = self._read_ahead(planned_ahead, start)
             for number, planned in enumerate(plans, start):
                 self._check_counts(planned.plan, number)
-                minibatch = self._take(planned, batches)
+                mine = self._mine(planned, batches, f"{self.sampler.epoch}.{number}/{iteration}")
                 self._num_yielded = number + 1
-                yield minibatch
+                yield self._minibatch(planned, mine)
+                if isinstance(mine, LateMicrobatches):
+                    mine.close()
                 self._iterations.check(iteration, number + 1)
+
+    @property
+    def num_taken(self) -> int:
+        """Samples that this rank has taken from others so far, with ``late_binding``."""
+        return 0 if self._shares is None else self._shares.num_taken
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of the ranks, as the minibatch that was planned last assumes them; 1 is the usual one. With ``late_binding``
+        they are measured while training."""
+        return [1.0] * self.sampler.world_size if self.sampler.speeds is None else self.sampler.speeds.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank.
@@ -317,15 +346,47 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._reader.close()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
-        for planned in self.sampler.starting_at(start):
+        plans = self.sampler.starting_at(start)
+        for number in range(start, len(self)):
+            if self._shares is not None:
+                self.sampler.speeds = self._shares.speeds.plan_with(self.sampler.epoch, number)
+            planned = next(plans)
             found = _filled_up(planned) if self.comm == "collective" else planned
+            if self._shares is not None:
+                found = PlannedMinibatch(found.samples, falling(found.plan))
             found.plan.microbatches[self.rank]  # packed here, beside the training
             yield found
+
+    def _check_late_binding(self, mesh: DeviceMesh | None) -> None:
+        if type(self.sampler.policy) is not LBMini:
+            raise ValueError(
+                f"late_binding=True with policy {self.sampler.policy.name!r}: expected 'lb-mini', whose ranks take any "
+                "number of samples and pack their own"
+            )
+        if self.comm == "collective":
+            raise ValueError(
+                "late_binding=True with comm='collective', where all ranks have the same number of microbatches: leave "
+                "one of them out"
+            )
+        if mesh is not None and mesh.size() < mesh._get_root_mesh().size():
+            raise ValueError(
+                "late_binding=True with a mesh that has other dimensions: ranks that compute together would take "
+                "different samples. Leave it out"
+            )
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
         # The numbers of all ranks last: for those, all are packed.
-        if self.comm == "auto" and ranks_go_in_step() and len(set(plan.num_microbatches)) > 1:
+        if self.comm != "auto" or not ranks_go_in_step():
+            return
+        if self._shares is not None:
+            raise RuntimeError(
+                "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
+                "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
+                "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
+                "communicate once per minibatch in another way"
+            )
+        if len(set(plan.num_microbatches)) > 1:
             raise RuntimeError(
                 f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in minibatch "
                 f"{number}, and ODC is not at work in this process: the collectives of FSDP or DDP would wait forever. "
@@ -334,8 +395,25 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
                 "(lb-micro), or pass comm='odc' if your ranks communicate once per minibatch in another way"
             )
 
-    def _take(self, planned: PlannedMinibatch, batches: Iterator[BatchT]) -> Minibatch[BatchT]:
-        mine = [next(batches) for _ in planned.plan.microbatches[self.rank]]
+    def _read_ahead(
+        self, planned: Iterator[PlannedMinibatch], start: int
+    ) -> tuple[Iterator[PlannedMinibatch], Iterator[BatchT] | None]:
+        """The plans, and this rank's microbatches; None where they are made when it is known who computes them."""
+        if self._shares is not None and not self._reader.num_workers:
+            return planned, None
+        # The plans are read twice: by the reader, early, for what to make, and later for what that belongs to.
+        plans, early = itertools.tee(planned)
+        return plans, self._reader.read(_microbatches(early, self.rank), self._worker_seed(start))
+
+    def _mine(
+        self, planned: PlannedMinibatch, batches: Iterator[BatchT] | None, key: str
+    ) -> list[BatchT] | LateMicrobatches[BatchT]:
+        if self._shares is not None:
+            return LateMicrobatches(self._shares, key, planned, batches, self._dataset)
+        assert batches is not None
+        return [next(batches) for _ in planned.plan.microbatches[self.rank]]
+
+    def _minibatch(self, planned: PlannedMinibatch, mine: list[BatchT] | LateMicrobatches[BatchT]) -> Minibatch[BatchT]:
         total = int(self.num_loss_tokens[planned.samples].sum())
         scale = loss_scale(self.sampler.world_size, total)
         return Minibatch(mine, scale, total, planned.plan.num_samples, planned.plan)

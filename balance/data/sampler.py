@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import IntArray, as_count, as_lengths, fingerprint
+from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, as_speeds, fingerprint
 from odc.balance.costs import CostModel
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
@@ -101,6 +102,15 @@ class MinibatchSampler:
     def global_size(self) -> int:
         """Number of samples of a full minibatch, all ranks together."""
         return self.minibatch_size * self.world_size
+
+    @property
+    def speeds(self) -> FloatArray | None:
+        """Of each rank, (world_size,), in the minibatches that are planned next; None: all are equally fast."""
+        return self._job.speeds
+
+    @speeds.setter
+    def speeds(self, speeds: FloatArray | None) -> None:
+        self._job = replace(self._job, speeds=None if speeds is None else as_speeds(speeds, self.world_size))
 
     def identity(self) -> dict[str, int | str]:
         """What another sampler must have in common with this one for the same samples in each minibatch.

@@ -1,0 +1,359 @@
+"""Layer 1: no processes. Late binding: ranks in virtual time, with a store in memory; each sample is computed once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, TransformerCost, even_lengths, get_policy
+from odc.balance.checks import FloatArray
+from odc.balance.data import late_binding
+from odc.balance.data import loader as loader_module
+from odc.balance.data.late_binding import LateMicrobatches, Shares, falling
+from odc.balance.data.learned_speeds import LearnedSpeeds
+from odc.balance.data.microbatches import MicrobatchDataset
+from odc.balance.data.place import Place
+from odc.balance.plan import PlannedMinibatch
+
+WORLD_SIZE = 4
+START = 1e6
+COST = TransformerCost.from_config("qwen2.5-1.5b")
+
+
+class Clock:
+    """In place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class BusyStore(dist.HashStore):
+    """A store on which, before some of the calls of a rank, another rank goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupt: Callable[[], None] = nothing
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.interrupt()
+        return super().compare_set(key, expected, desired)
+
+
+class Ranks:
+    """A loader's ranks, each in a loop that takes as long for a microbatch as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int = WORLD_SIZE) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(late_binding, "time", self.clock)
+        self.store = BusyStore()
+        self.shares = [Shares(Place(rank, world_size), "", self.store) for rank in range(world_size)]
+        self.num_minibatches = 0
+
+    def begin(self, plan: Plan) -> list[Iterator[list[int]]]:
+        """The microbatches of each rank, as positions of samples."""
+        self.num_minibatches += 1
+        planned = PlannedMinibatch(np.arange(plan.num_samples), falling(plan))
+        dataset: MicrobatchDataset[int, list[int]] = MicrobatchDataset(
+            range(plan.num_samples), list, None, plan.lengths, plan.max_tokens
+        )
+        key = f"0.{self.num_minibatches}/1"
+        return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in self.shares]
+
+    def run(self, plan: Plan, seconds: FloatArray, speeds: FloatArray) -> tuple[float, list[list[list[int]]]]:
+        """A minibatch: how long until the last rank is through, and the microbatches of each."""
+        loops = self.begin(plan)
+        done: list[list[list[int]]] = [[] for _ in loops]
+        started = self.clock.now
+        queue = [(started, rank) for rank in range(len(loops))]
+        end = started
+        while queue:
+            now, rank = heapq.heappop(queue)
+            self.clock.now = now
+            for part in loops[rank]:
+                done[rank].append(part)
+                took = (float(seconds[part].sum()) + plan.microbatch_cost) / float(speeds[rank])
+                heapq.heappush(queue, (now + took, rank))
+                break
+            else:
+                end = max(end, now)
+        self.clock.now = end
+        return end - started, done
+
+
+def planned_time(plan: Plan, seconds: FloatArray, speeds: FloatArray) -> float:
+    return max(
+        sum(float(seconds[part].sum()) + plan.microbatch_cost for part in mine) / float(speed)
+        for mine, speed in zip(plan.microbatches, speeds, strict=True)
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    noise=st.floats(0.0, 0.8),
+    microbatch_cost=st.sampled_from([0.0, 30.0, 1000.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_each_sample_is_computed_once_whoever_comes_between(
+    lengths: list[int], noise: float, microbatch_cost: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ranks = Ranks(monkeypatch)
+        plan = get_policy("lb-mini").plan(
+            lengths, world_size=WORLD_SIZE, max_tokens=1000, cost=LinearCost(), microbatch_cost=microbatch_cost
+        )
+        for _ in range(3):
+            assert sorted(run_at_random(ranks, plan, noise, rng)) == list(range(len(lengths)))
+
+
+def run_at_random(ranks: Ranks, plan: Plan, noise: float, rng: random.Random) -> list[int]:
+    """The samples of a minibatch in the order in which they were begun. Before a rank looks at a word or replaces it,
+    another one may go on."""
+    loops = ranks.begin(plan)
+    left, running = set(range(WORLD_SIZE)), set[int]()
+    begun: list[int] = []
+
+    def go_on(rank: int) -> None:
+        running.add(rank)
+        ranks.clock.now += rng.uniform(0.0, 2.0)
+        part = next(loops[rank], None)
+        running.discard(rank)
+        if part is None:
+            left.discard(rank)
+        else:
+            assert part
+            assert int(plan.lengths[part].sum()) <= plan.max_tokens
+            begun.extend(part)
+            ranks.clock.now += rng.lognormvariate(0.0, noise)
+
+    def interrupt() -> None:
+        if rng.random() < 0.3 and (others := sorted(left - running)):
+            go_on(rng.choice(others))
+
+    ranks.store.interrupt = interrupt
+    while left:
+        go_on(rng.choice(sorted(left)))
+    ranks.store.interrupt = nothing
+    return begun
+
+
+def nothing() -> None:
+    pass
+
+
+def test_where_all_goes_as_planned_nothing_is_taken_or_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 8)
+    for law in ("longalign", "swesmith", "aime"):
+        for plan in plans_of(law, 8, microbatch_cost=0.0):
+            took, done = ranks.run(plan, plan.costs, np.ones(8))
+            assert done == [list(mine) for mine in falling(plan).microbatches]
+            assert took == pytest.approx(plan.makespan("odc"), rel=1e-6)
+
+
+def plans_of(law: str, num_minibatches: int, *, microbatch_cost: float, speeds: Any = None) -> list[Plan]:
+    lengths = even_lengths(law, 8 * 8 * num_minibatches)
+    sampler = MinibatchSampler(
+        lengths,
+        minibatch_size=8,
+        world_size=8,
+        policy="lb-mini",
+        cost=COST,
+        microbatch_cost=microbatch_cost,
+        speeds=speeds,
+    )
+    return [planned.plan for planned in sampler]
+
+
+@pytest.mark.parametrize("microbatch_share", [0.0, 0.05, 0.25])
+@pytest.mark.parametrize("law", ["longalign", "swesmith", "aime"])
+def test_noise_and_a_slow_device_cost_less(law: str, microbatch_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 8)
+    rng = np.random.default_rng(0)
+    speeds = np.ones(8)
+    speeds[3] = 0.85
+    by_plan = bound_late = 0.0
+    first = plans_of(law, 24, microbatch_cost=0.0)
+    mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
+    for number, plan in enumerate(plans_of(law, 24, microbatch_cost=microbatch_share * mean)):
+        seconds = plan.costs * np.exp(rng.normal(0.0, 0.2, plan.num_samples))
+        by_plan += planned_time(plan, seconds, speeds)
+        for shares in ranks.shares:
+            learned = shares.speeds.plan_with(0, number)
+        plan = get_policy("lb-mini").plan(
+            plan.lengths,
+            world_size=8,
+            max_tokens=plan.max_tokens,
+            cost=COST,
+            microbatch_cost=plan.microbatch_cost,
+            speeds=learned,
+        )
+        took, done = ranks.run(plan, seconds, speeds)
+        for shares in ranks.shares:
+            shares.speeds.tell(shares.times.rate)
+        bound_late += took
+        assert sorted(itertools.chain(*itertools.chain(*done))) == list(range(plan.num_samples))
+        assert learned[3] == pytest.approx(0.85, abs=0.06) or number < 12
+    assert by_plan / bound_late > 1.07
+
+
+# Loaders
+
+
+class Rows:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make_loaders(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[MinibatchLoader[int, list[int]]]:
+    """Of two ranks, in this process."""
+    store = dist.HashStore()
+    monkeypatch.setattr(loader_module, "own_store", lambda: store)
+    given: dict[str, Any] = {
+        "minibatch_size": 4, "max_tokens": 12, "cost": LinearCost(), "late_binding": True, "comm": "odc", **options
+    }  # fmt: skip
+    return [MinibatchLoader(Rows(), LENGTHS, list, rank, 2, **given) for rank in range(2)]
+
+
+LENGTHS = [12, 8, 6, 4, 9, 9, 2, 2, 3, 11, 1, 7, 5, 10, 4, 6]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_workers_have_read_ahead_is_used_or_dropped(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 begins nothing before rank 0, of which a rate is known, has nothing left and has taken from it."""
+    loaders = make_loaders(monkeypatch, num_workers=num_workers)
+    for times in (loader._shares.times for loader in loaders if loader._shares is not None):
+        times.begin(1.0)
+        times.end()
+    taken = 0
+    for pair in zip(*loaders, strict=True):
+        loops = [iter(minibatch.microbatches) for minibatch in pair]
+        computed = [*next(loops[1], []), *itertools.chain(*loops[0]), *itertools.chain(*loops[1])]
+        assert pair[0].plan is not None
+        assert len(computed) == 8
+        assert len(set(computed)) == 8
+        taken += loaders[0].num_taken
+    assert taken > 0
+    for loader in loaders:
+        loader.close()
+
+
+def test_microbatches_are_bound_once_and_while_their_minibatch_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, other = make_loaders(monkeypatch)
+    minibatches = iter(loader)
+    begun = iter(next(minibatches).microbatches)
+    next(begun)
+    second = next(minibatches)
+    with pytest.raises(RuntimeError, match="this minibatch is over"):
+        next(begun)
+    with pytest.raises(TypeError, match="nobody knows the number of microbatches"):
+        len(second.microbatches)
+    assert list(second.to("cpu").microbatches)
+    with pytest.raises(RuntimeError, match="were iterated before"):
+        list(second.microbatches)
+    other.close()
+
+
+def test_a_minibatch_that_one_rank_has_begun_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have taken from it the first time, counts twice."""
+    looks, trains = make_loaders(monkeypatch)
+    for loader in (looks, trains):
+        assert loader._shares is not None
+        loader._shares.times.begin(1.0)
+        loader._shares.times.end()
+    look = iter(next(iter(looks)).microbatches)
+    next(look)
+    assert list(next(iter(trains)).microbatches)
+    assert trains.num_taken
+    again = iter(looks)
+    list(next(again).microbatches)
+    with pytest.raises(RuntimeError, match="begun a minibatch of this loader twice"):
+        list(next(again).microbatches)
+
+
+def test_where_all_begin_a_minibatch_again_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = make_loaders(monkeypatch)
+    for _ in range(3):
+        for pair in zip(*loaders, strict=True):
+            computed = [list(itertools.chain(*minibatch.microbatches)) for minibatch in pair]
+            assert len(set(itertools.chain(*computed))) == len(list(itertools.chain(*computed))) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"policy": "lb-micro"}, ValueError, "late_binding=True with policy 'lb-micro': expected 'lb-mini'"),
+        ({"policy": "lb-mini-equal"}, ValueError, "late_binding=True with policy 'lb-mini-equal': expected 'lb-mini'"),
+        ({"comm": "collective"}, ValueError, "late_binding=True with comm='collective'"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(
+    options: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        make_loaders(monkeypatch, **options)
+
+
+def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_loaders(monkeypatch)
+    with pytest.raises(ValueError, match="two processes have a loader at rank 0"):
+        loader_module.Shares(
+            Place(0, 2),
+            str(
+                MinibatchSampler(
+                    LENGTHS, minibatch_size=4, world_size=2, policy="lb-mini", cost=LinearCost()
+                ).identity()
+            ),
+            loader_module.own_store(),
+        )
+
+
+def test_it_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="late_binding=True without a process group"):
+        MinibatchLoader(Rows(), LENGTHS, list, 0, 2, minibatch_size=4, cost=LinearCost(), late_binding=True)
+
+
+# Speeds
+
+
+def test_whoever_plans_first_decides_and_all_take_that() -> None:
+    store = dist.HashStore()
+    ranks = [LearnedSpeeds(rank, 3, store, None) for rank in range(3)]
+    for rank, learned in enumerate(ranks):
+        learned.tell([1.0, 0.5, 1.02][rank])
+    rng = random.Random(0)
+    plans: list[list[list[float]]] = [[] for _ in ranks]
+    while any(len(plan) < 40 for plan in plans):
+        rank = rng.choice([rank for rank, plan in enumerate(plans) if len(plan) < 40])
+        plans[rank].append(ranks[rank].plan_with(0, len(plans[rank])).tolist())
+        if len(plans[0]) == 20:
+            ranks[1].tell(1.0)
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[0][0] == [1.0, 1.0, 1.0]
+    assert [1.0, 0.5, 1.0] in plans[0]  # 2 % are noise
+    assert plans[0][-1] == [1.0, 1.0, 1.0]
+
+
+def test_speeds_of_which_not_all_are_known_stay() -> None:
+    store = dist.HashStore()
+    ranks = [LearnedSpeeds(rank, 2, store, np.array([2.0, 1.0])) for rank in range(2)]
+    ranks[0].tell(5.0)
+    for minibatch in range(20):
+        assert ranks[0].plan_with(0, minibatch).tolist() == pytest.approx([4 / 3, 2 / 3])
+        assert ranks[1].plan_with(0, minibatch).tolist() == pytest.approx([4 / 3, 2 / 3])

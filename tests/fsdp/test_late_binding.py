@@ -1,0 +1,67 @@
+"""Layer 3: ranks as processes. A loader that binds samples late: the sums are those of the same samples, each once."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from process_ranks import run_ranks
+from test_mesh_loaders import DIM, LENGTHS, Rows, Steps, collate
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import odc
+from odc.balance import MinibatchLoader, QuadraticCost
+from odc.config import HOST_ID
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
+
+
+def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
+    """Samples that this rank computed in each step, how many it took from others, norms and parameters."""
+    os.environ[HOST_ID] = f"host-{rank * hosts // world_size}"
+    model = build()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    steps = Steps(fully_shard(model))
+    computed = []
+    with odc.patch_fsdp(steps.model):
+        loader: Any = MinibatchLoader(
+            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, max_tokens=12, cost=QuadraticCost(1.0, 0.1),
+            num_loss_tokens=LENGTHS, late_binding=True,
+        )  # fmt: skip
+        for epoch in range(20):
+            loader.set_epoch(epoch)
+            for minibatch in loader:
+                mine = []
+                for numbers, rows in minibatch.microbatches:
+                    mine += numbers
+                    time.sleep(1e-3 * len(rows) * (4 if rank == 1 else 1))  # a slow device
+                    steps.backward(rows, minibatch.loss_scale)
+                steps.step()
+                computed.append(mine)
+        loader.close()
+        return {"computed": computed, "taken": loader.num_taken, "norms": steps.norms, "speeds": loader.speeds}
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_each_sample_counts_once_whoever_computes_it(hosts: int) -> None:
+    ranks = run_ranks(4, train, hosts)
+    assert sum(found["taken"] for found in ranks) > 0
+    alone, samples = Steps(build().double()), Rows()
+    for step in zip(*(found["computed"] for found in ranks), strict=True):
+        numbers = sorted(i for mine in step for i in mine)
+        assert len(set(numbers)) == len(numbers) == 16
+        for i in numbers:
+            alone.backward(samples[i][1], 1 / sum(LENGTHS[j] for j in numbers))
+        alone.step()
+    for found in ranks:
+        assert found["norms"] == pytest.approx(alone.norms, rel=1e-5)
+        assert found["speeds"] == ranks[0]["speeds"]
