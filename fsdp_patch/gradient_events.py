@@ -86,6 +86,9 @@ class Listener:
     An exception of a ``before_...`` goes to the script, before torch has done anything.
     """
 
+    is_deterministic: bool = False
+    """Whether gradients are to be bit-equal whatever the timing."""
+
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sharded parameter of which ``tensor`` is the full one, if it is one of this listener's."""
         return None

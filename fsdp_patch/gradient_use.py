@@ -118,6 +118,7 @@ class GradientUse(Listener):
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
         self._in_forward = False
         self._state = runtime.state
+        self.is_deterministic = runtime.config.deterministic
         self._began = 0.0  # the last forward, on the monotonic clock
         self._in_hooks = False
         self.in_block = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -65,9 +65,16 @@ def check_state(state: object, identity: Mapping[str, int | str], place: tuple[s
 
 def ranks_go_in_step() -> bool:
     """Whether this process is one of several ranks, and ODC is not there to let them run different numbers."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work. Both a
-    # session and `odc run`, which makes sessions later, listen for the ends of minibatches.
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _listening()
+
+
+def sums_are_in_order() -> bool:
+    """Whether ODC is at work here and adds up the gradients of ranks in one order, whatever the timing."""
+    return any(one.is_deterministic for one in _listening())
+
+
+def _listening() -> Sequence[Any]:
+    """Who of ODC listens for the ends of minibatches: sessions, and `odc run`, which makes sessions later."""
+    # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work.
     interception = sys.modules.get("odc.fsdp_patch.interception")
-    return interception is None or not interception.listening()
+    return () if interception is None else interception.listening()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc.balance.checks import as_count
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
-from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
+from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step, sums_are_in_order
 from odc.balance.data.late_binding import LateMicrobatches, Shares, falling, own_store
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
@@ -376,6 +376,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
+        if self._shares is not None and sums_are_in_order():
+            raise RuntimeError(
+                "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
+                "with it the order in which gradients are added. Leave one of them out"
+            )
         # The numbers of all ranks last: for those, all are packed.
         if self.comm != "auto" or not ranks_go_in_step():
             return

@@ -11,7 +11,16 @@ from odc.bench.harness.benchmark import Benchmark
 ROOMS = {
     "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven"),
     "training": (
-        *("demo", "multimodal", "stream_training", "trainers", "emulated", "context_parallel", "multimodal_emulated"),
+        *(
+            "demo",
+            "multimodal",
+            "stream_training",
+            "trainers",
+            "emulated",
+            "late_binding",
+            "context_parallel",
+            "multimodal_emulated",
+        ),
     ),
     "batching": ("batching", "peers", "loading"),
     "planning": (

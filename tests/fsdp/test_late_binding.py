@@ -51,6 +51,20 @@ def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
         return {"computed": computed, "taken": loader.num_taken, "norms": steps.norms, "speeds": loader.speeds}
 
 
+def train_in_order(rank: int, world_size: int) -> None:
+    with odc.patch_fsdp(fully_shard(build()), deterministic=True):
+        loader = MinibatchLoader(
+            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, cost=QuadraticCost(1.0, 0.1), late_binding=True
+        )
+        for _ in loader:
+            pass
+
+
+def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
+    with pytest.raises(AssertionError, match="late_binding=True with deterministic=True of ODC"):
+        run_ranks(2, train_in_order)
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_each_sample_counts_once_whoever_computes_it(hosts: int) -> None:
     ranks = run_ranks(4, train, hosts)

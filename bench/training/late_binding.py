@@ -1,0 +1,238 @@
+"""What late binding brings on ranks that are not as planned. Emulated compute, real FSDP2, ODC and loader.
+
+As :mod:`.emulated`, but microbatches come from a :class:`~odc.balance.MinibatchLoader`, with and without
+``late_binding``. What a sample takes is its cost in FLOPs, exactly or times a random factor (``--noise``, the standard
+deviation of its logarithm); in the cases with noise one rank is slower, too (``--slow``), which no loader is told. A
+microbatch takes so much more as ``--microbatch-cost`` says, a share of what an average one takes by its samples; that
+the loaders know. Both ways get the same samples in the same minibatches, and of them each once, which is checked.
+
+    over ideal      how much longer minibatches took than if all samples were shared out evenly over the ranks' speeds,
+                    in as many microbatches as planned
+    speedup         over the loader without late binding, in the same run
+    taken           samples that ranks took from others
+    microbatches    over those of the plan
+
+Speeds are measured while training: what is learned counts from the eighth minibatch on.
+
+Not covered: GPUs, where a microbatch is bound when the device has begun the one before; reading samples, which takes no
+time here.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc.balance import MinibatchLoader, even_lengths, law_names
+from odc.balance.checks import FloatArray
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Run, Table
+from odc.bench.harness.ranks import BenchError, Rank
+from odc.bench.planning.paper_costs import MODELS, paper_cost
+from odc.bench.training.emulated import LAW_SAMPLES
+from odc.bench.training.emulated_model import SleepingModel
+from odc.fsdp_patch import patch_fsdp
+
+SLOW_RANK = 3
+PERCENT = [0, 5, 25]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run."""
+
+    law: str
+    microbatch_share: float
+    """What a microbatch takes beside its samples, of what an average one takes by them."""
+    noise: float
+    slow: float
+    """Speed of one rank."""
+    ranks: int
+    minibatch_size: int
+    minibatches: int
+    scale: float
+    """Seconds that a rank computes in an average minibatch."""
+    layers: int
+    model: str
+    seed: int
+
+    def lengths(self) -> Any:
+        return even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
+
+    def speeds(self) -> FloatArray:
+        return np.where(np.arange(self.ranks) == SLOW_RANK % self.ranks, self.slow, 1.0)
+
+    def loader(self, rank: int, microbatch_cost: float, *, late: bool) -> MinibatchLoader[int, list[int]]:
+        lengths = self.lengths()
+        most = max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(lengths.max()))
+        return MinibatchLoader(
+            Indices(), lengths, list, rank, self.ranks, minibatch_size=self.minibatch_size, cost=paper_cost(self.model),
+            max_tokens=most, microbatch_cost=microbatch_cost, late_binding=late, seed=self.seed,
+        )  # fmt: skip
+
+
+class Indices:
+    """A dataset of indices."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@dataclass
+class RankRun:
+    """Of one rank and way."""
+
+    minibatch_s: list[float]
+    computed: list[list[int]]
+    num_microbatches: int
+    num_planned: int
+    num_taken: int
+    speeds: list[float]
+
+
+def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
+    """Both ways, and the seconds of a minibatch of all ranks at the same time."""
+    torch.manual_seed(0)
+    costs = paper_cost(case.model)(case.lengths())
+    rng = np.random.default_rng(case.seed)
+    actual = costs * np.exp(rng.normal(0.0, case.noise, costs.size) - case.noise**2 / 2)
+    speeds = case.speeds()
+    plain = case.loader(me.rank, 0.0, late=False)
+    num_planned = sum(sum(planned.plan.num_microbatches) for planned in plain.sampler)
+    microbatch_cost = case.microbatch_share * float(costs.sum()) / num_planned
+    seconds_per_cost = case.scale * case.ranks * case.minibatches / float(costs.sum())
+    model = SleepingModel(case.layers, 256 * me.world_size, init_device_mesh("cpu", (me.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    gc.collect()
+    gc.freeze()
+    runs = []
+    with patch_fsdp(model) as session:
+        for late in (False, True):
+            loader = case.loader(me.rank, microbatch_cost, late=late)
+            run = RankRun([], [], 0, 0, 0, [])
+            dist.barrier()
+            for minibatch in loader:
+                started, mine = time.perf_counter(), list[int]()
+                with session.minibatch():
+                    for samples in minibatch.microbatches:
+                        mine += samples
+                        run.num_microbatches += 1
+                        cost = float(actual[samples].sum()) + microbatch_cost
+                        model.microbatch(cost * seconds_per_cost / float(speeds[me.rank]))
+                optimizer.step()
+                optimizer.zero_grad()
+                run.minibatch_s.append(time.perf_counter() - started)
+                run.computed.append(mine)
+                assert minibatch.plan is not None
+                run.num_planned += sum(minibatch.plan.num_microbatches)
+                model.clock.take()
+                me.report(1.0 if me.rank == 0 else 0.0)
+            run.num_taken, run.speeds = loader.num_taken, loader.speeds
+            runs.append(run)
+    ideal = (float(actual.sum()) + microbatch_cost * runs[0].num_planned) * seconds_per_cost / float(speeds.sum())
+    return runs, ideal / case.minibatches
+
+
+def run_case(run: Run, case: Case) -> dict[str, Any]:
+    """The result's entry of one case."""
+    found = run.ranks(case.ranks, run_rank, case)
+    ideal_s = found[0][1]
+    entry: dict[str, Any] = {**asdict(case), "ideal_s": ideal_s}
+    for name, way in zip(("planned", "late"), zip(*(runs for runs, _ in found), strict=True), strict=True):
+        check_samples([each.computed for each in way])
+        seconds = float(np.mean([each.minibatch_s for each in way]))
+        entry[name] = {
+            "minibatch_s": seconds,
+            "over_ideal": seconds / ideal_s - 1,
+            "microbatches": sum(each.num_microbatches for each in way) / way[0].num_planned,
+            "taken": sum(each.num_taken for each in way),
+            "speeds": way[0].speeds,
+        }
+    entry["speedup"] = entry["planned"]["minibatch_s"] / entry["late"]["minibatch_s"]
+    return entry
+
+
+def check_samples(computed: Sequence[Sequence[list[int]]]) -> None:
+    """Whether each sample was computed once.
+
+    Raises:
+        BenchError: not so.
+    """
+    samples = sorted(itertools.chain(*(mine for rank in computed for mine in rank)))
+    if samples != list(range(len(samples))):
+        raise BenchError("a sample was computed twice, or not at all")
+
+
+def measure(
+    run: Run,
+    law: Annotated[
+        list[str] | None, typer.Option(help=f"Of lengths: {', '.join(law_names())}; default: the paper's.")
+    ] = None,
+    microbatch_cost: Annotated[
+        list[int] | None,
+        typer.Option(help="What a microbatch takes beside its samples, percent of these; default: 0, 5 and 25."),
+    ] = None,
+    noise: Annotated[float, typer.Option(min=0.0, help="Of costs, beside cases without.")] = 0.2,
+    slow: Annotated[float, typer.Option(min=0.1, max=1.0, help="Speed of one rank where there is noise.")] = 0.85,
+    minibatches: Annotated[int, typer.Option(min=1, help="Of each way.")] = 40,
+    scale: Annotated[float, typer.Option(min=0.01, help="Seconds of compute of a rank in a minibatch.")] = 0.8,
+    ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model, a unit each.")] = 2,
+    minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 8,
+    model: Annotated[str, typer.Option(help=f"Cost model, of {', '.join(MODELS)}.")] = "1.5B",
+    seed: Annotated[int, typer.Option(help="Of the shuffle and of the noise.")] = 0,
+) -> Entries:
+    laws = law or ["longalign", "swesmith", "aime"]
+    for given, known in (*((name, law_names()) for name in laws), (model, MODELS)):
+        if given not in known:
+            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    cases = [
+        Case(name, percent / 100, *estimates, ranks, minibatch_size, minibatches, scale, layers, model, seed)
+        for name in laws
+        for percent in (microbatch_cost or PERCENT)
+        for estimates in ((0.0, 1.0), (noise, slow))
+    ]
+    run.begin(2 * len(cases) * minibatches)
+    entries = []
+    for case in cases:
+        run.describe(f"{case.law}, microbatches {case.microbatch_share:.0%}" + (", noise" if case.noise else ", exact"))
+        entries.append(run_case(run, case))
+    return {"runs": entries}
+
+
+def _estimates(row: Row) -> str:
+    return f"{row['noise']:.0%} noise, a rank at {row['slow']:.0%}" if row["noise"] else "exact"
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "25 min, quick 1 min",
+    (
+        Table(
+            "runs",
+            "{settings[ranks]} ranks, {settings[minibatch_size]} samples a rank, {settings[minibatches]} minibatches",
+            (
+                Column("law", "law"),
+                Column("microbatch cost (%)", "microbatch_share", ".0f", 100),
+                Column("estimates", _estimates),
+            ),
+            (
+                Column("over ideal: plan (%)", lambda row: f"{100 * row['planned']['over_ideal']:.1f}"),
+                Column("late (%)", lambda row: f"{100 * row['late']['over_ideal']:.1f}"),
+                Column("speedup", "speedup", ".3f"),
+                Column("taken", lambda row: str(row["late"]["taken"])),
+                Column("microbatches", lambda row: f"{row['late']['microbatches']:.2f}"),
+            ),
+        ),
+    ),
+    quick={"minibatches": 12, "scale": 0.2, "law": ["swesmith"], "microbatch_cost": [5]},
+)
