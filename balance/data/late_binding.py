@@ -113,6 +113,11 @@ class Outlook:
         left_s = max(share.since + share.running / rate - self.now, OVERDUE * share.running / rate)
         return self.now + left_s + sum(map(self.cost, share.microbatches)) / rate
 
+    def may_split(self, parts: Parts) -> bool:
+        """Whether it is worth a look at the others: something can be split, and little lies behind it."""
+        first, *behind = parts
+        return bool(self.rate) and len(first) > 1 and sum(map(self.cost, behind)) <= self.cost(first)
+
     def split(self, parts: Parts, others: list[Share]) -> Parts:
         """``parts`` of this rank, the first of them in two if others can then take the second half of it.
 
@@ -120,8 +125,6 @@ class Outlook:
         not have begun is less than that.
         """
         first, *behind = parts
-        if not self.rate or not others or len(first) == 1:
-            return parts
         left = sum(map(self.cost, behind))
         end = self.now + (self.cost(first) + left) / self.rate
         mean = (end + sum(map(self.end, others))) / (1 + len(others))
@@ -403,7 +406,8 @@ class LateMicrobatches(Generic[BatchT]):
         shares.open(self._key, plan.microbatches[shares.rank])
         while parts := shares.mine(self._key).microbatches:
             outlook = Outlook(plan, time.time(), times.rate)
-            parts = outlook.split(parts, list(shares.of_others().values()))
+            if outlook.may_split(parts):
+                parts = outlook.split(parts, list(shares.of_others().values()))
             cost = outlook.cost(parts[0])
             if shares.begin(parts, cost):
                 yield from self._timed(parts[0], cost)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 
 import numpy as np
 from torch._C._distributed_c10d import Store
 
 from odc.balance.checks import FloatArray
+
+logger = logging.getLogger("odc")
 
 MINIBATCHES_ALIKE = 4
 """Minibatches in a row that are planned with the same speeds."""
@@ -47,7 +50,13 @@ class LearnedSpeeds:
         block = minibatch // MINIBATCHES_ALIKE
         if block % self._world_size == self._rank and minibatch % MINIBATCHES_ALIKE == 0:
             self._lay_down(epoch, block + 2, self._measured())
-        self.now = self._lay_down(epoch, block, self.now)
+        before, self.now = self.now, self._lay_down(epoch, block, self.now)
+        for rank in np.flatnonzero(self.now != before).tolist() if self._rank == 0 else ():
+            logger.info(
+                "odc: rank %d computes at %.2f of the usual speed, measured while training (so far: %.2f); plans count "
+                "with that from minibatch %d on",
+                *(rank, self.now[rank], before[rank], minibatch),
+            )
         return self.now
 
     def _lay_down(self, epoch: int, block: int, speeds: FloatArray) -> FloatArray:

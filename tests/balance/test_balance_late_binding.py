@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, Tra
 from odc.balance.checks import FloatArray
 from odc.balance.data import late_binding
 from odc.balance.data import loader as loader_module
-from odc.balance.data.late_binding import LateMicrobatches, Shares, falling
+from odc.balance.data.late_binding import LateMicrobatches, Shares, Times, falling
 from odc.balance.data.learned_speeds import LearnedSpeeds
 from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place
@@ -181,7 +182,9 @@ def plans_of(law: str, num_minibatches: int, *, microbatch_cost: float, speeds: 
     return [planned.plan for planned in sampler]
 
 
-@pytest.mark.parametrize("microbatch_share", [0.0, 0.05, 0.25])
+@pytest.mark.parametrize(
+    "microbatch_share", [0.05, *(pytest.param(share, marks=pytest.mark.extended) for share in (0.0, 0.25))]
+)
 @pytest.mark.parametrize("law", ["longalign", "swesmith", "aime"])
 def test_noise_and_a_slow_device_cost_less(law: str, microbatch_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 8)
@@ -209,7 +212,7 @@ def test_noise_and_a_slow_device_cost_less(law: str, microbatch_share: float, mo
             shares.speeds.tell(shares.times.rate)
         bound_late += took
         assert sorted(itertools.chain(*itertools.chain(*done))) == list(range(plan.num_samples))
-        assert learned[3] == pytest.approx(0.85, abs=0.06) or number < 12
+        assert learned[3] == pytest.approx(0.85, abs=0.06) or number < 20
     assert by_plan / bound_late > 1.07
 
 
@@ -327,6 +330,37 @@ def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_it_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="late_binding=True without a process group"):
         MinibatchLoader(Rows(), LENGTHS, list, 0, 2, minibatch_size=4, cost=LinearCost(), late_binding=True)
+
+
+class Event:
+    """Of a device on which each thing that is submitted takes 10 ms."""
+
+    submitted_ms = 0.0
+    waited_for: list[float] = []  # noqa: RUF012 - of all
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.ms = Event.submitted_ms
+
+    def synchronize(self) -> None:
+        Event.waited_for.append(self.ms)
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.ms - self.ms
+
+
+def test_a_device_has_begun_one_microbatch_before_the_next_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = Times()
+    for number in range(4):
+        times.begin(30.0)
+        Event.submitted_ms += 10.0
+        times.end()
+        assert Event.waited_for == [10.0 * done for done in range(1, number + 1)]
+    assert times.rate == pytest.approx(3000.0)
 
 
 # Speeds

@@ -6,8 +6,9 @@ In each trial 2 to 4 CPU ranks train; one of them is killed, stopped, leaves or 
 or at a random time. The others must end in time, with the right exit code, and their last error must name that rank
 in the numbering of the whole job, and say why; one that is stopped for a while only must make no difference. With
 --meshes 4 or 8 ranks train on a mesh, beside tensor or context parallelism or both, and it is also tried that one of
-the ranks that compute together has a microbatch more or less: all must name it and such a rank. Nothing may be left:
-no process, no file in /dev/shm or in the ranks' temporary folder (a process's sockets end with it).
+the ranks that compute together has a microbatch more or less: all must name it and such a rank. With --late-binding
+ranks take samples from each other, one of them being slow in each step. Nothing may be left: no process, no file in
+/dev/shm or in the ranks' temporary folder (a process's sockets end with it).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run
 from odc.bench.proof.chaos.launch import OUTCOMES, Outcome, run_trials
 from odc.bench.proof.chaos.trials import (
     ACTIONS,
+    CLAIM,
+    CLAIMS,
     DIFFER,
     DIFFERS,
     MESHES,
@@ -31,6 +34,7 @@ from odc.bench.proof.chaos.trials import (
     TRANSPORTS,
     WAYS,
     generate,
+    generate_late,
     generate_on_meshes,
 )
 
@@ -42,7 +46,10 @@ def measure(
     only_trial: Annotated[int, typer.Option(min=-1, help="Only this one of them, whatever their number.")] = -1,
     jobs: Annotated[int, typer.Option(min=1, help="Trials side by side.")] = 2,
     meshes: Annotated[bool, typer.Option(help="Trials on meshes.")] = False,
+    late_binding: Annotated[bool, typer.Option(help="Trials with samples that are bound late.")] = False,
 ) -> Entries:
+    if meshes and late_binding:
+        raise ValueError("--meshes with --late-binding, which partners cannot have: give one of them")
     wanted = range(trials) if only_trial < 0 else range(only_trial, only_trial + 1)
     run.begin(len(wanted), "trials")
 
@@ -52,7 +59,7 @@ def measure(
         if not outcome.is_good or only_trial >= 0:
             run.note(in_words(outcome, seed))
 
-    drawn = generate_on_meshes(seed) if meshes else generate(seed)
+    drawn = generate_on_meshes(seed) if meshes else generate_late(seed) if late_binding else generate(seed)
 
     outcomes = run_trials(list(itertools.islice(drawn, wanted.start, wanted.stop)), show, jobs)
     if bad := sum(not outcome.is_good for outcome in outcomes):
@@ -65,7 +72,7 @@ def measure(
             "meshes": MESHES,
             "staging": WAYS,
             "actions": {**ACTIONS, DIFFER: DIFFERS},
-            "phases": PHASES,
+            "phases": {**PHASES, CLAIM: CLAIMS},
             "outcomes": OUTCOMES,
         },
         "counts": {status: counts[status] for status in OUTCOMES},
@@ -79,7 +86,9 @@ def in_words(outcome: Outcome, seed: int) -> str:
     lines = [
         f"trial {outcome.trial.number} {outcome.status}: {outcome.trial.describe()}",
         f"  {outcome.reason}",
-        f"  odc bench chaos --seed {seed} --only-trial {outcome.trial.number}{' --meshes' * bool(outcome.trial.mesh)}",
+        f"  odc bench chaos --seed {seed} --only-trial {outcome.trial.number}"
+        + " --meshes" * bool(outcome.trial.mesh)
+        + " --late-binding" * outcome.trial.late,
         *(f"rank {rank} ended with: {error}" for rank, error in outcome.last_errors.items()),
     ]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import odc
+from odc.balance import LinearCost, Minibatch, MinibatchLoader
 from odc.bench.harness.ranks import meet
 from odc.bench.proof.chaos.trials import (
+    CLAIM,
     COLLECTIVE_LIMIT_S,
     DIFFER,
     EXIT_CODE,
@@ -41,6 +43,9 @@ WRONG_NUMBERS = "wrong numbers"
 _SMALL_NUMEL = 20  # of a slice: matrices are larger and biases smaller, as real ones are to ODC's own limit
 _BETWEEN_SAVES = 3
 _BETWEEN_COLLECTIVES = 4
+LATE_TOKENS = 6
+_SAMPLES_PER_RANK = 4
+_SLOW_S = 0.02  # of a microbatch, in each step on another rank
 
 
 class Fault:
@@ -152,13 +157,20 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     assert trial.staging in session.describe(), session.describe()
     optimizer = _optimizer(model)
     (folder / f"training{rank}").touch()
+    minibatches = _late_minibatches(trial, rank, fault) if trial.late else None
     for step in range(STEPS):
         fault.step = step
         fault.at(DIFFER)
         total = torch.zeros(1)
-        for microbatch in range(trial.num_microbatches(step, rank)):
+        late = None if minibatches is None else next(minibatches)
+        microbatches: Iterable[Any] = range(trial.num_microbatches(step, rank)) if late is None else late.microbatches
+        for microbatch in microbatches:
             where[0] = "gather"
-            loss = _loss(trial, model, step, group, microbatch, part, num_parts)
+            if late is None:
+                loss = _loss(trial, model, step, group, microbatch, part, num_parts)
+            else:
+                time.sleep(_SLOW_S * (step % trial.world_size == rank))
+                loss = _sum_of_losses(model, microbatch) * late.loss_scale
             where[0] = "push"
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -253,6 +265,30 @@ def _loss(
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
 
 
+class Samples:
+    """Of the trials that bind late. Reading one is what a rank does that has claimed it."""
+
+    def __init__(self, on_read: Callable[[], None]) -> None:
+        self._on_read = on_read
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._on_read()
+        return torch.randint(0, VOCABULARY, (1, LATE_TOKENS), generator=torch.Generator().manual_seed(index))
+
+
+def _late_minibatches(trial: Trial, rank: int, fault: Fault) -> Iterator[Minibatch[torch.Tensor]]:
+    loader = MinibatchLoader(
+        Samples(lambda: fault.at(CLAIM)), [LATE_TOKENS] * (_SAMPLES_PER_RANK * trial.world_size * STEPS), torch.cat,
+        rank, trial.world_size, minibatch_size=_SAMPLES_PER_RANK, cost=LinearCost(), max_tokens=2 * LATE_TOKENS,
+        shuffle=False, late_binding=True,
+    )  # fmt: skip
+    return iter(loader)
+
+
+def _sum_of_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
 def _clip(trial: Trial, model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         model.clip_grad_norm_(0.1)
@@ -274,8 +310,12 @@ def _reference(trial: Trial) -> dict[str, torch.Tensor]:
     """The same training in one process in float64, without FSDP and without ODC."""
     model = _build(trial, lambda: None).double()
     optimizer = _optimizer(model)
+    samples, num_samples = Samples(lambda: None), _SAMPLES_PER_RANK * trial.world_size
     for step in range(STEPS):
-        for group in range(trial.num_groups):
+        for index in range(step * num_samples, (step + 1) * num_samples) if trial.late else ():
+            loss = _sum_of_losses(model, samples[index]) / (num_samples * (LATE_TOKENS - 1))
+            loss.backward()  # type: ignore[no-untyped-call]
+        for group in range(0 if trial.late else trial.num_groups):
             for microbatch in range(trial.num_microbatches(step, group * trial.num_partners)):
                 loss = _loss(trial, model, step, group, microbatch) / trial.num_groups
                 loss.backward()  # type: ignore[no-untyped-call]

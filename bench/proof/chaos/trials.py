@@ -68,6 +68,8 @@ MESHES = {
 """Dimensions of two ranks each. Those that differ in "cp" or "tp" only compute together."""
 DIFFER = "differ"
 DIFFERS = "a microbatch more or less than the ranks that it computes with"
+CLAIM = "claim"
+CLAIMS = "between the claim of a sample that is bound late and its microbatch"
 SIGNALLED = ("kill", "pause", "stop", "terminate", "interrupt")
 
 
@@ -95,6 +97,8 @@ class Trial:
     """How FSDP2 communicates, one of ``WAYS``."""
     mesh: str = ""
     """One of ``MESHES``, or none."""
+    late: bool = False
+    """Whether samples are bound to ranks when these come to them."""
 
     def host_of(self, rank: int) -> str:
         if self.transport == "shm":
@@ -169,7 +173,7 @@ class Trial:
         idle = ", idle ranks" if self.idle else ""
         return (
             f"{self.fsdp}{self.staging and ' ' + self.staging}, {self.world_size} ranks"
-            f"{self.mesh and f' ({self.mesh})'}, {self.transport}{idle}: "
+            f"{self.mesh and f' ({self.mesh})'}{', late binding' * self.late}, {self.transport}{idle}: "
             f"rank {self.victim} {self.action} in {self.phase} ({where})"
         )
 
@@ -210,6 +214,13 @@ def generate_on_meshes(seed: int) -> Iterator[Trial]:
                 staging=chance.choice(["in place", "staged"]),
             )
             number += 1
+
+
+def generate_late(seed: int) -> Iterator[Trial]:
+    """As :func:`generate`, with samples that are bound late; a third of them in phase :data:`CLAIM`."""
+    for trial in generate(seed):
+        late = replace(trial, late=True, idle=False)
+        yield replace(late, phase=CLAIM, point="", at=1 + trial.number % 8) if trial.number % 3 == 0 else late
 
 
 def _pairs(trial: Trial) -> list[tuple[object, ...]]:
