@@ -185,8 +185,11 @@ def plans_of(law: str, num_minibatches: int, *, microbatch_cost: float, speeds: 
 @pytest.mark.parametrize(
     "microbatch_share", [0.05, *(pytest.param(share, marks=pytest.mark.extended) for share in (0.0, 0.25))]
 )
-@pytest.mark.parametrize("law", ["longalign", "swesmith", "aime"])
-def test_noise_and_a_slow_device_cost_less(law: str, microbatch_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("law", "least"), [("longalign", 1.11), ("swesmith", 1.1), ("aime", 1.07)])
+def test_noise_and_a_slow_device_cost_less(
+    law: str, least: float, microbatch_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By so much where a microbatch costs 5 % more than its samples; by less where it costs more."""
     ranks = Ranks(monkeypatch, 8)
     rng = np.random.default_rng(0)
     speeds = np.ones(8)
@@ -213,7 +216,19 @@ def test_noise_and_a_slow_device_cost_less(law: str, microbatch_share: float, mo
         bound_late += took
         assert sorted(itertools.chain(*itertools.chain(*done))) == list(range(plan.num_samples))
         assert learned[3] == pytest.approx(0.85, abs=0.06) or number < 20
-    assert by_plan / bound_late > 1.07
+    assert by_plan / bound_late > (least if microbatch_share < 0.1 else 1.07)
+
+
+def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have read the same share and come to the same."""
+    ranks = Ranks(monkeypatch, 3)
+    for shares in ranks.shares:
+        shares.expect("0.0/1")
+        shares.open("0.0/1", [[3 * shares.rank, 3 * shares.rank + 1]])
+    seen = ranks.shares[1].of_others()[0]
+    assert ranks.shares[1].take(0, seen, [1])
+    assert not ranks.shares[2].take(0, seen, [1])
+    assert ranks.shares[2].of_others()[0].microbatches == [[0]]
 
 
 # Loaders
