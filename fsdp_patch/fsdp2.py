@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.compat import param_groups
+from odc.fsdp_patch.compat import is_tested, param_groups
+from odc.fsdp_patch.fsdp2_extension import Extension
 from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
 from odc.fsdp_patch.unit import GRADIENT_DTYPES, shadow
@@ -89,7 +90,12 @@ def _check_unit(unit: Fsdp2Unit) -> None:
             "parameters' own dtype), which is not supported; use float32, float64 or bfloat16"
         )
     for param in unit.params:
-        _check_param(param.sharded, param.name, where)
+        if param.sharded.device.type == "meta":
+            raise ValueError(
+                f"{where}: parameter {param.name!r} is on the meta device; materialise the model before patching"
+            )
+        if param.extension is not None:
+            _check_extension(unit, param.name, param.extension, where)
     unit.check_hooks()
     if unit.process_group.size() == 1 and unit.replica_group is not None:
         logger.warning(
@@ -120,14 +126,12 @@ def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
         )
 
 
-def _check_param(param: nn.Parameter, name: str, where: str) -> None:
-    if param.device.type == "meta":
-        raise ValueError(f"{where}: parameter {name!r} is on the meta device; materialise the model before patching")
-    if hasattr(param._local_tensor, "fsdp_pre_all_gather"):  # type: ignore[attr-defined]
-        kind = type(param._local_tensor).__name__  # type: ignore[attr-defined]
-        raise UnsupportedError(
-            f"{where}: parameter {name!r} uses the all-gather extension of {kind}, not supported: switch it off"
-        )
+def _check_extension(unit: Fsdp2Unit, name: str, extension: Extension, where: str) -> None:
+    uses = f"{where}: parameter {name!r} uses the all-gather extension of {extension.kind}"
+    if isinstance(unit, SubgroupUnit):
+        raise UnsupportedError(f"{uses}, which FSDP2 itself cannot reshard to fewer ranks: use True or False")
+    if not is_tested():
+        raise UnsupportedError(f"{uses}, with torch {torch.__version__}, for which nobody has tried it: switch it off")
 
 
 def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

@@ -222,7 +222,8 @@ class InPlace:
 
 class _Functions:
     """Torch's three functions that stage, as FSDP2 calls them, by position: for the communication of units that has an
-    ``in_place`` those that do not. What is not an argument of interest is handed on.
+    ``in_place`` those that do not. Where a parameter has an all-gather extension, only the first one: it would ask for
+    what travels. What is not an argument of interest is handed on.
 
     Args:
         staged: what there was before, by name, for all other units.
@@ -238,6 +239,8 @@ class _Functions:
         return dict(zip(self.names, (self.all_gather, self.copy_out, self.reduce), strict=True))
 
     def all_gather(self, params: Any, group: Any, is_async: Any, into: Any, over: Any, device: Any, comm: Any) -> Any:
+        if getattr(comm, "is_extended", False):
+            return comm.gather_extended(into, over)
         if getattr(comm, "in_place", None) is None:
             return self._all_gather(params, group, is_async, into, over, device, comm)
         if device.type == "cpu":

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
+from odc.fsdp_patch.fsdp2_extension import Extension, has_extension
 from odc.fsdp_patch.pending import settled
 
 
@@ -22,6 +23,8 @@ class FsdpParam:
         self.inner = inner
         self.name = name
         self._hidden: dict[int, Callable[[torch.Tensor], object]] | None = None
+        self.extension = Extension(inner, name) if has_extension(self.local) else None
+        """Where something else travels than the shard in the compute dtype."""
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -40,6 +43,11 @@ class FsdpParam:
         """This rank's shard, flat, padded to the same length on every rank; shares memory with ``local``."""
         tensor: torch.Tensor = self.inner._sharded_param_data
         return tensor
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What this rank's shard lies in, flat; the same tensors each time."""
+        return [self.padded] if self.extension is None else self.extension.memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,7 +135,8 @@ class FsdpParam:
     def describe(self) -> str:
         """One line that is equal on two ranks exactly if the parameters are."""
         frozen = "" if self.sharded.requires_grad else ", frozen"
-        return f"{list(self.sharded.size())} {self.dtype} sharded on dim {self.shard_dim}{frozen}"
+        extension = "" if self.extension is None else f", all-gather extension of {self.extension.kind}"
+        return f"{list(self.sharded.size())} {self.dtype} sharded on dim {self.shard_dim}{frozen}{extension}"
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """A gradient of this rank's part as FSDP2 puts it in ``.grad``."""

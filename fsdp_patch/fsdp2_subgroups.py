@@ -154,11 +154,6 @@ class SubgroupUnit(Fsdp2Unit):
             part.view(self._places, self._groups, numel).copy_(by_place[:, :, start : start + numel])
         return pushed.view(-1)
 
-    def _gather_numel(self, param: int) -> int:
-        """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
-        bytes_each = self.compute_dtypes[param].itemsize if self.gather_dtype == torch.uint8 else 1
-        return self.params[param].padded.numel() * bytes_each
-
     def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(self._groups, total.numel() // self._groups, dtype=total.dtype, device=total.device)
         for start, numel in _spans([p.padded.numel() for p in self.trainable]):

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _get_device_handle
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from odc.config import STAGING as STAGING_VARIABLE
@@ -45,6 +46,10 @@ class _OfUnit:
     def in_place(self) -> InPlace | None:
         """How the unit does without staging, if it does."""
         return self._unit.in_place
+
+    @property
+    def is_extended(self) -> bool:
+        return self._unit.is_extended
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +79,23 @@ class OdcAllGather(_OfUnit, AllGather):
         """Whether FSDP gathers for a forward."""
         return bool(self._unit.group._training_state == TrainingState.FORWARD)
 
+    @torch.no_grad()
+    def gather_extended(self, into: Any, over: Any) -> AllGatherResult:
+        """What owners have made of their shards (:mod:`odc.fsdp_patch.fsdp2_extension`), for FSDP2 to copy out: it would
+        make it anew. Allocated on one stream of a device, and gathered over another, as FSDP2 does."""
+        unit, handle = self._unit, _get_device_handle(self.device.type)
+        unit.begin_gather()
+        numels = [[numel for numel, _ in inputs] for inputs in unit.inputs]
+        dtypes = [[dtype for _, dtype in inputs] for inputs in unit.inputs]
+        sizes = [numel * dtype.itemsize for inputs in unit.inputs for numel, dtype in inputs]
+        with handle.stream(into):
+            whole = torch.empty(unit.process_group.size() * sum(sizes), dtype=torch.uint8, device=self.device)
+        over.wait_stream(into)
+        with handle.stream(over):
+            self._communication.gather(self._index, whole, own_in_place=False)
+            unit.hand_on_metadata()
+            return AllGatherResult(whole, over.record_event(), None, dtypes, numels, sizes)
+
     def gather_in_place(self) -> None:
         """The same without staging: into the parameters."""
         in_place = self._unit.in_place
@@ -100,7 +122,8 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         present = self._unit.begin_push()
-        self._communication.scatter_accumulate(self._index, self._as_pushed(input_tensor, present), present)
+        grads = self._unit.in_grad_dtype(input_tensor)
+        self._communication.scatter_accumulate(self._index, self._as_pushed(grads, present), present)
         # [Note: Nothing until final] FSDP makes a .grad of this output now, but the sum is known only at the end of the
         # minibatch. Whatever is in it, Fsdp2Unit takes that .grad away again. Session.finish adds the sum, divided as
         # FSDP would have divided it.
@@ -136,6 +159,8 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self._is_offloaded = any(p.inner.offload_to_cpu for p in self.params)  # FSDP would wait before adding
+        self._extensions = [p.extension for p in self.params if p.extension is not None]
+        self.is_extended = bool(self._extensions)
         self.in_place: InPlace | None = None
         self._sort()
         self._touched: Sequence[bool] = []  # by the minibatch that has ended
@@ -162,6 +187,8 @@ class Fsdp2Unit(Unit):
         """What keeps this unit from :meth:`do_without_staging`; or nothing."""
         if not is_tested():
             return f"nobody has tried torch {torch.__version__}"
+        if self.is_extended:
+            return "with an all-gather extension"
         if self._is_offloaded:
             return "with CPU offload"
         if self.gather_dtype == torch.uint8:
@@ -228,7 +255,7 @@ class Fsdp2Unit(Unit):
     def gather_dtype(self) -> torch.dtype:
         """dtype of the all-gather: the parameters' common compute dtype, or bytes if they have several."""
         dtypes = set(self.compute_dtypes)
-        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        return dtypes.pop() if len(dtypes) == 1 and not self.is_extended else torch.uint8
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -238,19 +265,57 @@ class Fsdp2Unit(Unit):
             return reduce_dtype
         return self.trainable[0].grad_dtype(self.param_dtype) if self.trainable else torch.float32
 
-    def spec(self) -> UnitSpec:
-        mixed = self.gather_dtype == torch.uint8
-        numel = sum(
-            p.padded.numel() * (dtype.itemsize if mixed else 1)
+    @property
+    def inputs(self) -> list[list[tuple[int, torch.dtype]]]:
+        """Elements and dtype of each tensor that travels of each parameter."""
+        return [
+            [(p.padded.numel(), dtype)] if p.extension is None else p.extension.inputs
             for p, dtype in zip(self.params, self.compute_dtypes, strict=True)
-        )
+        ]
+
+    @property
+    def communicates(self) -> bool:
+        return any(extension.communicates for extension in self._extensions)
+
+    def measure(self) -> dict[str, str]:
+        return {p.name: p.extension.measure() for p in self.params if p.extension is not None}
+
+    def hand_on_metadata(self) -> None:
+        """Of this rank's last publication, to FSDP2."""
+        for extension in self._extensions:
+            extension.hand_on()
+
+    def in_grad_dtype(self, grads: torch.Tensor) -> torch.Tensor:
+        """Gradients as they are pushed: FSDP2 reduces them in the dtype in which they come, unless it has a
+        ``reduce_dtype``; what an extension makes of a parameter may have another one than parameters are computed in.
+
+        Raises:
+            UnsupportedError: they would be rounded, or FSDP2 has divided them.
+        """
+        if grads.dtype == self.grad_dtype or not self.is_extended:
+            return grads
+        if (grads.dtype, self.grad_dtype) != (torch.bfloat16, torch.float32):
+            raise UnsupportedError(
+                f"unit {self.name!r} has an all-gather extension and gradients in {grads.dtype}, where parameters are "
+                f"computed in {self.grad_dtype}: set reduce_dtype in the mixed precision policy"
+            )
+        return grads.to(self.grad_dtype)
+
+    def spec(self) -> UnitSpec:
         return UnitSpec(
             name=self.name,
-            shard_numel=numel,
+            shard_numel=sum(self._gather_numel(index) for index in range(len(self.params))),
             dtype=self.gather_dtype,
             params=tuple(ParamSlice(p.name, p.padded.numel()) for p in self.trainable),
             grad_dtype=self.grad_dtype,
         )
+
+    def _gather_numel(self, index: int) -> int:
+        """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
+        param, dtype = self.params[index], self.compute_dtypes[index]
+        if param.extension is not None:
+            return param.extension.num_bytes
+        return param.padded.numel() * (dtype.itemsize if self.gather_dtype == torch.uint8 else 1)
 
     def agreement(self) -> tuple[str, dict[str, str]]:
         policy = mp_policy(self.group)
@@ -262,7 +327,14 @@ class Fsdp2Unit(Unit):
     # Its parameters
 
     def watched(self) -> list[Watched]:
-        return [Watched((p.sharded, p.local), p.padded, slice(p.local.numel())) for p in self.params]
+        watched = []
+        for p in self.params:
+            if p.extension is None:
+                watched.append(Watched((p.sharded, p.local), p.padded, slice(p.local.numel())))
+            else:
+                whole = slice(None)
+                watched += [Watched((p.sharded, p.local, m), m, whole, p.local) for m in p.extension.memory]
+        return watched
 
     def is_unfrozen(self) -> bool:
         return any(param.sharded.requires_grad for param in self._frozen)
@@ -274,24 +346,32 @@ class Fsdp2Unit(Unit):
         return [(p.full, p.sharded) for p in self.trainable if p.full is not None]
 
     def fill_shard(self, out: torch.Tensor) -> None:
-        parts, data = zip(*self._parts(out), strict=True)
-        torch._foreach_copy_(parts, data)  # on a device one launch for all parameters
+        parts, data = [], []
+        for param, dtype, part in self._parts(out):
+            if param.extension is not None:
+                param.extension.fill(part)
+            else:
+                parts.append(part)
+                data.append(_as_published(param, dtype, part))
+        if parts:
+            torch._foreach_copy_(parts, data)  # on a device one launch for all parameters
 
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return ((part, data.to(part.dtype)) for part, data in self._parts(published))
+        for param, dtype, part in self._parts(published):
+            if param.extension is not None:
+                yield param.extension.beside()
+            else:
+                yield part, _as_published(param, dtype, part).to(part.dtype)
 
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         return zip((param.name for param in self.params), self.beside(published), strict=True)
 
-    def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter's place in a flat shard, and its data, of equal length."""
+    def _parts(self, flat: torch.Tensor) -> Iterator[tuple[FsdpParam, torch.dtype, torch.Tensor]]:
+        """Each parameter, what it is computed in, and its place in a flat shard."""
         offset = 0
-        for param, dtype in zip(self.params, self.compute_dtypes, strict=True):
-            data = param.padded
-            if flat.dtype != dtype:  # several compute dtypes in one unit travel as bytes
-                data = data.to(dtype).view(torch.uint8)
-            end = offset + data.numel()
-            yield flat[offset:end], data
+        for index, (param, dtype) in enumerate(zip(self.params, self.compute_dtypes, strict=True)):
+            end = offset + self._gather_numel(index)
+            yield param, dtype, flat[offset:end]
             offset = end
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
@@ -385,6 +465,8 @@ class Fsdp2Unit(Unit):
         undos = [undo_comms, undo_post_backward]
         if self.in_place is not None:
             undos += [STAGING.enter(), self.in_place.enter(), self._forget_results]
+        elif self.is_extended:
+            undos.append(STAGING.enter())
 
         def undo() -> None:
             while undos:
@@ -488,3 +570,10 @@ class Fsdp2Unit(Unit):
                 "requires_grad before patch_fsdp (under odc run: before the first forward), or close() the session and "
                 "patch again"
             )
+
+
+def _as_published(param: FsdpParam, dtype: torch.dtype, part: torch.Tensor) -> torch.Tensor:
+    """The shard of one parameter, as long as its ``part`` of what is published."""
+    if part.dtype == dtype:
+        return param.padded
+    return param.padded.to(dtype).view(torch.uint8)  # several compute dtypes in one unit travel as bytes

@@ -491,7 +491,7 @@ class GradientUse(Listener):
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
         is_first = next(one for one in listening() if isinstance(one, GradientUse)) is self
-        if tensors is None and is_first and not self.is_computing:
+        if tensors is None and is_first and not (self.is_computing or _is_any_publishing()):
             # Others may wait for it in their forward, and come to this collective behind that.
             self._live_session().publish_changed(may_leave=True)  # of all sessions
         is_due = tensors is not None and self.owns(tensors)
@@ -513,6 +513,11 @@ class GradientUse(Listener):
         session = self.session()
         assert session is not None, "whoever is told is alive: the session keeps it"
         return session
+
+
+def _is_any_publishing() -> bool:
+    """Whether the collective is one of what is being published."""
+    return any(one._publisher.is_publishing for one in listening() if isinstance(one, GradientUse))
 
 
 def _weakly(use: Use) -> Use:

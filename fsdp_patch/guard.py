@@ -41,7 +41,7 @@ from typing import ClassVar, NoReturn
 import torch
 
 from odc.errors import ProtocolError
-from odc.fsdp_patch.unit import Unit, Watched
+from odc.fsdp_patch.unit import Unit, Watched, as_integers
 from odc.minibatch.runtime import Runtime
 
 SAMPLE_PLACES, SAMPLE_BYTES = 4, 64  # of a parameter: so many places, and so many bytes at each (a cache line)
@@ -173,10 +173,21 @@ class Guard:
 class _Trace:
     """What a parameter was like when it was published, or last found to be as published."""
 
-    __slots__ = ("_address", "_sampled", "_version", "counted", "memory", "num_bytes", "sample")
+    __slots__ = (
+        "_address",
+        "_attributes",
+        "_sampled",
+        "_version",
+        "counted",
+        "holder",
+        "memory",
+        "num_bytes",
+        "sample",
+    )
 
     def __init__(self, watched: Watched, has_sample: bool) -> None:
         self.counted = watched.counted
+        self.holder = watched.holder
         self.memory = watched.memory
         self._address = self.memory.data_ptr()
         part = watched.memory[watched.part]
@@ -188,11 +199,13 @@ class _Trace:
         """It is as it should be now."""
         self._version = self._count()
         self._sampled = b"".join(self.sample)
+        self._attributes = [] if self.holder is None else list(vars(self.holder).values())
 
     def is_of(self, watched: Watched) -> bool:
         """Whether the parameter still consists of the same tensors, in the same memory."""
         return (
             self.memory is watched.memory
+            and self.holder is watched.holder
             and self._address == watched.memory.data_ptr()
             and all(one is other for one, other in zip(self.counted, watched.counted, strict=True))
         )
@@ -204,12 +217,22 @@ class _Trace:
         return version
 
     def is_written(self) -> bool:
-        """Whether torch has counted a write."""
-        return self._count() != self._version
+        """Whether torch has counted a write, or an attribute was set."""
+        return self._count() != self._version or not self.has_same_attributes()
+
+    def has_same_attributes(self) -> bool:
+        """Whether nobody has set one: the same objects, or equal numbers."""
+        if self.holder is None:
+            return True
+        before, now = self._attributes, list(vars(self.holder).values())
+        return len(before) == len(now) and all(
+            one is other or (isinstance(one, (int, float)) and one == other)
+            for one, other in zip(before, now, strict=True)
+        )
 
     def is_unchanged(self) -> bool:
         """Whether nothing tells of a change."""
-        return self._count() == self._version and self.is_sample_equal()
+        return not self.is_written() and self.is_sample_equal()
 
     def is_sample_equal(self) -> bool:
         """Whether it lies where it was, and some elements there are what they were."""
@@ -221,6 +244,7 @@ class _Whole:
 
     def __init__(self, traces: Sequence[_Trace]) -> None:
         self._counted = list({id(tensor): tensor for trace in traces for tensor in trace.counted}.values())
+        self._with_attributes = [trace for trace in traces if trace.holder is not None]
         self._memory = [trace.memory for trace in traces]
         self._addresses = [memory.data_ptr() for memory in self._memory]
         self._sample = [view for trace in traces for view in trace.sample]
@@ -240,6 +264,7 @@ class _Whole:
             self._count() == self._version  # versions only grow
             and [memory.data_ptr() for memory in self._memory] == self._addresses  # before the samples are read there
             and b"".join(self._sample) == self._sampled
+            and all([trace.has_same_attributes() for trace in self._with_attributes])  # noqa: C419 (mostly none)
         )
 
 
@@ -334,7 +359,7 @@ class DeviceComparison(Comparison):
 
 
 def _differences(pairs: Pairs) -> list[torch.Tensor]:
-    return [torch.ne(_bits(left), _bits(right)).any() for left, right in pairs if left.numel()]
+    return [torch.ne(as_integers(left), as_integers(right)).any() for left, right in pairs if left.numel()]
 
 
 def _read_later(flag: torch.Tensor) -> Verdict:
@@ -353,13 +378,8 @@ def have_equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype are equal, where NaN equals itself and 0.0 is not -0.0."""
     if left.is_cpu and right.is_cpu and left.is_contiguous() and right.is_contiguous():  # a third of torch.equal's time
         return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
-    return torch.equal(_bits(left), _bits(right))
+    return torch.equal(as_integers(left), as_integers(right))
 
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers of the same width."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

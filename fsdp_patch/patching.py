@@ -168,14 +168,16 @@ def _connect(
     for units in meshes:  # all that ranks have to agree in, before any memory is taken
         copies = units[0].replica_group
         replicas = over(copies) if copies is not None else None
-        mesh = Mesh([unit.spec() for unit in units], over(units[0].process_group), replicas)
-        beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(mesh.exchange, units)}
-        for one in (mesh.exchange, mesh.replicas, *beside):
+        shards = over(units[0].process_group)
+        beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(shards, units)}
+        for one in (shards, replicas, *beside):
             if one is not None:
                 require_agreement(one, _agreement(units))
         partners = {**beside, **partners}
         # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
-        joined += [mesh] if mesh.exchange.world_size > 1 else []
+        if shards.world_size > 1:
+            _measure(shards, units)
+            joined.append(Mesh([unit.spec() for unit in units], shards, replicas))
     if any(spec.grad_dtype == torch.float64 for mesh in joined for spec in mesh.units):
         config = replace(config, accumulate_dtype=torch.float64)
     runtime = connect_meshes(
@@ -187,6 +189,28 @@ def _connect(
         stats=stats,
     )
     return Connection(meshes[: len(joined)], runtime, [unit for units in meshes[len(joined) :] for unit in units])
+
+
+def _measure(exchange: Exchange, units: Sequence[Unit]) -> None:
+    """Find out how much travels of parameters that say so themselves. Ranks have agreed in which these are.
+
+    Raises:
+        what such a parameter raises; SetupError: of another rank, or the ranks differ.
+    """
+    if not any(unit.is_extended for unit in units):
+        return
+    measured, problem = dict[str, str](), list[Exception]()
+    try:
+        for unit in units:
+            measured.update(unit.measure())
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        problem.append(error)
+
+    def check() -> None:
+        for error in problem:
+            raise error
+
+    require_agreement(exchange, {"all-gather inputs": measured}, check)
 
 
 def _shape(unit: Unit) -> str:

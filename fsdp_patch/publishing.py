@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.fsdp2_extension import plain
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import Unit, spread
@@ -75,6 +77,7 @@ class Publisher:
         self._has_evaluated = False  # since the last step
         self._has_changed_quietly = False  # such that torch had counted nothing
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
+        self.is_publishing = False
         self.all_changed = False
         """The published parameters were changed, whether anything on this rank tells of it or not."""
 
@@ -133,7 +136,7 @@ class Publisher:
             if self._runtime.state.is_published(index):
                 continue
             if trainable <= self.since.stepped or self._awaited(trainable) <= self.since.stepped:
-                self._publish(index)
+                self._publish(index, lockstep=True)
 
     def _awaited(self, trainable: set[int]) -> set[int]:
         """Of the trainable parameters of a unit, those that somebody may yet update; if nobody will, those of all
@@ -154,7 +157,7 @@ class Publisher:
         used are all there are. At once, for another rank may wait for it where this one goes next."""
         self.since.cleared |= owned
         if self.since.cleared >= self.all_trainable - self.since.stepped:
-            self.publish_all()
+            self.publish_all(lockstep=True)
 
     def _changed_by_hand(self, index: int) -> set[int]:
         """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
@@ -208,7 +211,9 @@ class Publisher:
         self.all_changed = False
         for index in range(len(self._units)):
             unit = self._units[index]
-            self._runtime.publish(index, unit.fill_shard if index in changed else _leave_as_it_is)
+            # See [Note: Collectives in a publication] in `fsdp2_extension.py`.
+            is_due = index in changed or unit.communicates
+            self._write(index, unit.fill_shard if is_due else _leave_as_it_is)
             self._record(index)
 
     def publish_stepped_by_hand(self) -> None:
@@ -219,11 +224,21 @@ class Publisher:
         if self.stepped_by_hand(self.all_trainable):
             self.publish_all()
 
-    def publish_all(self) -> None:
+    @property
+    def communicates(self) -> bool:
+        """Whether to publish any unit is collective."""
+        return any(unit.communicates for unit in self._units)
+
+    def publish_all(self, *, lockstep: bool = False, is_said: bool = False) -> None:
         """Publish what is not published yet, if this is the time for it.
 
         What no optimizer has updated, and nobody has changed by hand, is what it was, so that no rank needs to wait for
         another one that has yet to say so, see :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`.
+
+        Args:
+            lockstep: every rank comes here at the same place of the script, and publishes the same, unless a part of
+                them has changed parameters by hand.
+            is_said: and if.
         """
         if self._runtime.state.phase is not Phase.FINISHED:
             return
@@ -241,14 +256,30 @@ class Publisher:
                 kept = []
         self.since.has_kept = bool(kept)
         for index in rest:
-            self._publish(index, is_changed=index not in kept)
+            is_together = is_said or (lockstep and not self.since.has_changed)
+            self._publish(index, is_changed=index not in kept, lockstep=is_together)
 
-    def _publish(self, index: int, is_changed: bool = True) -> None:
+    def _publish(self, index: int, *, is_changed: bool = True, lockstep: bool) -> None:
         unit = self._units[index]
+        if is_changed and unit.communicates and not lockstep:
+            raise self._runtime.refusal(
+                f"unit {unit.name!r} would be published where this rank first uses the model or waits for others, and "
+                "fsdp_pre_all_gather of its parameters communicates: all ranks have to come to that at the same place. "
+                "Update all of them in each optimizer.step, or call odc.session_of(model).publish() on every rank "
+                "behind the update",
+                UnsupportedError,
+            )
         self._by_hand |= self._changed_by_hand(index)
         self._has_evaluated = False
-        self._runtime.publish(index, unit.fill_shard if is_changed else None)
+        self._write(index, unit.fill_shard if is_changed else None)
         self._record(index)
+
+    def _write(self, index: int, fill: Callable[[torch.Tensor], object] | None) -> None:
+        self.is_publishing = True
+        try:
+            self._runtime.publish(index, fill)
+        finally:
+            self.is_publishing = False
 
     def _record(self, index: int) -> None:
         self._guard.record(index)
@@ -293,7 +324,7 @@ def _trace_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:
     """Some elements of this rank's part."""
-    local = _local(parameter).detach().flatten()
+    local = plain(_local(parameter)).detach().flatten()
     return local[spread(local.numel()).to(local.device)]
 
 

@@ -128,7 +128,7 @@ class Session:
     def start(self, model: nn.Module) -> None:
         """Publish the parameters as they are and enter the model. Called by :func:`patch_fsdp`."""
         self._model = weakref.ref(model)
-        self._publisher.publish_all()
+        self._publisher.publish_all(lockstep=True)
         for index, unit in enumerate(self._units):
             self._undo.append(unit.enter(index, self))
         self._undo += [listen(self._gradients), self._gradients.watch_forwards(model)]
@@ -229,7 +229,7 @@ class Session:
         clears all of their gradients between backward and step; one that had none must say it.
         """
         self._end_minibatch(EndKind.DISCARD)
-        self._publisher.publish_all()
+        self._publisher.publish_all(lockstep=True)
 
     def _end_minibatch(self, kind: EndKind) -> None:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
@@ -323,7 +323,7 @@ class Session:
                 f"publish() inside minibatch {self._runtime.minibatch}: the other ranks compute with the published "
                 "parameters. Change and publish them before the first backward of a step, or after optimizer.step()"
             )
-        self._publisher.publish_all()
+        self._publisher.publish_all(lockstep=True, is_said=True)
         self._publisher.all_changed = True
         self.publish_changed()
 
@@ -347,6 +347,13 @@ class Session:
         }
         if not due:
             return
+        if sum(session._publisher.communicates for session in due.values()) > 1:
+            raise self._runtime.refusal(
+                f"{len(due)} models have changed since they were published, and fsdp_pre_all_gather of their "
+                "parameters communicates, which all ranks have to do in one order: behind the change of each call "
+                "odc.session_of(model).publish() on every rank, before the next one is changed",
+                UnsupportedError,
+            )
         hows = [End(EndKind.FENCE, session._gradients.notes()) for session in due.values()]
         with self._runtime.at_home():
             for runtime in pass_fences(list(due), hows, list(sessions), may_leave=may_leave):

@@ -67,6 +67,9 @@ class Watched(NamedTuple):
     part: slice
     """Where in it."""
 
+    holder: torch.Tensor | None = None
+    """Whose attributes belong to it: with those a script may set, it changes."""
+
 
 class Unit(ABC):
     """One group of parameters that FSDP gathers and reduces together."""
@@ -124,6 +127,19 @@ class Unit(ABC):
         """
         return
 
+    is_extended = False
+    """Whether a parameter says itself what of it travels (FSDP2's all-gather extension)."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether to publish it is collective, see [Note: Collectives in a publication] in ``fsdp2_extension.py``."""
+        return False
+
+    def measure(self) -> dict[str, str]:
+        """Find out how much travels of what :attr:`is_extended`, before :meth:`spec`: by parameter, equal on all ranks.
+        As collective as a publication."""
+        return {}
+
     @abstractmethod
     def spec(self) -> UnitSpec:
         """The unit in the runtime's terms."""
@@ -169,7 +185,8 @@ class Unit(ABC):
 
     @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype."""
+        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype; or what
+        stands for both."""
 
     @abstractmethod
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -355,6 +372,11 @@ def describe_meshes(meshes: Sequence[Sequence[Unit]]) -> str:
         copies = f", {replicas.size()} replicas" if replicas is not None else ""
         found.append(f"{len(units)} units over {units[0].process_group.size()} ranks{copies}")
     return " and ".join(found)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers of the same width; of wider elements, as several."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64))
 
 
 SAMPLE_SIZE = 64

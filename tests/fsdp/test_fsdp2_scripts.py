@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fsdp_scripts import ends, hybrid, kept, loops, models, reading
+from fsdp_scripts import ends, extended, hybrid, kept, loops, models, reading
 from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
 from fsdp_scripts.run import Case, Run, differences, with_
 from process_ranks import run_ranks
@@ -98,6 +98,7 @@ MODELS: dict[str, Case] = {
     "load after patching, assign": Case(with_(models.loaded_after_patching, True), minibatches=None),
     "add_param_group": Case(models.added_at_the_end),
     "averages in a step hook": Case(models.weight_averages),
+    **extended.CASES,
 }
 """What the models are, and when their units are gathered and pushed."""
 COMPILED = {
