@@ -3,21 +3,21 @@
 A tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` says what of its shard goes into the
 all-gather (data in float8, or packed to 2 bits, or several tensors of several dtypes), keeps metadata for itself (a
 scale), and makes the full parameter of what comes out. FSDP2 calls both at every gather. On demand an owner makes what
-travels once, when it publishes; so a rank keeps the metadata of its last publication, and hands them on at every gather.
+travels once, when it publishes; so a rank keeps the metadata of its last publication, and hands them on at each gather.
 
-All that travels of such a unit are bytes, which are gathered into one flat buffer; FSDP2's own function copies out of it.
+All that travels of such a unit are bytes, gathered into one flat buffer; FSDP2's own function copies out of it.
 
 [Note: Collectives in a publication] A scale of the whole parameter takes a maximum over the ranks, so
 ``fsdp_pre_all_gather`` may contain a collective. Then to publish is collective as well: all ranks have to publish the
 same units in the same order, with no other collective in between. They do where the script does the same on all of
-them: when a model is patched, behind the steps of optimizers, where gradients are cleared, in ``session.publish()``; and
-behind a fence, if all such units are published there, changed or not. They do not where a rank first uses the model, or
-waits for others: an idle one does not come to the same place. That is refused
-(:class:`odc.fsdp_patch.publishing.Publisher`).
+them: when a model is patched, behind the steps of optimizers, where gradients are cleared, in ``session.publish()``;
+and behind a fence, if all such units are published there, changed or not. They do not where a rank first uses the
+model, or waits for others: an idle one does not come to the same place. That is refused
+(:meth:`odc.fsdp_patch.publishing.Publisher.publish_all`).
 
 [Note: The state of a parameter] What ``fsdp_pre_all_gather`` would return now cannot be asked: it may be collective, or
 round at random. So whether a script has changed such a parameter is told by its state: the memory of its tensors, and
-what it has as attributes, which scripts set as well (float8's precomputed scale). Of the state at publication
+what it has as attributes, which scripts set as well (a scale that they have computed). Of the state at publication
 there are sums, over rows and over columns of all elements: a hundredth of a copy.
 """
 
@@ -106,8 +106,8 @@ class Extension:
         before, made = self._describe(), self._evaluate()
         if self.inputs != [(tensor.numel(), tensor.dtype) for tensor in made]:
             raise UnsupportedError(
-                f"parameter {self._name!r}: fsdp_pre_all_gather of {self.kind} has returned {before} when the model was "
-                f"patched, and now {self._describe()}: sizes and dtypes have to stay what they were"
+                f"parameter {self._name!r}: fsdp_pre_all_gather of {self.kind} has returned {before} when the model "
+                f"was patched, and now {self._describe()}: sizes and dtypes have to stay what they were"
             )
         parts = out.split_with_sizes([tensor.nbytes for tensor in made])
         torch._foreach_copy_(list(parts), [tensor.view(torch.uint8) for tensor in made])
@@ -169,7 +169,7 @@ class Extension:
 
 
 def state_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of which one of a subclass consists: itself, what it wraps, and what it has as attributes.
+    """The tensors with memory of which one of a subclass consists: itself, what it wraps, and its attributes.
 
     >>> scaled = torch.ones(2)
     >>> scaled.scale = torch.tensor(3.0)

@@ -4,7 +4,8 @@ ODC enters by ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatt
 that stage for these (:mod:`odc.fsdp_patch.fsdp2_in_place`). What has no public door is read here, read-only but for one
 thing: ``post_backward`` of the parameter group is shadowed on the instance, reversibly. It is the only place that knows
 which parameters of the unit received a gradient (FSDP hands a custom reduce-scatter only their concatenation), and it
-keeps FSDP from all-reducing a hybrid unit in every microbatch.
+keeps FSDP from all-reducing a hybrid unit in every microbatch. Where a parameter has an all-gather extension, FSDP is
+also given what it would have noted itself: sizes and metadata of what travels.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class OdcAllGather(_OfUnit, AllGather):
 
     @torch.no_grad()
     def gather_extended(self, into: Any, over: Any) -> AllGatherResult:
-        """What owners have made of their shards (:mod:`odc.fsdp_patch.fsdp2_extension`), for FSDP2 to copy out: it would
-        make it anew. Allocated on one stream of a device, and gathered over another, as FSDP2 does."""
+        """What owners have made of their shards (:mod:`odc.fsdp_patch.fsdp2_extension`), for FSDP2 to copy out: it
+        would make it anew. Allocated on one stream of a device, and gathered over another, as FSDP2 does."""
         unit, handle = self._unit, _get_device_handle(self.device.type)
         unit.begin_gather()
         numels = [[numel for numel, _ in inputs] for inputs in unit.inputs]

@@ -185,8 +185,8 @@ class Unit(ABC):
 
     @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, of equal shape and dtype; or what
-        stands for both."""
+        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, or what stands for both: of
+        equal shape and dtype."""
 
     @abstractmethod
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:

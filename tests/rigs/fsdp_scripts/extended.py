@@ -35,8 +35,9 @@ def train(
     *,
     behind_step: Callable[[nn.Module], object] = lambda model: None,
     in_step: Callable[[nn.Module], object] | None = None,
+    context: Callable[[], Any] = torch.inference_mode,
 ) -> Outcome:
-    """Ranks in turn have no microbatch. ``in_step`` in a hook of the optimizer."""
+    """Ranks in turn have no microbatch. ``in_step`` in a hook of the optimizer; ``context`` of an evaluation."""
     optimizer, found = optimizer_of(model), list[torch.Tensor]()
     if in_step is not None:
         optimizer.register_step_post_hook(lambda *_: in_step(model))
@@ -47,7 +48,7 @@ def train(
         optimizer.zero_grad()
         behind_step(model)
         if step == 1:
-            found.append(loops.evaluate(model, torch.inference_mode))
+            found.append(loops.evaluate(model, context))
     return {"norms and losses": torch.stack(found)}
 
 
@@ -109,20 +110,21 @@ def loaded(run: Run) -> Outcome:
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def case(script: Callable[..., Outcome], *args: object, **options: object) -> Case:
-    return Case(with_(script, *args, **options), minibatches=None)
+def case(script: Callable[..., Outcome], *args: object, fences: bool = False, **options: object) -> Case:
+    """``fences``: what has changed between steps is published anew."""
+    return Case(with_(script, *args, **options), minibatches=None if fences else STEPS)
 
 
 CASES = {
     "weights that travel in bfloat16": case(trained, Rounded),
     "weights in float8, scales by all ranks": case(trained, Scaled),
     "weights in float8, scales by all ranks, bfloat16": case(trained, Scaled, mp_policy=MIXED),
-    "weights in float8, scales by all ranks, clamped": case(changed, Scaled, False),
+    "weights in float8, scales by all ranks, clamped": case(changed, Scaled, False, fences=True),
     "weights in float8, scales by all ranks, accumulated": case(accumulated),
-    "weights in float8, scales computed behind the step": case(with_precomputed_scales, False),
+    "weights in float8, scales computed behind the step": case(with_precomputed_scales, False, fences=True),
     "weights in float8, scales computed in a step hook": case(with_precomputed_scales, True),
     "weights in float8, a scale for each row": case(trained, RowScaled),
     "weights in float8, a scale for each row, frozen": case(trained, RowScaled, frozen=True),
-    "weights in float8, a scale for each row, clamped through data": case(changed, RowScaled, True),
-    "weights in float8, a scale for each row, loaded": case(loaded),
+    "weights in float8, a scale for each row, clamped": case(changed, RowScaled, True, fences=True),
+    "weights in float8, a scale for each row, loaded": case(loaded, fences=True),
 }
