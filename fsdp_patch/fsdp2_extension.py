@@ -72,11 +72,6 @@ class Extension:
         tensor: torch.Tensor = self._inner._sharded_local_tensor
         return tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """That travel of this rank's part."""
-        return sum(numel * dtype.itemsize for numel, dtype in self.inputs)
-
     def measure(self) -> str:
         """Find out what travels, for :attr:`inputs`; as one line that must be equal on all ranks. As collective as a
         publication."""

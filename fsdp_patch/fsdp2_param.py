@@ -45,11 +45,6 @@ class FsdpParam:
         return tensor
 
     @property
-    def memory(self) -> list[torch.Tensor]:
-        """What this rank's shard lies in, flat; the same tensors each time."""
-        return [self.padded] if self.extension is None else self.extension.memory
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
 

@@ -140,7 +140,7 @@ class SubgroupUnit(Fsdp2Unit):
             return
         rows = by_rank.reshape(self._places, self._groups, -1)  # consecutive ranks, as the backward cuts them
         target = out.view(self._places, -1)
-        for start, numel in _spans([self._gather_numel(p) for p in range(len(self.params))]):
+        for start, numel in _spans(self._numels):
             part = target[:, start * self._groups : (start + numel) * self._groups]
             part.view(self._places, self._groups, numel).copy_(rows[:, :, start : start + numel])
 

@@ -164,6 +164,7 @@ class Fsdp2Unit(Unit):
         self.is_extended = bool(self._extensions)
         self.in_place: InPlace | None = None
         self._sort()
+        self._numels: list[int] = []  # of each parameter in a flat shard (bytes, if the unit travels as bytes)
         self._touched: Sequence[bool] = []  # by the minibatch that has ended
         self._present: list[bool] = []
         self._is_sent = False  # in this post-backward
@@ -303,20 +304,17 @@ class Fsdp2Unit(Unit):
         return grads.to(self.grad_dtype)
 
     def spec(self) -> UnitSpec:
+        mixed = self.gather_dtype == torch.uint8
+        self._numels = [
+            sum(numel * (dtype.itemsize if mixed else 1) for numel, dtype in inputs) for inputs in self.inputs
+        ]
         return UnitSpec(
             name=self.name,
-            shard_numel=sum(self._gather_numel(index) for index in range(len(self.params))),
+            shard_numel=sum(self._numels),
             dtype=self.gather_dtype,
             params=tuple(ParamSlice(p.name, p.padded.numel()) for p in self.trainable),
             grad_dtype=self.grad_dtype,
         )
-
-    def _gather_numel(self, index: int) -> int:
-        """Elements of one parameter in a row of the all-gather (bytes, if the unit travels as bytes)."""
-        param, dtype = self.params[index], self.compute_dtypes[index]
-        if param.extension is not None:
-            return param.extension.num_bytes
-        return param.padded.numel() * (dtype.itemsize if self.gather_dtype == torch.uint8 else 1)
 
     def agreement(self) -> tuple[str, dict[str, str]]:
         policy = mp_policy(self.group)
@@ -369,11 +367,7 @@ class Fsdp2Unit(Unit):
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[FsdpParam, torch.dtype, torch.Tensor]]:
         """Each parameter, what it is computed in, and its place in a flat shard."""
-        offset = 0
-        for index, (param, dtype) in enumerate(zip(self.params, self.compute_dtypes, strict=True)):
-            end = offset + self._gather_numel(index)
-            yield param, dtype, flat[offset:end]
-            offset = end
+        return zip(self.params, self.compute_dtypes, flat.split_with_sizes(self._numels), strict=True)
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if any(touched) and self.holds_unsent:

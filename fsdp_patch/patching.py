@@ -30,7 +30,7 @@ from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
 from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.partners import Counts
-from odc.setup.agreement import Exchange, ProcessGroupExchange, require_agreement, setup_timeout_s
+from odc.setup.agreement import Exchange, ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
 from odc.setup.context import agree
 from odc.timeline import Stats
 
@@ -195,22 +195,25 @@ def _measure(exchange: Exchange, units: Sequence[Unit]) -> None:
     """Find out how much travels of parameters that say so themselves. Ranks have agreed in which these are.
 
     Raises:
-        what such a parameter raises; SetupError: of another rank, or the ranks differ.
+        UnsupportedError: it is not the same on all ranks.
+        what such a parameter raises; SetupError: of another rank.
     """
     if not any(unit.is_extended for unit in units):
         return
-    measured, problem = dict[str, str](), list[Exception]()
+    measured, problem = dict[str, str](), None
     try:
         for unit in units:
             measured.update(unit.measure())
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        problem.append(error)
-
-    def check() -> None:
-        for error in problem:
-            raise error
-
-    require_agreement(exchange, {"all-gather inputs": measured}, check)
+        problem = error
+    first, *others = raise_together(exchange, problem, measured)
+    for rank, other in enumerate(others, 1):
+        for name in (name for name in first if first[name] != other[name]):
+            ours, theirs = exchange.global_ranks[0], exchange.global_ranks[rank]
+            raise UnsupportedError(
+                f"parameter {name!r}: fsdp_pre_all_gather returns {first[name]} on rank {ours} and {other[name]} on "
+                f"rank {theirs}: let it pad what it returns, or divide the parameter evenly"
+            )
 
 
 def _shape(unit: Unit) -> str:

@@ -36,9 +36,10 @@ def train(
     behind_step: Callable[[nn.Module], object] = lambda model: None,
     in_step: Callable[[nn.Module], object] | None = None,
     context: Callable[[], Any] = torch.inference_mode,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of,
 ) -> Outcome:
     """Ranks in turn have no microbatch. ``in_step`` in a hook of the optimizer; ``context`` of an evaluation."""
-    optimizer, found = optimizer_of(model), list[torch.Tensor]()
+    optimizer, found = make_optimizer(model), list[torch.Tensor]()
     if in_step is not None:
         optimizer.register_step_post_hook(lambda *_: in_step(model))
     for step in range(STEPS):
