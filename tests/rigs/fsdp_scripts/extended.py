@@ -84,6 +84,20 @@ def changed(run: Run, kind: Kind, through_data: bool) -> Outcome:
     return train(run, model, behind_step=clamp)
 
 
+def changed_on_one_rank(run: Run) -> Outcome:
+    """One weight clamped in a way that torch does not count, and to no effect on rank 1; another one on all ranks."""
+    model = net(run, Scaled)
+    run.patch(model)
+
+    def clamp(model: nn.Module) -> None:
+        with torch.no_grad():
+            limit = 10.0 if run.rank == 1 else 0.15
+            model.blocks[0].up.weight.to_local().inner.data.clamp_(-limit, limit)  # type: ignore[index, union-attr]
+            model.head.bias.mul_(0.9)  # type: ignore[operator, union-attr]
+
+    return train(run, model, behind_step=clamp)
+
+
 def accumulated(run: Run) -> Outcome:
     """Full weights stay between microbatches, whose gradients are sent with the last one."""
     model = net(run, Scaled, reshard_after_forward=False)
@@ -121,6 +135,7 @@ CASES = {
     "weights in float8, scales by all ranks": case(trained, Scaled),
     "weights in float8, scales by all ranks, bfloat16": case(trained, Scaled, mp_policy=MIXED),
     "weights in float8, scales by all ranks, clamped": case(changed, Scaled, False, fences=True),
+    "weights in float8, scales by all ranks, changed on one": case(changed_on_one_rank, fences=True),
     "weights in float8, scales by all ranks, accumulated": case(accumulated),
     "weights in float8, scales computed behind the step": case(with_precomputed_scales, False, fences=True),
     "weights in float8, scales computed in a step hook": case(with_precomputed_scales, True),
