@@ -35,7 +35,6 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.unit import as_integers
 
 _COLUMNS = 256
-_NUMBERS = (bool, int, float)
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
@@ -62,7 +61,7 @@ class Extension:
         self._metadata: Any = None
         self._sizes: Sequence[torch.Size] = ()
         self._dtypes: list[torch.dtype] = []
-        self._flat: list[tuple[torch.Tensor, torch.Tensor]] = []  # the tensors of its state, and flat views of them
+        self._flat: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # what is in its state, where, and flat
         self._nothing = torch.empty(0)
         self._published = self._nothing
 
@@ -113,9 +112,7 @@ class Extension:
         inner, data = self._inner, self._inner._extensions_data
         state, handed = inner.sharded_state, (data.all_gather_metadata, data.all_gather_input_sizes)
         num_before = _num_collectives()
-        inner.sharded_state = (
-            ShardedState.SHARDED
-        )  # it may be full behind an evaluation; the shard is there all the same
+        inner.sharded_state = ShardedState.SHARDED  # it may be full, behind an evaluation; the shard is there as well
         try:
             with torch.no_grad(), torch.inference_mode(False):  # metadata outlive an evaluation: training saves them
                 made: list[torch.Tensor] = inner.all_gather_inputs
@@ -139,11 +136,11 @@ class Extension:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """Flat views of all tensors of its state; the same ones as long as those are the same."""
+        """Flat views of all tensors of its state; the same ones as long as those are the same, in the same memory."""
         state = state_of(self.local)
-        if len(state) != len(self._flat) or any(a is not b for a, (b, _) in zip(state, self._flat, strict=True)):
-            self._flat = [(tensor, _flat_view(tensor)) for tensor in state]
-        return [view for _, view in self._flat] or [self._nothing]
+        if [(id(one), one.data_ptr()) for one in state] != [(id(one), address) for one, address, _ in self._flat]:
+            self._flat = [(one, one.data_ptr(), _flat_view(one)) for one in state]
+        return [view for _, _, view in self._flat] or [self._nothing]
 
     def beside(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What was published beside what is there now: tensors that are equal if the states are."""
@@ -153,8 +150,12 @@ class Extension:
         return self._published, now
 
     def _sums(self) -> torch.Tensor:
-        numbers = [float(value) for value in vars(self.local).values() if isinstance(value, _NUMBERS)]
-        sums = [torch.tensor(numbers, dtype=torch.float64).view(torch.int64)]
+        values = vars(self.local).values()
+        numbers = [value for value in values if isinstance(value, float)]
+        sums = [
+            torch.tensor(numbers, dtype=torch.float64).view(torch.int64),
+            torch.tensor([hash(value) for value in values if isinstance(value, int)], dtype=torch.int64),
+        ]
         for flat in self.memory:
             bits = as_integers(flat)
             whole = bits.numel() // _COLUMNS * _COLUMNS

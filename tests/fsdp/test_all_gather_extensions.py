@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from extended_weights import Extended, Made, Rounded, RowScaled, Scaled, extend
+from extended_weights import Extended, Made, Rounded, RowScaled, Scaled, extend, precompute_scales
 from fsdp_scripts import extended
 from fsdp_scripts.run import Case, Outcome, Run, differences, with_
 from process_ranks import run_ranks, start_ranks
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import BOTH, build, full_parameters, largest_difference, optimizer_of, shard, train
+from training import BOTH, build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, train
 
 import odc
 from odc.fsdp_patch import guard
@@ -101,6 +102,54 @@ def test_what_travels_is_made_once_a_publication_and_not_for_each_gather() -> No
         num_weights = 4
         assert numbers == [2 * num_weights, 3 * num_weights, 4 * num_weights]  # one to know how much it is
         assert rounded < 0.7 * plain
+
+
+def made_with_scales(rank: int, world_size: int) -> list[list[int]]:
+    """How often within each step, with scales that are computed in a step hook, and behind the step."""
+    found = []
+    for in_hook in (True, False):
+        model = build(num_blocks=1, width=16)
+        extend(model.blocks, Scaled)
+        numbers = []
+        with odc.patch_fsdp(shard(model, world_size)):
+            optimizer = optimizer_of(model)
+            if in_hook:
+                optimizer.register_step_post_hook(lambda *_, model=model: precompute_scales(model))
+            for step in range(3):
+                Extended.evaluations = 0
+                loss_of(model, tokens(step, rank, 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                numbers.append(Extended.evaluations)
+                if not in_hook:
+                    precompute_scales(model)
+        found.append(numbers)
+    return found
+
+
+def test_scales_that_are_computed_in_a_step_hook_are_published_with_the_step() -> None:
+    num_weights = 2
+    for in_hook, behind in run_ranks(2, made_with_scales):
+        assert in_hook == [num_weights] * 3
+        assert behind == [num_weights, 2 * num_weights, 2 * num_weights]  # anew when the model is next used
+
+
+def killed(rank: int, world_size: int) -> None:
+    model = build(num_blocks=1, width=16)
+    extend(model.blocks, Scaled)
+    with odc.patch_fsdp(shard(model, world_size)) as session:
+        loss_of(model, tokens(0, rank, 0)).backward()
+        session.finish()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer_of(model).step()
+
+
+def test_a_rank_that_dies_before_a_collective_of_a_publication_is_named() -> None:
+    told, _ = start_ranks(2, killed).join(60)
+    assert told.error_type == "PeerDiedError", told
+    assert "rank 1 is dead: killed by signal 9" in (told.error or "")
+    assert told.seconds < 30
 
 
 CHANGING = [name for name in extended.CASES if name.endswith(("clamped", "changed on one", "behind the step"))]
