@@ -31,8 +31,10 @@ from training import full_parameters, largest_difference, wrap
 
 import odc
 from odc.bench.proof.chaos.script import AllTokens
+from odc.fsdp_patch.compat import torch_version
 
 DIM, HEADS, TOKENS, NUM_BLOCKS, WORLD_SIZE = 8, 2, 8, 2, 4
+TOLERANCE = 1e-9 if torch_version() >= (2, 10) else 1e-7  # plain FSDP2 of 2.9 is as far from one process
 WAYS = ("gather", "functional", "ulysses", "ring", "torch")
 ALL_GATHER = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)  # torch 2.13
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,7 +86,7 @@ def attention(way: str, group: dist.ProcessGroup) -> Attend:
         return causal(q, *(AllTokens.apply(x, 2, group) for x in (k, v)), group.rank())
 
     def by_functional_collectives(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return causal(q, *(ALL_GATHER(x, 2, group) for x in (k, v)), group.rank())
+        return causal(q, *(ALL_GATHER(x.contiguous(), 2, group) for x in (k, v)), group.rank())  # 2.9 wants dense ones
 
     def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return Ulysses.apply(causal(*(Ulysses.apply(x, 1, 2, group) for x in (q, k, v))), 2, 1, group)
@@ -229,7 +231,7 @@ def test_uneven_groups_that_share_samples_train_as_one_process(case: str, found:
     norms = train(model, way, counts, range(len(counts)), 5, False)
     expected = {name: value.detach().numpy() for name, value in {**norms, **dict(model.named_parameters())}.items()}
     for _, uneven in found:
-        assert largest_difference(uneven[case], expected) < 1e-9
+        assert largest_difference(uneven[case], expected) < TOLERANCE
 
 
 # Failures

@@ -153,8 +153,9 @@ def placement_over(mesh: DeviceMesh) -> Any:
 
 def divide_by_all(module: FSDPModule) -> None:
     module.set_gradient_divide_factor(dist.get_world_size())
-    if any(group.mesh_info.shard_mesh_size > 1 for group in param_groups(module)):
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other; torch divides twice where there is one rank
+    # Gloo has no other. Torch divides twice where there is one rank; 2.9 does reduce there.
+    if torch_version() < (2, 10) or any(group.mesh_info.shard_mesh_size > 1 for group in param_groups(module)):
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def shard(model: Net, layout: str) -> Net:
