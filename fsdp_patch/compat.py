@@ -19,9 +19,9 @@ Newer: torch 2.15 keeps the mixed precision policy with each parameter instead o
 without a ``reduce_dtype`` it reduces in the parameters' own dtype (``FsdpParam.grad_dtype``).
 
 The same in all five: what a process group of a mesh is called and how it counts its collectives
-(:mod:`odc.fsdp_patch.together`), how FSDP2 calls custom communication and the three functions that stage for it
-(:mod:`odc.fsdp_patch.fsdp2_in_place`), in which order it divides, the layout of ``reshard_after_forward=<int>``, and
-all that is used of FSDP1.
+(:mod:`odc.fsdp_patch.together`), how FSDP2 calls custom communication, the three functions that stage for it
+(:mod:`odc.fsdp_patch.fsdp2_in_place`) and all-gather extensions (:mod:`odc.fsdp_patch.fsdp2_extension`), in which order
+it divides, the layout of ``reshard_after_forward=<int>``, and all that is used of FSDP1.
 """
 
 from __future__ import annotations
