@@ -71,6 +71,8 @@ class Fsdp1Unit(Unit):
         self._zero = torch.zeros(1, dtype=shard.dtype, device=shard.device)
         self._sent_in: int | None = None  # autograd's number of a backward pass with a push that has not completed yet
         self._is_incomplete = False
+        self._is_touched = False  # by the minibatch that has ended
+        self._steps_in_backward = bool(self._state._handle._has_optim_in_backward)
 
     # What it is
 
@@ -217,6 +219,7 @@ class Fsdp1Unit(Unit):
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
         if not any(touched):
             return
+        self._is_touched = True
         flat = self.flat_param
         shard = flat._local_shard
         self._leave_replaced(mean)
@@ -230,6 +233,23 @@ class Fsdp1Unit(Unit):
         if self.handle._use_orig_params:
             flat._is_grad_none_mask[:] = [not p.requires_grad for p in flat._params]
             self.handle._use_sharded_grad_views()
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self._steps_in_backward
+
+    def call_hooks(self) -> None:
+        is_touched, self._is_touched = self._is_touched, False
+        for parameter in self.flat_param._params or () if is_touched else ():
+            optimizers = getattr(parameter, "_in_backward_optimizers", ())
+            for optimizer in optimizers:  # also of parameters of which this rank has no part: all ranks step as often
+                optimizer.step()
+            if optimizers:
+                parameter.grad = None
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        self._take_over_gradients()
 
     def resident(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(self.flat_param._local_shard, settled(self.flat_param.grad))]
@@ -340,6 +360,7 @@ class Fsdp1Unit(Unit):
 
         undo_methods = shadow(
             self.handle,
+            _has_optim_in_backward=False,  # it would step in each backward, see `call_hooks`
             _all_gather_flat_param=untraced(all_gather_flat_param, _COMMUNICATES),
             prepare_gradient_for_optim=untraced(prepare_gradient_for_optim, _COMMUNICATES),
             prepare_gradient_for_backward=self._before(self.handle.prepare_gradient_for_backward),
@@ -553,11 +574,6 @@ def _check_unit(unit: Fsdp1Unit) -> None:
     if unit.handle._keep_low_precision_grads:
         raise UnsupportedError(
             f"{where}: MixedPrecision(keep_low_precision_grads=True) is not supported: gradients are summed in float32"
-        )
-    if unit.handle._has_optim_in_backward:
-        raise UnsupportedError(
-            f"{where}: an optimizer in backward is not supported; under ODC a gradient is final only at the end of the "
-            "minibatch"
         )
     if unit.trainable_parameters() and unit.grad_dtype not in GRADIENT_DTYPES:
         raise UnsupportedError(

@@ -96,7 +96,6 @@ def _check_unit(unit: Fsdp2Unit) -> None:
             )
         if param.extension is not None:
             _check_extension(unit, param.name, param.extension, where)
-    unit.check_hooks()
     if unit.process_group.size() == 1 and unit.replica_group is not None:
         logger.warning(
             "odc: %s is sharded over one rank and replicated, and is left to FSDP2: it all-reduces these gradients in "

@@ -119,14 +119,6 @@ class FsdpParam:
         if self._hidden is not None:
             self.sharded._post_accumulate_grad_hooks, self._hidden = self._hidden, None
 
-    def check_hooks(self, where: str) -> None:
-        """Refuse an optimizer in backward: nothing but its hooks would end a minibatch."""
-        if any(reaches_optimizer(hook) for hook in self.hooks.values()):
-            raise UnsupportedError(
-                f"{where}: parameter {self.name!r} has register_post_accumulate_grad_hook (optimizer in backward); "
-                "under ODC a gradient is final only at the end of the minibatch"
-            )
-
     def describe(self) -> str:
         """One line that is equal on two ranks exactly if the parameters are."""
         frozen = "" if self.sharded.requires_grad else ", frozen"

@@ -29,7 +29,7 @@ from odc.config import STAGING as STAGING_VARIABLE
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import is_tested, mp_policy, param_groups
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
-from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients
+from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients, reaches_optimizer
 from odc.fsdp_patch.pending import stand_alone
 from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, shadow, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
@@ -391,9 +391,9 @@ class Fsdp2Unit(Unit):
     def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
         return self.trainable[index].as_dtensor(local)
 
-    def check_hooks(self) -> None:
-        for param in self.trainable:
-            param.check_hooks(f"unit {self.name!r}")
+    @property
+    def steps_in_backward(self) -> bool:
+        return any(reaches_optimizer(hook) for param in self.trainable for hook in param.hooks.values())
 
     def call_hooks(self) -> None:
         touched, self._touched = self._touched, []

@@ -126,6 +126,9 @@ class Listener:
     def leaves_backward(self) -> None:
         """It has ended, or failed."""
 
+    def after_backward(self) -> None:
+        """It has ended well."""
+
     def explain(self, error: RuntimeError, what: str, waited_s: float) -> RuntimeError | None:
         """What is behind an error of a collective; None if that is not known here."""
         return None
@@ -213,10 +216,13 @@ class Listeners:
         for listener in listeners:
             listener.enters_backward()
         try:
-            return self.explaining("a collective of a backward", call)
+            result = self.explaining("a collective of a backward", call)
         finally:
             for listener in listeners:
                 listener.leaves_backward()
+        for listener in self.all():
+            listener.after_backward()
+        return result
 
     def explaining(self, what: str, call: Callable[[], T]) -> T:
         """``call``, in which collectives may fail; what it returns. Raises as :meth:`run_collective`."""

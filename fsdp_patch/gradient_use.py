@@ -19,6 +19,7 @@ from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP, listening
 from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher, SinceEnd
+from odc.fsdp_patch.turns import UnitStep
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
@@ -31,7 +32,7 @@ _CLEARING_OF_MODULES = "Module.zero_grad"
 class Owner(Protocol):
     """The session, which keeps its :class:`GradientUse` and is not kept by it."""
 
-    def finish(self) -> None:
+    def finish(self, step: UnitStep | None = None) -> None:
         """End the minibatch for a step."""
         ...
 
@@ -120,7 +121,8 @@ class GradientUse(Listener):
         self._state = runtime.state
         self.is_deterministic = runtime.config.deterministic
         self._began = 0.0  # the last forward, on the monotonic clock
-        self._in_hooks = False
+        self.steps_in_backward = False
+        """Hooks of the script step its optimizers, so that each backward ends a minibatch, as under plain FSDP."""
         self.in_block = False
         """Inside ``with session.minibatch()``, which ends it."""
         self.weak_data_of: Use = _weakly(self.data_of)
@@ -195,7 +197,10 @@ class GradientUse(Listener):
         self._cleared_full.clear()
 
     def installed(self, has_gradients: bool) -> None:
-        """The gradients of the minibatch are in ``.grad``. ``has_gradients``: any rank had some."""
+        """The gradients of the minibatch are in ``.grad``, or were used. ``has_gradients``: any rank had some."""
+        if self._publisher.since.has_used(self._publisher.all_trainable) and self._publisher.gradients_are_cleared():
+            self._publisher.publish_all()
+            self._expect_next(none=True)
         self._publisher.since.has_gradients = has_gradients and not self._publisher.gradients_are_cleared()
         if self.is_by_hand and not self._publisher.ever_stepped:
             self._expect_next()  # no step will tell that they are used
@@ -301,15 +306,6 @@ class GradientUse(Listener):
             "end of an epoch, a loss that is not finite): as odc.session_of(model).discard() does"
         )
 
-    @contextmanager
-    def calling_hooks(self) -> Iterator[None]:
-        """Around hooks of the script, which may look at gradients."""
-        self._in_hooks = True
-        try:
-            yield
-        finally:
-            self._in_hooks = False
-
     def begin_forward(self, *, is_method: bool) -> None:
         """A forward, or a method that is one, has begun before this object was told of such."""
         self._in_forward = not is_method
@@ -392,17 +388,11 @@ class GradientUse(Listener):
         """End the minibatch for who asks for the gradients of ``owned``, unless they are final."""
         if not owned:
             return
-        if self._in_hooks and what == STEP:
-            raise UnsupportedError(
-                "optimizer.step in a hook of register_post_accumulate_grad_hook (optimizer in backward): under ODC a "
-                "gradient is final only at the end of the minibatch, where these hooks are called. Step behind the "
-                "backward"
-            )
-        if self.in_block:
-            raise self._runtime.refusal(
-                f"{what} inside the minibatch: gradients are final only after it. Move it behind the `with "
-                "session.minibatch():` block, or call session.finish() before it."
-            )
+        if (turn := self._publisher.turn) is not None:
+            if what == STEP and not turn.is_step_by_unit:
+                self._check_step_in_hook(turn.unit, owned)
+            return
+        self._refuse_in_block(what)
         use = (what, frozenset(owned))
         if (
             self._runtime.state.phase is Phase.FINISHED
@@ -418,12 +408,53 @@ class GradientUse(Listener):
                 "(odc.session_of(model) finds the session).",
                 UnsupportedError,
             )
+        self._finish(what, reader)
+        self._publisher.since.uses.add(use)
+
+    def _finish(self, what: str, reader: Reader | None = None, step: UnitStep | None = None) -> None:
         self._ending = (what, reader)
         try:
-            self._live_session().finish()
+            self._live_session().finish(step)
         finally:
             self._ending = ("", None)
-        self._publisher.since.uses.add(use)
+
+    def _refuse_in_block(self, what: str) -> None:
+        if self.in_block:
+            raise self._runtime.refusal(
+                f"{what} inside the minibatch: gradients are final only after it. Move it behind the `with "
+                "session.minibatch():` block, or call session.finish() before it."
+            )
+
+    def _check_step_in_hook(self, unit: int | None, owned: set[int]) -> None:
+        if unit is None or not self._units[unit].steps_in_backward:
+            raise UnsupportedError(
+                "optimizer.step in a hook of register_post_accumulate_grad_hook (optimizer in backward), which does "
+                "not show that it steps: it has no optimizer in its closure, arguments, object or global names. Let "
+                "it have one, or call odc.step_by_unit(model, optimizers) behind the last backward in its place"
+            )
+        if not owned <= self._publisher.trainable[unit]:
+            raise UnsupportedError(
+                f"optimizer.step in a hook of register_post_accumulate_grad_hook (optimizer in backward) of unit "
+                f"{self._units[unit].name!r}: the optimizer has parameters of other units, whose gradients are not "
+                "there. Make an optimizer for each parameter, or call odc.step_by_unit(model, optimizer) behind the "
+                "last backward in place of the hook"
+            )
+
+    def step_by_unit(self, what: str, step: UnitStep) -> None:
+        """End the minibatch with ``step``.
+
+        Raises:
+            MisuseError: inside ``with session.minibatch()``, or it has ended.
+        """
+        self._refuse_in_block(what)
+        is_over = self._runtime.state.phase is Phase.FINISHED
+        if self._units and is_over and not self._is_next_minibatch(self._publisher.all_trainable, STEP):
+            raise self._runtime.refusal(
+                f"{what} behind the end of minibatch {self._runtime.minibatch}: all its gradients are in .grad already "
+                "(something has clipped, unscaled or used them, or session.finish() was called). Let it clip "
+                "(max_norm=...), and call it in place of what asks for gradients; or call optimizer.step()"
+            )
+        self._finish(what, step=step)
 
     def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
@@ -437,6 +468,8 @@ class GradientUse(Listener):
         return since.has_used(owned) or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        if self._publisher.turn is not None:
+            return
         owned = self._publisher.owned(tensors)
         if self._runtime.state.phase is not Phase.OPEN:
             if what == _CLEARING_OF_MODULES:  # it would not reach these, see [Note: Full parameters]
@@ -467,6 +500,9 @@ class GradientUse(Listener):
             return
         full = (self._publisher.sharded(tensor) for tensor in tensors)
         self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
+        if self._publisher.turn is not None:
+            self._publisher.since.cleared |= owned
+            return
         if self._runtime.state.phase is Phase.FINISHED:
             self._publisher.after_clearing(owned)
         if self._runtime.state.phase is not Phase.FINISHED or self._publisher.gradients_are_cleared():
@@ -481,6 +517,9 @@ class GradientUse(Listener):
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         self._num_steps += bool(owned)
+        if (turn := self._publisher.turn) is not None:
+            turn.stepped |= owned & (self._publisher.trainable[turn.unit] if turn.unit is not None else set())
+            return
         if owned and self._runtime.state.phase is Phase.FINISHED:
             self._used(owned)
 
@@ -505,6 +544,11 @@ class GradientUse(Listener):
 
     def leaves_backward(self) -> None:
         self._state.leave_backward()
+
+    def after_backward(self) -> None:
+        is_due = self.steps_in_backward and not (self.is_in_backward or self.in_block)
+        if is_due and self._runtime.state.pushed:
+            self._finish(STEP)
 
     def explain(self, error: RuntimeError, what: str, waited_s: float) -> RuntimeError | None:
         return self._runtime.explain(error, what, waited_s)

@@ -53,6 +53,18 @@ class SinceEnd:
         return not (self.stepped.isdisjoint(owned) and self.cleared.isdisjoint(owned))
 
 
+@dataclass
+class Turn:
+    """The gradient of one unit is final, and those of the others are not there, see [Note: Turns] in ``turns.py``."""
+
+    is_step_by_unit: bool
+    """An optimizer of several units may step: it finds the gradients of this one only."""
+    unit: int | None = None
+    """None: before the first unit, or behind the last one."""
+    stepped: set[int] = field(default_factory=set)
+    """Parameters of this unit that an optimizer has updated, by id."""
+
+
 class Publisher:
     """Publishes the units of one session, and knows what of them an optimizer has updated."""
 
@@ -78,6 +90,7 @@ class Publisher:
         self._has_changed_quietly = False  # such that torch had counted nothing
         self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.is_publishing = False
+        self.turn: Turn | None = None
         self.all_changed = False
         """The published parameters were changed, whether anything on this rank tells of it or not."""
 
@@ -122,18 +135,21 @@ class Publisher:
         """Parameters that were trainable when the model was patched, and are not now."""
         return [p for parameters in self._parameters for p in parameters if not p.requires_grad]
 
-    def after_step(self, owned: set[int]) -> None:
+    def after_step(self, owned: set[int], only: int | None = None) -> None:
         """Publish at once every unit whose trainable parameters have all been updated, or will not be.
 
         At once, not at the next gather: else a fast rank would wait for a slow one's first forward; and for good, if
         that one has no microbatch and itself waits for the fast one in a collective of the script. A unit that is split
         between optimizers waits for the last of them. Parameters in no optimizer are not waited for, unless they are
         changed by hand.
+
+        Args:
+            only: this unit; the others have yet to have their turns.
         """
         self.since.stepped |= owned
         self.ever_stepped |= owned
         for index, trainable in enumerate(self.trainable):
-            if self._runtime.state.is_published(index):
+            if self._runtime.state.is_published(index) or only not in (None, index):
                 continue
             if trainable <= self.since.stepped or self._awaited(trainable) <= self.since.stepped:
                 self._publish(index, lockstep=True)
@@ -219,7 +235,9 @@ class Publisher:
     def publish_stepped_by_hand(self) -> None:
         """Publish all if the minibatch has ended, and the script, which has no optimizer, has changed parameters. What
         it changes yet is published anew."""
-        if self._runtime.state.phase is not Phase.FINISHED or not self.all_trainable.isdisjoint(self._held()):
+        if self.turn is not None or self._runtime.state.phase is not Phase.FINISHED:
+            return
+        if not self.all_trainable.isdisjoint(self._held()):
             return  # an optimizer may be in the middle of its step, with collectives of its own
         if self.stepped_by_hand(self.all_trainable):
             self.publish_all()

@@ -23,6 +23,7 @@ from odc.fsdp_patch.interception import listen, listening
 from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
+from odc.fsdp_patch.turns import Turns, UnitStep
 from odc.fsdp_patch.unit import Unit, check_backward_complete, describe_meshes
 from odc.items.item_exchange import ItemExchange
 from odc.minibatch.fences import pass_fences
@@ -124,6 +125,7 @@ class Session:
         self._guard = Guard(self._units, runtime)
         self._publisher = Publisher(self._units, runtime, self._guard)
         self._gradients = GradientUse(self, self._publisher, runtime, self._units)
+        self._turns = Turns(self._units, runtime, self._publisher)
 
     def start(self, model: nn.Module) -> None:
         """Publish the parameters as they are and enter the model. Called by :func:`patch_fsdp`."""
@@ -209,17 +211,20 @@ class Session:
         if self._runtime.state.phase is Phase.OPEN:
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self, step: UnitStep | None = None) -> None:
         """End the minibatch: gradients are final when this returns.
 
         Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
         ``optimizer.step`` and using the data of a ``.grad`` after a backward do it by themselves.
+
+        Args:
+            step: for :func:`odc.step_by_unit`.
         """
         self._require_open()
         with self._runtime.reporting:
             check_backward_complete(self._units)
         self._gradients.end_if_cleared()
-        self._end_minibatch(EndKind.USE)
+        self._end_minibatch(EndKind.USE, step)
 
     def discard(self) -> None:
         """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
@@ -231,8 +236,9 @@ class Session:
         self._end_minibatch(EndKind.DISCARD)
         self._publisher.publish_all(lockstep=True)
 
-    def _end_minibatch(self, kind: EndKind) -> None:
-        """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``."""
+    def _end_minibatch(self, kind: EndKind, step: UnitStep | None = None) -> None:
+        """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``, or used by
+        ``step``."""
         self._require_open()
         self.publish_changed()
         if self._runtime.state.phase is not Phase.OPEN:
@@ -247,15 +253,13 @@ class Session:
             self._gradients.ended(ends)
             for unit in self._units:
                 unit.discard_gathered()
-            without = self._install_gradients() if kind is EndKind.USE else self._units
-            self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does before its step
+            self._alone.end(is_discarded=kind is EndKind.DISCARD)
+            without = self._turns.take(step) if kind is EndKind.USE else self._units
             for unit in self._units:
                 unit.settle()
-            self._alone.end(is_discarded=kind is EndKind.DISCARD)
             self._gradients.installed(len(without) < len(self._units))
-        with self._gradients.calling_hooks():
-            for unit in self._units:
-                unit.call_hooks()
+            if self._runtime.state.phase is Phase.FINISHED:
+                self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does next
         if kind is EndKind.USE and not self._has_warned and self._runtime.topology.rank == 0:
             self._warn_of_unsent([unit.name for unit in without if unit.holds_unsent])
 
@@ -276,18 +280,6 @@ class Session:
             frame.f_lineno,
         )
 
-    def _install_gradients(self) -> list[Unit]:
-        """Returns the units of which no rank has sent gradients."""
-        without = []
-        for index, unit in enumerate(self._units):
-            own, spec = self._runtime.gradient(index), self._runtime.units[index]
-            result = unit.final_sum(own, spec, self._runtime.config.accumulate_dtype)
-            if result is None:
-                without.append(unit)
-            else:  # Memory of its own: the sum is the other ranks' again as soon as this unit is published.
-                unit.install(torch.div(result.total, unit.divide_factor), result.touched)
-        return without
-
     def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
         """End the minibatch in the shard groups, and then among the replicas; how each rank of them has ended it."""
         self._runtime.finish(End(kind, self._gradients.notes()))
@@ -301,9 +293,9 @@ class Session:
         self._publisher.publish_all()
         if not self._gradients.is_in_backward:
             self.publish_changed()
-        for index, unit in enumerate(self._units):
-            unit.check_hooks()
+        for index in range(len(self._units)):
             self._guard.compare(index)
+        self._gradients.steps_in_backward = any(unit.steps_in_backward for unit in self._units)
         self._runtime.begin()
 
     def publish(self) -> None:

@@ -192,18 +192,20 @@ class Unit(ABC):
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         """As :meth:`beside`, parameter by parameter, with their names."""
 
-    def check_hooks(self) -> None:
-        """Refuse hooks behind the accumulation of a gradient that step an optimizer. FSDP1 never calls those of its
-        original parameters that are set after its initialisation.
-
-        Raises:
-            UnsupportedError: naming the parameter and the hook.
-        """
-        return
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether hooks behind the accumulation of its gradients step an optimizer (optimizer in backward). FSDP1 never
+        calls those of its original parameters, but has a way of its own."""
+        return False
 
     def call_hooks(self) -> None:
-        """Call the others, with the gradients of the minibatch that has ended."""
+        """Call the hooks behind the accumulation of its gradients, with those of the minibatch that has ended."""
         return
+
+    def clear_gradients(self) -> None:
+        """Free the gradients of its trainable parameters."""
+        for parameter in self.trainable_parameters():
+            parameter.grad = None
 
     @property
     @abstractmethod

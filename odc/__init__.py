@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SetupError,
         UnsupportedError,
     )
-    from odc.fsdp_patch import Session, patch_fsdp, session_of
+    from odc.fsdp_patch import Session, patch_fsdp, session_of, step_by_unit
     from odc.items.channel import ItemStats
     from odc.items.item_exchange import ItemExchange
     from odc.items.rounds import Round
@@ -57,6 +57,7 @@ __all__ = [
     "__version__",
     "patch_fsdp",
     "session_of",
+    "step_by_unit",
 ]
 
 # Loaded on first use: odc.balance needs numpy only, and should not pay for torch; nobody should pay for FSDP before
@@ -83,6 +84,7 @@ _HOMES = {
     "UnsupportedError": "odc.errors",
     "patch_fsdp": "odc.fsdp_patch",
     "session_of": "odc.fsdp_patch",
+    "step_by_unit": "odc.fsdp_patch",
 }
 
 __getattr__, __dir__ = lazy(__name__, _HOMES, __all__)

@@ -17,7 +17,7 @@ from odc.liveness.leaving import Closable
 from odc.minibatch.partners import Counts
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
-from odc.minibatch.state import JointState
+from odc.minibatch.state import JointState, Phase
 from odc.setup.agreement import Exchange, raise_together
 from odc.timeline import Stats, Timeline
 from odc.transports.base import Transport
@@ -123,7 +123,8 @@ class JointRuntime(Runtime):
 
     def open_sums(self) -> None:
         for one in self.meshes:
-            Runtime.open_sums(one)
+            if one._protocol.state.phase is Phase.FINISHED:  # else all units of that mesh are published
+                Runtime.open_sums(one)
 
     @property
     def ends(self) -> list[End]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fsdp_scripts import ends, extended, hybrid, kept, loops, models, reading
+from fsdp_scripts import by_unit, ends, extended, hybrid, kept, loops, models, reading
 from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
 from fsdp_scripts.run import Case, Run, differences, with_
 from process_ranks import run_ranks
@@ -60,6 +60,7 @@ LOOPS: dict[str, Case] = {
     **reading.CASES,
     **reading.FSDP2_CASES,
     **kept.CASES,
+    **by_unit.FSDP2_CASES,
 }
 if torch_version() < (2, 10):  # plain FSDP2 hangs in them
     del LOOPS["gradients scaled in a compiled function"], LOOPS["compiled step"]

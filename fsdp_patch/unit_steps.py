@@ -1,0 +1,262 @@
+"""The step of a minibatch, unit by unit: never the gradients of more than one unit (:mod:`odc.fsdp_patch.turns`).
+
+[Note: One optimizer for all] The optimizers of ``torch.optim`` keep what they know of a parameter by that parameter, and
+leave out those without a gradient. So one of them that holds the whole model may step once for each unit, while all
+other units have no gradients: that is one step. Others count steps, or measure the model, for all parameters at once;
+so would a hook of the step. They have to hold parameters of one unit only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from odc.errors import MisuseError, OdcError, UnsupportedError
+from odc.fsdp_patch.gradient_use import GradientUse
+from odc.fsdp_patch.interception import listening, parameters_of
+from odc.fsdp_patch.pending import settled
+from odc.fsdp_patch.session import Session, find_session, open_sessions, session_of
+from odc.fsdp_patch.turns import Turns
+from odc.fsdp_patch.unit import Unit
+
+Optimizers = (
+    torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[nn.Parameter, torch.optim.Optimizer]
+)
+_NAME = "odc.step_by_unit"
+
+
+def step_by_unit(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    skip_nonfinite: bool = False,
+) -> torch.Tensor | None:
+    """End the minibatch with a step of each FSDP unit in turn, so that no more than one unit's gradients are in memory.
+
+    In place of clipping, ``optimizer.step()`` and ``zero_grad()``, with the same result. For each unit: its final
+    gradient is put into ``.grad``, clipped, used by its optimizers, freed; then the next one. Every rank must call it,
+    also one that had no microbatch. What fails in the middle ends the job on all ranks.
+
+    Args:
+        model: patched, or a part of a patched model: all of that steps.
+        optimizers: which together hold all trainable parameters: one, several, or by parameter. One of ``torch.optim``
+            without hooks may hold any of them; it steps once for each unit. Others must hold parameters of one unit
+            each. What they hold outside of all units steps last.
+        max_norm: scale the gradients down to this norm of all of them together, as ``clip_grad_norm_`` does. With
+            ``inf`` the norm is computed, and nothing scaled.
+        norm_type: p of the norm, or ``inf``.
+        skip_nonfinite: where the norm is not finite, take no step, on all ranks.
+
+    Returns:
+        The norm before clipping, a tensor without dimensions; None without ``max_norm``.
+
+    Raises:
+        UnsupportedError: an optimizer holds parameters of several units, or of another patched model.
+        MisuseError: no optimizer holds some parameter, gradients of an earlier minibatch are in ``.grad``, or something
+            has asked for those of this one. As above nothing was changed.
+        OdcError: the model is not patched.
+
+    Example:
+        >>> session = odc.patch_fsdp(model)
+        >>> for microbatches in minibatches:
+        ...     for microbatch in microbatches:
+        ...         loss(model, microbatch).backward()
+        ...     norm = odc.step_by_unit(model, optimizer, max_norm=1.0)
+        >>> session.memory().gradients
+        0
+        >>> session.close()
+    """
+    if skip_nonfinite and max_norm is None:
+        raise ValueError("skip_nonfinite asks for a norm: give max_norm; float('inf') scales nothing")
+    session = find_session(model)
+    if session is None:  # under `odc run`, on a rank that has had no microbatch
+        for listener in listening():
+            if not isinstance(listener, GradientUse):
+                listener.before_reading(_NAME, list(model.parameters()))
+        session = session_of(model)
+    norms = None if max_norm is None else _Norms(session, norm_type)
+    step = _Step(session, _flat(optimizers), norms, max_norm or 0.0, skip_nonfinite)
+    session._gradients.step_by_unit(_NAME, step)
+    return step.norm
+
+
+def _flat(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """Each once."""
+    if isinstance(optimizers, Mapping):
+        optimizers = optimizers.values()
+    found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ValueError(f"{_NAME} expects optimizers of torch.optim.Optimizer, got {type(one).__name__}")
+    return list({id(one): one for one in found}.values())
+
+
+class _Step:
+    """One of a session."""
+
+    def __init__(
+        self,
+        session: Session,
+        optimizers: Sequence[torch.optim.Optimizer],
+        norms: _Norms | None,
+        max_norm: float,
+        skip_nonfinite: bool,
+    ) -> None:
+        self._units = session._units
+        self._norms, self._max_norm, self._skip_nonfinite = norms, max_norm, skip_nonfinite
+        self._optimizers: list[list[torch.optim.Optimizer]] = [[] for _ in range(len(self._units) + 1)]  # by unit; rest
+        self._rest: list[torch.Tensor] = []
+        self._aside: list[torch.Tensor | None] = []  # the gradients of the rest
+        self.norm: torch.Tensor | None = None
+        self._is_skipped = False
+        try:
+            self._assign(session, optimizers)
+        except OdcError as error:
+            raise session._runtime.refusal(str(error), type(error)) from None
+
+    def _assign(self, session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        trainable = [[p for p in unit.trainable_parameters() if p.requires_grad] for unit in self._units]
+        unit_of = {id(p): index for index, parameters in enumerate(trainable) for p in parameters}
+        others = [one._publisher for one in open_sessions() if one is not session]
+        rest = dict[int, torch.Tensor]()
+        held = set[int]()
+        for optimizer in optimizers:
+            parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+            if any(publisher.owned(parameters) for publisher in others):
+                raise UnsupportedError(
+                    f"{_NAME}: an optimizer ({type(optimizer).__name__}) has parameters of another patched model. Make "
+                    "one for each model, and call it for each"
+                )
+            places = sorted({unit_of.get(id(p), len(self._units)) for p in parameters})
+            if len(places) > 1 and not _is_by_parameter(optimizer):
+                names = [*(repr(unit.name) for unit in self._units), "no unit"]
+                raise UnsupportedError(
+                    f"{_NAME}: an optimizer ({type(optimizer).__name__}) has parameters of units {names[places[0]]} and "
+                    f"{names[places[1]]}. Only those of torch.optim without hooks may step once for each unit. Make "
+                    "one for each parameter: {p: Optimizer([p]) for p in model.parameters()}"
+                )
+            for place in places:
+                self._optimizers[place].append(optimizer)
+            rest.update({id(p): p for p in parameters if id(p) not in unit_of})
+            held.update(map(id, parameters))
+        self._rest.extend(rest.values())
+        for unit, own in zip(self._units, trainable, strict=True):
+            if left := sum(id(p) not in held for p in own):
+                raise MisuseError(
+                    f"{_NAME}: {left} trained parameters of unit {unit.name!r} are in none of the optimizers, and their "
+                    "gradients would be dropped. Give all optimizers at once, or set requires_grad = False"
+                )
+            if any(settled(p.grad) is not None for p in own):
+                raise MisuseError(
+                    f"{_NAME}: gradients of an earlier minibatch are in .grad of unit {unit.name!r}. Clear them before "
+                    "the first backward (zero_grad(), with set_to_none=True); this function clears those that it uses"
+                )
+
+    def begin(self, turns: Turns) -> None:
+        self._aside = [p.grad for p in self._rest]
+        if self._norms is not None:
+            self._norms.add(self._rest, None)
+        for parameter in self._rest:  # else they would step with each unit
+            parameter.grad = None
+        if self._norms is None:
+            return
+        for index, unit in enumerate(self._units):
+            turns.make(index, will_be_made_again=True)
+            self._norms.add(unit.trainable_parameters(), unit)
+            unit.clear_gradients()
+        self.norm = self._norms.total()
+        self._is_skipped = self._skip_nonfinite and not bool(torch.isfinite(self.norm))
+
+    def use(self, index: int) -> None:
+        self._use(self._units[index].trainable_parameters(), self._optimizers[index])
+
+    def end(self) -> None:
+        for parameter, gradient in zip(self._rest, self._aside, strict=True):
+            parameter.grad = gradient
+        self._use(self._rest, self._optimizers[-1])
+        for parameter in self._rest:
+            parameter.grad = None
+
+    def _use(self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self._is_skipped:
+            return
+        if self.norm is not None and not math.isinf(self._max_norm):
+            scale = torch.clamp(self._max_norm / (self.norm + 1e-6), max=1.0)  # as clip_grad_norm_ does
+            gradients = [gradient for p in parameters if (gradient := _gradient_of(p)) is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """See [Note: One optimizer for all]."""
+    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of it."""
+    gradient = parameter.grad
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+class _Norms:
+    """The norm of all gradients of a model: of each parameter's part here, of these together, of those of all ranks."""
+
+    def __init__(self, session: Session, norm_type: float) -> None:
+        self._runtime = session._runtime
+        self._order = norm_type
+        units = (*session._units, *session._alone.units)
+        self._device = units[0].device if units else torch.device("cpu")
+        self._parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}  # by who have the other parts
+
+    def add(self, parameters: Sequence[torch.Tensor], unit: Unit | None) -> None:
+        for parameter in parameters:
+            norms = self._parts.setdefault(_spread_over(parameter, unit), [])  # also if this rank has no part
+            gradient = _gradient_of(parameter)
+            if gradient is not None and gradient.numel():
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(gradient, self._order, dtype=dtype))
+
+    def total(self) -> torch.Tensor:
+        """Collective."""
+        found = []
+        for groups, norms in self._parts.items():
+            norm = self._together(norms)
+            for group in groups:
+                norm = self._over(group, norm)
+            found.append(norm)
+        return self._together(found)
+
+    def _together(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not norms:
+            return torch.zeros((), device=self._device)
+        return torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]), self._order)
+
+    def _over(self, group: dist.ProcessGroup, norm: torch.Tensor) -> torch.Tensor:
+        if group.size() == 1:
+            return norm
+        is_largest = math.isinf(self._order)
+        total = norm.clone() if is_largest else norm.pow(self._order)
+        op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        ranks = dist.get_process_group_ranks(group)
+        work = dist.all_reduce(total, op, group, async_op=True)
+        assert work is not None
+        self._runtime.wait_for_work(work, f"norm of the gradients, with ranks {ranks}", ranks, on_host=total.is_cpu)
+        return total if is_largest else total.pow(1.0 / self._order)
+
+
+def _spread_over(parameter: torch.Tensor, unit: Unit | None) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that have parts of a parameter, each other ones; not those that have copies."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return () if unit is None else (unit.process_group,)
