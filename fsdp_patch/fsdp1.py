@@ -72,7 +72,7 @@ class Fsdp1Unit(Unit):
         self._sent_in: int | None = None  # autograd's number of a backward pass with a push that has not completed yet
         self._is_incomplete = False
         self._is_touched = False  # by the minibatch that has ended
-        self._steps_in_backward = bool(self._state._handle._has_optim_in_backward)
+        self._steps_in_backward = bool(vars(self.handle)["_has_optim_in_backward"])
 
     # What it is
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from odc.minibatch.state import Phase
 
 BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
+Step = TypeVar("Step", bound=UnitStep)
 
 
 class Owner(Protocol):
@@ -440,8 +441,8 @@ class GradientUse(Listener):
                 "last backward in place of the hook"
             )
 
-    def step_by_unit(self, what: str, step: UnitStep) -> None:
-        """End the minibatch with ``step``.
+    def step_by_unit(self, what: str, make: Callable[[], Step]) -> Step:
+        """End the minibatch with the step that ``make`` returns.
 
         Raises:
             MisuseError: inside ``with session.minibatch()``, or it has ended.
@@ -454,7 +455,9 @@ class GradientUse(Listener):
                 "(something has clipped, unscaled or used them, or session.finish() was called). Let it clip "
                 "(max_norm=...), and call it in place of what asks for gradients; or call optimizer.step()"
             )
+        step = make()
         self._finish(what, step=step)
+        return step
 
     def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had

@@ -8,6 +8,7 @@ so would a hook of the step. They have to hold parameters of one unit only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -82,9 +83,8 @@ def step_by_unit(
                 listener.before_reading(_NAME, list(model.parameters()))
         session = session_of(model)
     norms = None if max_norm is None else _Norms(session, norm_type)
-    step = _Step(session, _flat(optimizers), norms, max_norm or 0.0, skip_nonfinite)
-    session._gradients.step_by_unit(_NAME, step)
-    return step.norm
+    make = functools.partial(_Step, session, _flat(optimizers), norms, max_norm or 0.0, skip_nonfinite)
+    return session._gradients.step_by_unit(_NAME, make).norm
 
 
 def _flat(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -158,6 +158,8 @@ class _Step:
                     f"{_NAME}: gradients of an earlier minibatch are in .grad of unit {unit.name!r}. Clear them before "
                     "the first backward (zero_grad(), with set_to_none=True); this function clears those that it uses"
                 )
+        if self._norms is not None:
+            _check_meshes([*zip(self._units, trainable, strict=True), (None, self._rest)])
 
     def begin(self, turns: Turns) -> None:
         self._aside = [p.grad for p in self._rest]
@@ -194,6 +196,24 @@ class _Step:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].device))
         for optimizer in optimizers:
             optimizer.step()
+
+
+def _check_meshes(parts: Sequence[tuple[Unit | None, Sequence[torch.Tensor]]]) -> None:
+    """Refuse a norm where no mesh tells whether ranks beyond it have copies of a parameter, or others (experts)."""
+    found = dict[frozenset[int], str]()
+    for unit, parameters in parts:
+        name = "no unit" if unit is None else f"unit {unit.name!r}"
+        for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values():
+            found.setdefault(frozenset(mesh.mesh.flatten().tolist()), name)
+        if unit is not None and any(not isinstance(p, DTensor) for p in parameters):
+            found.setdefault(frozenset(dist.get_process_group_ranks(unit.process_group)), name)
+    if len(found) > 1:
+        (one, name), (other, other_name), *_ = ((sorted(ranks), name) for ranks, name in found.items())
+        raise UnsupportedError(
+            f"{_NAME} with max_norm: parameters of {name} are on a mesh of ranks {one}, those of {other_name} on one of "
+            f"{other}, and whether other ranks have copies or other parameters is not known here. Leave max_norm out; or "
+            "clip as your script does, and call optimizer.step()"
+        )
 
 
 def _is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
@@ -239,7 +259,8 @@ class _Norms:
     def _together(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         if not norms:
             return torch.zeros((), device=self._device)
-        return torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]), self._order)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(self._device) for one in norms]), self._order)
+        return norm
 
     def _over(self, group: dist.ProcessGroup, norm: torch.Tensor) -> torch.Tensor:
         if group.size() == 1:

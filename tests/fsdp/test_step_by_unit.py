@@ -1,0 +1,378 @@
+"""Layer 3: ranks as processes. Steps unit by unit: memory, ranks without microbatches, replicas, meshes, what is
+refused, and what fails in the middle. The same loops as under plain FSDP are scripts: ``fsdp_scripts/by_unit.py``."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import test_several_meshes as meshes
+import torch
+from fsdp_scripts import by_unit
+from process_ranks import run_ranks, start_ranks
+from test_fsdp2_hybrid import FULL_PRECISION, shard_hybrid, unused_on_host_1
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.optim import _apply_optimizer_in_backward
+from training import (
+    BOTH,
+    TOLERANCE,
+    build,
+    each_way,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    gradient_now,
+    largest_difference,
+    loss_of,
+    num_tokens,
+    optimizer_of,
+    reference,
+    shard,
+    tokens,
+    wrap,
+)
+
+import odc
+from odc.fsdp_patch.automatic import AutomaticPatching
+from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit
+
+STEPS, WEIGHT = 4, 0.02
+
+
+def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight: float = WEIGHT) -> None:
+    (loss_of(model, tokens(step, rank, microbatch)) * weight).backward()
+
+
+# Ranks with other numbers of microbatches, against one process in float64
+
+
+def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict[str, Any]:
+    """The loop of :func:`training.train`."""
+    options = unused_on_host_1 if kind in ("hsdp", "int") else lambda *_: {}
+    if kind == "fsdp1":
+        model: Any = wrap(build(), use_orig_params=True)
+    elif kind == "fsdp2":
+        model = shard(build(), world_size)
+    else:
+        model = shard_hybrid(build(), rank, world_size, kind, FULL_PRECISION)
+    session = odc.patch_fsdp(model, deterministic=kind == "hsdp")
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        scale = world_size / num_tokens(step, counts)
+        for m in range(counts[rank]):
+            (loss_of(model, tokens(step, rank, m), **options(step, rank, m)) * scale).backward()
+        odc.step_by_unit(model, optimizer, max_norm=0.5)
+        assert session.memory().gradients == 0
+    assert session.stats().minibatches == STEPS
+    session.close()
+    return full_parameters_of_fsdp1(model) if kind == "fsdp1" else full_parameters(model)
+
+
+def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> list[dict[str, Any]]:
+    return each_way(BOTH if kind in ("fsdp2", "hsdp") else BOTH[:1], uneven, rank, world_size, kind, counts)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "hsdp", "int"])
+def test_the_numbers_are_those_of_one_process_whatever_each_rank_has(kind: str) -> None:
+    counts = [3, 0, 1, 2] if kind in ("hsdp", "int") else [3, 0, 1]
+    options = unused_on_host_1 if len(counts) == 4 else lambda *_: {}
+    expected = reference(counts, STEPS, options)  # type: ignore[arg-type]
+    for ours in run_ranks(len(counts), uneven_each_way, kind, counts, timeout_s=180)[0]:
+        assert largest_difference(ours, expected) < TOLERANCE
+
+
+def on_meshes(rank: int, layout: str, counts: Sequence[int], by_unit: bool, max_norm: float | None) -> Any:
+    model = meshes.shard(meshes.build(layout), layout)
+    for block in model.blocks:
+        block.skips_idle = True
+    norms: list[float] = []
+    with odc.patch_fsdp(model):
+        optimizer = meshes.optimizer_of(model)
+        for step in range(3):
+            for m in range(counts[rank]):
+                meshes.loss_of(model, meshes.batch(step, rank, m)).backward()
+            if by_unit:
+                norm = odc.step_by_unit(model, optimizer, max_norm=max_norm)
+                norms += [] if norm is None else [float(norm)]
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, meshes.local_parameters(model)
+
+
+def on_several_meshes(rank: int, world_size: int) -> Any:
+    """With a norm, where the mesh of the experts tells that they are spread over all ranks; without, where it does not."""
+    clipped = [on_meshes(rank, "dtensor", counts, True, 0.5) for counts in (meshes.UNEVEN, meshes.IDLE)]
+    differences = []
+    for layout in ("modules", "alone", "embedding"):
+        counts = meshes.EVEN if layout == "alone" else meshes.UNEVEN  # there all ranks exchange rows
+        ours, usual = (on_meshes(rank, layout, counts, by_unit, None)[1] for by_unit in (True, False))
+        differences.append(largest_difference(ours, usual))
+    return clipped, differences
+
+
+def test_units_on_several_meshes() -> None:
+    found = run_ranks(4, on_several_meshes, env={"ODC_TIMEOUT": "60"})
+    for number, counts in enumerate((meshes.UNEVEN, meshes.IDLE)):
+        meshes.check([clipped[number] for clipped, _ in found], "dtensor", counts, range(3))
+    for _, differences in found:
+        assert max(differences) < TOLERANCE
+
+
+def a_norm_of_experts(rank: int, world_size: int) -> None:
+    on_meshes(rank, "modules", meshes.UNEVEN, True, 0.5)
+
+
+def test_a_norm_is_refused_where_no_mesh_tells_who_has_what() -> None:
+    results = start_ranks(4, a_norm_of_experts).join(60)
+    assert "UnsupportedError" in [result.error_type for result in results]
+    for result in results:
+        assert "whether other ranks have copies or other parameters is not known here" in (result.error or "")
+
+
+# Memory
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> list[int]:
+    """How many gradients there are whenever that of a unit is about to be made, in ``.grad`` or anywhere else."""
+    found, made = [], list[weakref.ref[torch.Tensor]]()
+    install = Fsdp2Unit.install
+
+    def watching(unit: Fsdp2Unit, mean: torch.Tensor, touched: Sequence[bool]) -> None:
+        in_place = [p for p in model.parameters() if gradient_now(p) is not None]
+        found.append(len(in_place) + sum(ref() is not None for ref in made))
+        install(unit, mean, touched)
+        made.extend(weakref.ref(p.grad._local_tensor) for p in unit.trainable_parameters() if p.grad is not None)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Fsdp2Unit, "install", watching)
+    return found
+
+
+def gradients_at_once(rank: int, world_size: int, how: str) -> list[int]:
+    model = shard(build(num_blocks=3), world_size)
+    session = odc.patch_fsdp(model)
+    optimizers = by_unit.adamw_by_parameter(model)
+    if how == "hooks":
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+    with pytest.MonkeyPatch.context() as patch:
+        found = watch(patch, model)
+        for step in range(2):
+            if rank == 0 or step:
+                backward(model, step, rank)
+            elif how == "hooks":
+                session.finish()
+            if how == "step":
+                for optimizer in optimizers.values():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            elif how != "hooks":
+                odc.step_by_unit(model, optimizers, max_norm=0.1 if how == "clipped" else None)
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["by unit", "clipped", "hooks"])
+def test_there_is_never_more_than_the_gradient_of_one_unit(how: str) -> None:
+    for found in run_ranks(2, gradients_at_once, how):
+        assert found == [0] * 2 * 4 * (2 if how == "clipped" else 1)
+
+
+def test_a_usual_step_has_them_all() -> None:
+    assert max(run_ranks(2, gradients_at_once, "step")[0]) > 20
+
+
+# Optimizers in backward
+
+
+def applied_in_backward(rank: int, world_size: int) -> list[float]:
+    """FSDP1's own way."""
+    found: list[Any] = []
+    for patched in (False, True):
+        model = wrap(build(num_blocks=2), use_orig_params=True)
+        options = {"lr": 1e-2, "momentum": 0.9}
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options, register_hook=False)
+        session = odc.patch_fsdp(model) if patched else None
+        for step in range(STEPS):
+            for m in range(2):
+                backward(model, step, rank, m)
+        if session is not None:
+            assert session.stats().minibatches == 2 * STEPS
+            session.close()
+        found.append(full_parameters_of_fsdp1(model))
+    return [largest_difference(found[1], found[0]), largest_difference(found[1], dict(build(num_blocks=2).state_dict()))]
+
+
+@pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (3, TOLERANCE)])  # of 3 ranks one has parts of nothing
+def test_optimizers_in_the_backward_of_fsdp1(world_size: int, tolerance: float) -> None:
+    for difference, change in run_ranks(world_size, applied_in_backward):
+        assert difference <= tolerance < change
+
+
+def a_block_around_hooks(rank: int, world_size: int) -> float:
+    """Inside a block a minibatch has several microbatches, or none: its hooks step once."""
+    found = []
+    for patched in (False, True):
+        model = shard(build(num_blocks=1), world_size)
+        optimizers = by_unit.momentum_by_parameter(model)
+
+        def update(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters() if patched]
+        session = odc.patch_fsdp(model) if patched else None
+        for step in range(STEPS):
+            with session.minibatch() if session else nullcontext():
+                for m in range(2):
+                    if rank == 0 or not patched:
+                        backward(model, step, rank, m, WEIGHT * (rank == 0))
+            for parameter in model.parameters() if not patched else ():
+                update(parameter)
+        if session is not None:
+            assert len(hooks) and session.stats().minibatches == STEPS
+            session.close()
+        found.append(full_parameters(model))
+    return largest_difference(found[1], found[0])
+
+
+def test_in_a_block_hooks_step_once() -> None:
+    assert max(run_ranks(2, a_block_around_hooks)) < TOLERANCE
+
+
+def an_optimizer_of_all(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    odc.patch_fsdp(model)
+    backward(model, 0, rank)
+
+
+def test_an_optimizer_of_several_units_in_a_hook_is_refused() -> None:
+    for result in start_ranks(2, an_optimizer_of_all).join(60):
+        assert result.error_type in ("UnsupportedError", "AbortedError")
+        assert "the optimizer has parameters of other units, whose gradients are not there" in (result.error or "")
+
+
+# What is refused, and what fails
+
+
+def of_another_model(model: nn.Module, world_size: int) -> Any:
+    model.other = shard(build(num_blocks=1), world_size)  # type: ignore[assignment]
+    model.kept = odc.patch_fsdp(model.other)  # type: ignore[assignment]
+    return torch.optim.SGD([*model.blocks.parameters(), *model.other.parameters()], lr=0.1)  # type: ignore[union-attr]
+
+
+def with_a_hook(model: nn.Module, world_size: int) -> Any:
+    optimizer = by_unit.momentum(model)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def kept_gradients(model: nn.Module, world_size: int) -> Any:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return by_unit.momentum(model)
+
+
+REFUSED: list[tuple[Callable[[nn.Module, int], Any], dict[str, Any], str, str]] = [
+    (lambda model, _: by_unit.Mine(model.parameters()), {}, "UnsupportedError", "(Mine) has parameters of units '<root>'"),
+    (with_a_hook, {}, "UnsupportedError", "(SGD) has parameters of units '<root>' and 'blocks.0'"),
+    (of_another_model, {}, "UnsupportedError", "(SGD) has parameters of another patched model"),
+    (
+        lambda model, _: [torch.optim.SGD(block.parameters()) for block in model.blocks],
+        {},
+        "MisuseError",
+        "parameters of unit '<root>' are in none of the optimizers",
+    ),
+    (kept_gradients, {}, "MisuseError", "gradients of an earlier minibatch are in .grad of unit '<root>'"),
+    (lambda model, _: by_unit.momentum(model), {"skip_nonfinite": True}, "ValueError", "asks for a norm"),
+    (lambda model, _: model.parameters(), {}, "ValueError", "expects optimizers of torch.optim.Optimizer"),
+]
+
+
+def refusals(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    """Behind each the same minibatch goes on, and is as it was."""
+    expected = None
+    found = []
+    for prepare, options, _, _ in [(lambda *_: None, {}, "", ""), *REFUSED]:
+        model = shard(build(num_blocks=2), world_size)
+        session, kind, text = odc.patch_fsdp(model), "nothing raised", ""
+        optimizers = prepare(model, world_size)  # type: ignore[no-untyped-call]
+        backward(model, 0, rank)
+        try:
+            if optimizers is not None:
+                odc.step_by_unit(model, optimizers, **options)
+        except (odc.OdcError, ValueError) as error:
+            kind, text = type(error).__name__, str(error)
+        optimizer = by_unit.momentum(model)
+        optimizer.step()
+        session.close()
+        now = {name: p for name, p in full_parameters(model).items() if not name.startswith("other")}
+        expected = expected or now
+        found.append((kind, text, largest_difference(now, expected)))
+    return found[1:]
+
+
+def test_what_cannot_step_by_unit_is_refused_and_changes_nothing() -> None:
+    for results in run_ranks(2, refusals):
+        for (_, _, kind, words), (found, text, difference) in zip(REFUSED, results, strict=True):
+            assert (found, difference) == (kind, 0.0), text
+            assert words in text
+
+
+def too_late(rank: int, world_size: int, how: str) -> None:
+    model = shard(build(num_blocks=1), world_size)
+    session, optimizer = odc.patch_fsdp(model), by_unit.momentum(model)
+    if how == "clipped":
+        backward(model, 0, rank)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        odc.step_by_unit(model, optimizer)
+    with session.minibatch():
+        odc.step_by_unit(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("clipped", "behind the end of minibatch 1: all its gradients are in .grad already"), ("inside", "inside the mini")],
+)
+def test_a_step_by_unit_at_the_wrong_place_says_so(how: str, words: str) -> None:
+    for result in start_ranks(2, too_late, how).join(60):
+        assert result.error_type in ("MisuseError", "AbortedError")
+        assert words in (result.error or "")
+
+
+def fails_half_way(rank: int, world_size: int) -> None:
+    model = shard(build(num_blocks=2), world_size)
+    odc.patch_fsdp(model, timeout_s=60)
+    optimizers = [torch.optim.SGD(block.parameters(), lr=0.1) for block in model.blocks]
+    held = {id(p) for block in model.blocks for p in block.parameters()}
+    optimizers.append(torch.optim.SGD([p for p in model.parameters() if id(p) not in held], lr=0.1))
+
+    def fail(*_: Any) -> None:
+        if rank == 1:
+            raise KeyError("no such state")
+
+    optimizers[0].register_step_pre_hook(fail)
+    for step in range(2):
+        backward(model, step, rank)
+        try:
+            odc.step_by_unit(model, optimizers)
+        except KeyError:
+            backward(model, step, rank)  # a script that goes on all the same
+
+
+def test_a_step_that_fails_half_way_ends_the_job_on_all_ranks() -> None:
+    results = start_ranks(2, fails_half_way).join(60)
+    assert [result.error_type for result in results] == ["AbortedError", "OdcError"]
+    for result in results:
+        assert "KeyError: 'no such state'" in (result.error or "")
