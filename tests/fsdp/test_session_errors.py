@@ -70,18 +70,6 @@ def custom_comm(model: nn.Module, world_size: int) -> None:
     model.set_custom_all_gather(Mine())
 
 
-def optimizer_in_backward(model: nn.Module, world_size: int) -> None:
-    """As torch's tutorial has it."""
-    shard(model, world_size)
-    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-    def step(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    model.head.weight.register_post_accumulate_grad_hook(step)
-
-
 def twice(model: nn.Module, world_size: int) -> None:
     shard(model, world_size)
     model.kept = odc.patch_fsdp(model)  # type: ignore[assignment]
@@ -98,7 +86,6 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (half_reduce, "gradients are reduced in torch.float16"),
     (all_reduce_hook, "set_all_reduce_hook"),
     (custom_comm, "set_custom_all_gather (Mine)"),
-    (optimizer_in_backward, "register_post_accumulate_grad_hook"),
     (twice, "patched already"),
     (nothing, "fully_shard"),
 ]

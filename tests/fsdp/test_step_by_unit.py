@@ -53,8 +53,8 @@ def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight
 def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict[str, Any]:
     """The loop of :func:`training.train`."""
     options = unused_on_host_1 if kind in ("hsdp", "int") else lambda *_: {}
-    if kind == "fsdp1":
-        model: Any = wrap(build(), use_orig_params=True)
+    if kind.startswith("fsdp1"):
+        model: Any = wrap(build(), use_orig_params=kind == "fsdp1")
     elif kind == "fsdp2":
         model = shard(build(), world_size)
     else:
@@ -69,14 +69,14 @@ def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict
         assert session.memory().gradients == 0
     assert session.stats().minibatches == STEPS
     session.close()
-    return full_parameters_of_fsdp1(model) if kind == "fsdp1" else full_parameters(model)
+    return full_parameters_of_fsdp1(model) if kind.startswith("fsdp1") else full_parameters(model)
 
 
 def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> list[dict[str, Any]]:
     return each_way(BOTH if kind in ("fsdp2", "hsdp") else BOTH[:1], uneven, rank, world_size, kind, counts)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "hsdp", "int"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1-flat", "offload", "hsdp", "int"])
 def test_the_numbers_are_those_of_one_process_whatever_each_rank_has(kind: str) -> None:
     counts = [3, 0, 1, 2] if kind in ("hsdp", "int") else [3, 0, 1]
     options = unused_on_host_1 if len(counts) == 4 else lambda *_: {}
@@ -132,6 +132,78 @@ def test_a_norm_is_refused_where_no_mesh_tells_who_has_what() -> None:
     assert "UnsupportedError" in [result.error_type for result in results]
     for result in results:
         assert "whether other ranks have copies or other parameters is not known here" in (result.error or "")
+
+
+# Between them
+
+
+def with_others(rank: int, world_size: int, by_unit: bool) -> dict[str, Any]:
+    """Patched where it is first used, which is the step of a rank without a microbatch. Then a minibatch is thrown away,
+    one rank evaluates, and another one changes nothing but its own part of the gradients."""
+    patching = AutomaticPatching(odc.patch_fsdp, lambda text: None)
+    model = shard(build(num_blocks=2), world_size)
+    optimizer = optimizer_of(model)
+    for step in range(5):
+        if rank == 0 or step:
+            backward(model, step, rank)
+        if step == 2:
+            odc.session_of(model).discard()
+        elif by_unit:
+            odc.step_by_unit(model, optimizer)
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == step % 2:
+            with torch.no_grad():
+                loss_of(model, tokens(99, 0, 0))
+    session = odc.session_of(model)
+    assert session.stats().minibatches == 5
+    patching.close()
+    model.reshard()
+    return full_parameters(model)
+
+
+def difference_with_others(rank: int, world_size: int) -> float:
+    return largest_difference(with_others(rank, world_size, True), with_others(rank, world_size, False))
+
+
+def test_idle_ranks_evaluations_and_what_is_thrown_away() -> None:
+    assert run_ranks(2, difference_with_others, env={"ODC_TIMEOUT": "30"}) == [0.0, 0.0]
+
+
+def resumed(rank: int, world_size: int, hooked: bool) -> float:
+    """From a checkpoint as from the first step on."""
+    ends = []
+    for resumes in (False, True):
+        model = shard(build(num_blocks=1), world_size)
+        optimizers = by_unit.adamw_by_parameter(model)
+
+        def update(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters() if hooked else ():
+            parameter.register_post_accumulate_grad_hook(update)
+        session = odc.patch_fsdp(model)
+        if resumes:
+            set_state_dict(model, optimizers.values(), model_state_dict=saved[0], optim_state_dict=saved[1])
+        for step in range(2 * resumes, 4):
+            backward(model, step, rank)
+            if not hooked:
+                odc.step_by_unit(model, optimizers)
+            if step == 1:
+                saved = copy.deepcopy(get_state_dict(model, optimizers.values()))
+        session.close()
+        ends.append(full_parameters(model))
+    return largest_difference(ends[1], ends[0])
+
+
+def resumed_both(rank: int, world_size: int) -> list[float]:
+    return [resumed(rank, world_size, hooked) for hooked in (False, True)]
+
+
+def test_from_a_checkpoint() -> None:
+    assert run_ranks(2, resumed_both) == [[0.0, 0.0]] * 2
 
 
 # Memory
