@@ -103,7 +103,7 @@ class Replicas:
         """The sum over the replicas of this rank's row of ``rows``, which may be overwritten."""
         if not rows.is_cuda:  # gloo's reduce-scatter runs inside wait(), where nothing can watch it
             self.sum_(rows, what)
-            return rows[self.rank]
+            return rows[self.rank].clone()  # the others are let go
         out = torch.empty_like(rows[0])
         self._wait(dist.reduce_scatter(out, list(rows), group=self._group, async_op=True), what)
         return out

@@ -1,10 +1,11 @@
 """The final gradients of a minibatch, made unit by unit.
 
-[Note: Turns] A unit's turn is: make its gradient, call the hooks that wait for it, let a step use it and free it, publish
-the unit; then comes the next one. So who frees gradients there never has more than those of one unit. In their turns
-ranks wait for nobody but, in the same order, for replicas, and for whom an optimizer itself waits: each has ended the
-minibatch, and comes to the same turns. A rank whose turns are over may wait for those of others, in its next gather or
-push, and never the other way round. What fails in a turn ends the job: some units have stepped, and others have not.
+[Note: Turns] A unit's turn is: make its gradient, call the hooks that wait for it, let a step use it and free it,
+publish the unit; then comes the next one. So who frees gradients there never has more than those of one unit. In their
+turns ranks wait for nobody but, in the same order, for replicas, and for whom a norm, a hook or an optimizer waits:
+each has ended the minibatch, and comes to the same turns. A rank whose turns are over may wait for those of others, in
+its next gather or push, and never the other way round. What fails in a turn ends the job: some units have stepped, and
+others have not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from odc.fsdp_patch.publishing import Publisher, Turn
 from odc.fsdp_patch.unit import FinalSum, Unit
 from odc.minibatch.runtime import Runtime
-from odc.minibatch.state import Phase
 
 
 class UnitStep(Protocol):

@@ -1,7 +1,7 @@
 """The step of a minibatch, unit by unit: never the gradients of more than one unit (:mod:`odc.fsdp_patch.turns`).
 
-[Note: One optimizer for all] The optimizers of ``torch.optim`` keep what they know of a parameter by that parameter, and
-leave out those without a gradient. So one of them that holds the whole model may step once for each unit, while all
+[Note: One optimizer for all] The optimizers of ``torch.optim`` keep what they know of a parameter by that parameter,
+and leave out those without a gradient. So one of them that holds the whole model may step once for each unit, while all
 other units have no gradients: that is one step. Others count steps, or measure the model, for all parameters at once;
 so would a hook of the step. They have to hold parameters of one unit only.
 """
@@ -25,9 +25,7 @@ from odc.fsdp_patch.session import Session, find_session, open_sessions, session
 from odc.fsdp_patch.turns import Turns
 from odc.fsdp_patch.unit import Unit
 
-Optimizers = (
-    torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[nn.Parameter, torch.optim.Optimizer]
-)
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[nn.Parameter, torch.optim.Optimizer]
 _NAME = "odc.step_by_unit"
 
 
@@ -138,9 +136,9 @@ class _Step:
             if len(places) > 1 and not _is_by_parameter(optimizer):
                 names = [*(repr(unit.name) for unit in self._units), "no unit"]
                 raise UnsupportedError(
-                    f"{_NAME}: an optimizer ({type(optimizer).__name__}) has parameters of units {names[places[0]]} and "
-                    f"{names[places[1]]}. Only those of torch.optim without hooks may step once for each unit. Make "
-                    "one for each parameter: {p: Optimizer([p]) for p in model.parameters()}"
+                    f"{_NAME}: an optimizer ({type(optimizer).__name__}) has parameters of units {names[places[0]]} "
+                    f"and {names[places[1]]}. Only those of torch.optim without hooks may step once for each unit. "
+                    "Make one for each parameter: {p: Optimizer([p]) for p in model.parameters()}"
                 )
             for place in places:
                 self._optimizers[place].append(optimizer)
@@ -150,8 +148,8 @@ class _Step:
         for unit, own in zip(self._units, trainable, strict=True):
             if left := sum(id(p) not in held for p in own):
                 raise MisuseError(
-                    f"{_NAME}: {left} trained parameters of unit {unit.name!r} are in none of the optimizers, and their "
-                    "gradients would be dropped. Give all optimizers at once, or set requires_grad = False"
+                    f"{_NAME}: {left} trained parameters of unit {unit.name!r} are in none of the optimizers, and "
+                    "their gradients would be dropped. Give all optimizers at once, or set requires_grad = False"
                 )
             if any(settled(p.grad) is not None for p in own):
                 raise MisuseError(
@@ -210,9 +208,9 @@ def _check_meshes(parts: Sequence[tuple[Unit | None, Sequence[torch.Tensor]]]) -
     if len(found) > 1:
         (one, name), (other, other_name), *_ = ((sorted(ranks), name) for ranks, name in found.items())
         raise UnsupportedError(
-            f"{_NAME} with max_norm: parameters of {name} are on a mesh of ranks {one}, those of {other_name} on one of "
-            f"{other}, and whether other ranks have copies or other parameters is not known here. Leave max_norm out; or "
-            "clip as your script does, and call optimizer.step()"
+            f"{_NAME} with max_norm: parameters of {name} are on a mesh of ranks {one}, those of {other_name} on one "
+            f"of {other}, and whether other ranks have copies or other parameters is not known here. Leave max_norm "
+            "out; or clip as your script does, and call optimizer.step()"
         )
 
 

@@ -1,12 +1,14 @@
-"""Peak memory of a rank in a training step of an FSDP2 model: collectives, ODC staged, ODC in place.
+"""Peak memory of a rank in a training step of an FSDP2 model: collectives, ODC staged, in place, by unit.
 
 The model is blocks of a transformer (attention of one head, a feed-forward of four times the width, two norms), each a
 unit, in float32, trained by AdamW. A microbatch is a few tokens, so activations are small beside a unit. A step has two
-microbatches: in the last one all gradients that a way keeps are there. The three ways:
+microbatches: in the last one all gradients that a way keeps are there. The ways:
 
     FSDP2           as torch has it, collectives by gloo
     ODC staged      with ODC_STAGING=on: through FSDP2's flat buffers
     ODC in place    gathers write the parameters, pushes read the gradients
+    ODC by unit     the same, with odc.step_by_unit in place of the optimizer's step: of the gradients that the script
+                    holds, those of one unit are there at once. They are counted in the rest
 
 What the memory of the peak is, first table:
 
@@ -57,14 +59,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from odc import patch_fsdp
+from odc import patch_fsdp, step_by_unit
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers
 from odc.bench.harness.ranks import NotRunError, Rank
 from odc.config import STAGING
 from odc.fsdp_patch.pending import settled
 
-FSDP2, STAGED, IN_PLACE = "FSDP2", "ODC staged", "ODC in place"
-WAYS = {FSDP2: None, STAGED: "on", IN_PLACE: "auto"}
+FSDP2, STAGED, IN_PLACE, BY_UNIT = "FSDP2", "ODC staged", "ODC in place", "ODC by unit"
+WAYS = {FSDP2: None, STAGED: "on", IN_PLACE: "auto", BY_UNIT: "auto"}
 """And ODC_STAGING of each."""
 PHASES = ("forward", "backward", "end")
 MILLIONS, RANKS = Numbers(25, 100), Numbers(2, 4)
@@ -181,6 +183,7 @@ class _Training:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._data = torch.randn(1, settings.num_tokens, width)
         self._loss: torch.Tensor | None = None
+        self._is_by_unit = settings.way == BY_UNIT
 
     def patched(self, way: str) -> AbstractContextManager[Any]:
         """The session, if it is a way of ODC's."""
@@ -209,11 +212,17 @@ class _Training:
         for _ in range(2):
             yield "forward", self._forward
             yield "backward", self._backward
-        yield "end", self._optimizer.step
+        yield "end", self._end
 
     def clear(self) -> None:
         """Behind a step."""
         self._optimizer.zero_grad()
+
+    def _end(self) -> None:
+        if self._is_by_unit:
+            step_by_unit(self._model, self._optimizer)
+        else:
+            self._optimizer.step()
 
     def _forward(self) -> None:
         self._loss = self._model(self._data).square().mean()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fsdp_scripts import changing, kept, reading
+from fsdp_scripts import by_unit, changing, kept, reading
 from fsdp_scripts.pairs import PAIRS, pairs_of
 from fsdp_scripts.run import Run, difference
 from process_ranks import run_ranks
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
 
 OTHERS = pairs_of("fsdp2")
-CASES = {**reading.CASES, **kept.CASES, **changing.FSDP1_CASES, **PAIRS}
+CASES = {**reading.CASES, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
 
 
 class Fsdp1Run(Run):

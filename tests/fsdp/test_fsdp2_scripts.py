@@ -111,6 +111,8 @@ HYBRID = {
     "hybrid, set_requires_all_reduce": Case(with_(hybrid.accumulation, True), TOLERANCE),
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
+    "hybrid, step by unit": Case(with_(by_unit.loop, by_unit.momentum, 0.05), by_unit.CLOSE, minibatches=4),
+    "hybrid, optimizer in backward": Case(with_(by_unit.in_backward, by_unit.adamw_by_parameter)),
 }
 OTHERS = pairs_of("fsdp1")
 GROUPS: dict[str, tuple[dict[str, Case], Sequence[str]]] = {

@@ -105,7 +105,7 @@ def on_meshes(rank: int, layout: str, counts: Sequence[int], by_unit: bool, max_
 
 
 def on_several_meshes(rank: int, world_size: int) -> Any:
-    """With a norm, where the mesh of the experts tells that they are spread over all ranks; without, where it does not."""
+    """With a norm, where the mesh of the experts tells that they are spread over all ranks; else without."""
     clipped = [on_meshes(rank, "dtensor", counts, True, 0.5) for counts in (meshes.UNEVEN, meshes.IDLE)]
     differences = []
     for layout in ("modules", "alone", "embedding"):
@@ -138,8 +138,8 @@ def test_a_norm_is_refused_where_no_mesh_tells_who_has_what() -> None:
 
 
 def with_others(rank: int, world_size: int, by_unit: bool) -> dict[str, Any]:
-    """Patched where it is first used, which is the step of a rank without a microbatch. Then a minibatch is thrown away,
-    one rank evaluates, and another one changes nothing but its own part of the gradients."""
+    """Patched where it is first used, which is the step of a rank without a microbatch. Then one rank after the other
+    evaluates, and a minibatch is thrown away."""
     patching = AutomaticPatching(odc.patch_fsdp, lambda text: None)
     model = shard(build(num_blocks=2), world_size)
     optimizer = optimizer_of(model)
@@ -173,17 +173,13 @@ def test_idle_ranks_evaluations_and_what_is_thrown_away() -> None:
 
 def resumed(rank: int, world_size: int, hooked: bool) -> float:
     """From a checkpoint as from the first step on."""
-    ends = []
+    ends: list[dict[str, Any]] = []
+    saved: Any = None
     for resumes in (False, True):
         model = shard(build(num_blocks=1), world_size)
         optimizers = by_unit.adamw_by_parameter(model)
-
-        def update(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in model.parameters() if hooked else ():
-            parameter.register_post_accumulate_grad_hook(update)
+        if hooked:
+            by_unit.hook_each(model, optimizers)
         session = odc.patch_fsdp(model)
         if resumes:
             set_state_dict(model, optimizers.values(), model_state_dict=saved[0], optim_state_dict=saved[1])
@@ -229,13 +225,7 @@ def gradients_at_once(rank: int, world_size: int, how: str) -> list[int]:
     session = odc.patch_fsdp(model)
     optimizers = by_unit.adamw_by_parameter(model)
     if how == "hooks":
-
-        def update(parameter: torch.Tensor) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
+        by_unit.hook_each(model, optimizers)
     with pytest.MonkeyPatch.context() as patch:
         found = watch(patch, model)
         for step in range(2):
@@ -281,7 +271,10 @@ def applied_in_backward(rank: int, world_size: int) -> list[float]:
             assert session.stats().minibatches == 2 * STEPS
             session.close()
         found.append(full_parameters_of_fsdp1(model))
-    return [largest_difference(found[1], found[0]), largest_difference(found[1], dict(build(num_blocks=2).state_dict()))]
+    return [
+        largest_difference(found[1], found[0]),
+        largest_difference(found[1], dict(build(num_blocks=2).state_dict())),
+    ]
 
 
 @pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (3, TOLERANCE)])  # of 3 ranks one has parts of nothing
@@ -296,22 +289,19 @@ def a_block_around_hooks(rank: int, world_size: int) -> float:
     for patched in (False, True):
         model = shard(build(num_blocks=1), world_size)
         optimizers = by_unit.momentum_by_parameter(model)
-
-        def update(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters() if patched]
+        if patched:
+            by_unit.hook_each(model, optimizers)
         session = odc.patch_fsdp(model) if patched else None
         for step in range(STEPS):
             with session.minibatch() if session else nullcontext():
                 for m in range(2):
                     if rank == 0 or not patched:
                         backward(model, step, rank, m, WEIGHT * (rank == 0))
-            for parameter in model.parameters() if not patched else ():
-                update(parameter)
+            for optimizer in optimizers.values() if not patched else ():
+                optimizer.step()
+                optimizer.zero_grad()
         if session is not None:
-            assert len(hooks) and session.stats().minibatches == STEPS
+            assert session.stats().minibatches == STEPS
             session.close()
         found.append(full_parameters(model))
     return largest_difference(found[1], found[0])
@@ -357,7 +347,12 @@ def kept_gradients(model: nn.Module, world_size: int) -> Any:
 
 
 REFUSED: list[tuple[Callable[[nn.Module, int], Any], dict[str, Any], str, str]] = [
-    (lambda model, _: by_unit.Mine(model.parameters()), {}, "UnsupportedError", "(Mine) has parameters of units '<root>'"),
+    (
+        lambda model, _: by_unit.Mine(model.parameters()),
+        {},
+        "UnsupportedError",
+        "(Mine) has parameters of units '<root>'",
+    ),
     (with_a_hook, {}, "UnsupportedError", "(SGD) has parameters of units '<root>' and 'blocks.0'"),
     (of_another_model, {}, "UnsupportedError", "(SGD) has parameters of another patched model"),
     (
@@ -415,7 +410,10 @@ def too_late(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("clipped", "behind the end of minibatch 1: all its gradients are in .grad already"), ("inside", "inside the mini")],
+    [
+        ("clipped", "behind the end of minibatch 1: all its gradients are in .grad already"),
+        ("inside", "inside the mini"),
+    ],
 )
 def test_a_step_by_unit_at_the_wrong_place_says_so(how: str, words: str) -> None:
     for result in start_ranks(2, too_late, how).join(60):

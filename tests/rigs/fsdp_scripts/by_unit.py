@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from training import build, loss_of, optimizer_of, tokens
 
 import odc
+from fsdp_scripts.models import Checkpointed
 from fsdp_scripts.run import STEPS, Case, Outcome, Run, full, with_
 
 CLOSE = 1e-6
@@ -150,14 +151,7 @@ def unsharded_rest(run: Run) -> None:
 def in_backward(run: Run, make: Make, microbatches: int = 1, without_sync: bool = False) -> Outcome:
     """As torch's tutorial has it, unedited: hooks step and clear in each backward."""
     model = run.net()
-    optimizers = make(model)
-
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
+    hook_each(model, make(model))
     run.patch(model)
     losses = []
     for number in range(STEPS):
@@ -165,6 +159,39 @@ def in_backward(run: Run, make: Make, microbatches: int = 1, without_sync: bool 
             model.set_requires_gradient_sync(not without_sync or microbatch == microbatches - 1)
             losses.append(run.backward(model, number, microbatch))
     return {"losses": torch.stack(losses)}
+
+
+def hook_each(model: nn.Module, optimizers: dict[Any, torch.optim.Optimizer]) -> None:
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def checkpointed_in_backward(run: Run) -> None:
+    """Backward passes inside a backward."""
+    torch.manual_seed(0)
+    model = Checkpointed(num_blocks=2)
+    model.use_reentrant = True
+    model = run.shard(model)
+    hook_each(model, momentum_by_parameter(model))
+    run.patch(model)
+    for number in range(STEPS):
+        run.backward(model, number)
+
+
+def idle_in_backward(run: Run) -> None:
+    """A rank that has no backward says so."""
+    model = run.net()
+    hook_each(model, momentum_by_parameter(model))
+    run.patch(model)
+    for number in range(STEPS):
+        idle = number == run.rank == 1
+        run.backward_unless(idle, model, number)
+        if idle and run.patched:
+            odc.session_of(model).finish()
 
 
 def partly_in_backward(run: Run) -> None:
@@ -187,7 +214,7 @@ def partly_in_backward(run: Run) -> None:
         rest.zero_grad()
 
 
-BOTH_CASES: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "step by unit": Case(with_(loop, optimizer_of), minibatches=4),
     "step by unit, clipped": Case(with_(loop, momentum, 0.05), CLOSE, minibatches=4),
     "step by unit, two models": Case(two_models),
@@ -195,9 +222,11 @@ BOTH_CASES: dict[str, Case] = {
     "step by unit, norms that are not finite": Case(not_finite, CLOSE),
 }
 FSDP2_CASES: dict[str, Case] = {
-    **BOTH_CASES,
+    **CASES,
     "step by unit, an optimizer for each parameter": Case(with_(loop, adamw_by_parameter), minibatches=4),
-    "step by unit, an optimizer for each unit, clipped": Case(with_(loop, one_of_each_unit, 0.05), CLOSE, minibatches=4),
+    "step by unit, an optimizer for each unit, clipped": Case(
+        with_(loop, one_of_each_unit, 0.05), CLOSE, minibatches=4
+    ),
     "step by unit, frozen parameters": Case(frozen, CLOSE),
     "step by unit, parameters in no unit": Case(unsharded_rest),
     "optimizer in backward": Case(with_(in_backward, adamw_by_parameter)),
@@ -208,4 +237,6 @@ FSDP2_CASES: dict[str, Case] = {
         with_(in_backward, momentum_by_parameter, microbatches=2, without_sync=True)
     ),
     "optimizer in backward, of some parameters": Case(partly_in_backward),
+    "optimizer in backward, reentrant checkpointing": Case(checkpointed_in_backward),
+    "optimizer in backward, a rank without microbatches": Case(idle_in_backward),
 }
