@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from odc.minibatch.state import Phase
 
 BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
-Step = TypeVar("Step", bound=UnitStep)
 
 
 class Owner(Protocol):
@@ -408,10 +407,11 @@ class GradientUse(Listener):
                 "(odc.session_of(model) finds the session).",
                 UnsupportedError,
             )
-        self._finish(what, reader)
+        self.finish(what, reader)
         self._publisher.since.uses.add(use)
 
-    def _finish(self, what: str, reader: Reader | None = None, step: UnitStep | None = None) -> None:
+    def finish(self, what: str, reader: Reader | None = None, step: UnitStep | None = None) -> None:
+        """End the minibatch for ``what``, and tell the others so."""
         self._ending = (what, reader)
         try:
             self._live_session().finish(step)
@@ -440,11 +440,11 @@ class GradientUse(Listener):
                 "last backward in place of the hook"
             )
 
-    def step_by_unit(self, what: str, make: Callable[[], Step]) -> Step:
-        """End the minibatch with the step that ``make`` returns.
+    def check_by_unit(self, what: str) -> None:
+        """Refuse to step by unit where gradients are final, or not to be asked for.
 
         Raises:
-            MisuseError: inside ``with session.minibatch()``, or it has ended.
+            MisuseError: the minibatch has ended, or this is inside ``with session.minibatch()``.
         """
         self._refuse_in_block(what)
         is_over = self._runtime.state.phase is Phase.FINISHED
@@ -454,9 +454,6 @@ class GradientUse(Listener):
                 "(something has clipped, unscaled or used them, or session.finish() was called). Let it clip "
                 "(max_norm=...), and call it in place of what asks for gradients; or call optimizer.step()"
             )
-        step = make()
-        self._finish(what, step=step)
-        return step
 
     def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
         """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
@@ -550,7 +547,7 @@ class GradientUse(Listener):
     def after_backward(self) -> None:
         is_due = self.steps_in_backward and not (self.is_in_backward or self.in_block)
         if is_due and self._runtime.state.pushed:
-            self._finish(STEP)
+            self.finish(STEP)
 
     def explain(self, error: RuntimeError, what: str, waited_s: float) -> RuntimeError | None:
         return self._runtime.explain(error, what, waited_s)

@@ -8,13 +8,14 @@ so would a hook of the step. They have to hold parameters of one unit only.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
@@ -24,6 +25,7 @@ from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.session import Session, find_session, open_sessions, session_of
 from odc.fsdp_patch.turns import Turns
 from odc.fsdp_patch.unit import Unit
+from odc.minibatch.state import Phase
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | Mapping[nn.Parameter, torch.optim.Optimizer]
 _NAME = "odc.step_by_unit"
@@ -80,9 +82,14 @@ def step_by_unit(
             if not isinstance(listener, GradientUse):
                 listener.before_reading(_NAME, list(model.parameters()))
         session = session_of(model)
+    found = _flat(optimizers)
+    session._gradients.check_by_unit(_NAME)
+    if session._runtime.state.phase is not Phase.OPEN:
+        session._patch_anew()  # as the end of the minibatch would, and then there are other units
     norms = None if max_norm is None else _Norms(session, norm_type)
-    make = functools.partial(_Step, session, _flat(optimizers), norms, max_norm or 0.0, skip_nonfinite)
-    return session._gradients.step_by_unit(_NAME, make).norm
+    step = _Step(session, found, norms, max_norm or 0.0, skip_nonfinite)
+    session._gradients.finish(_NAME, step=step)
+    return step.norm
 
 
 def _flat(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -198,20 +205,29 @@ class _Step:
 
 def _check_meshes(parts: Sequence[tuple[Unit | None, Sequence[torch.Tensor]]]) -> None:
     """Refuse a norm where no mesh tells whether ranks beyond it have copies of a parameter, or others (experts)."""
-    found = dict[frozenset[int], str]()
+    known = dict[object, str]()
     for unit, parameters in parts:
         name = "no unit" if unit is None else f"unit {unit.name!r}"
-        for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values():
-            found.setdefault(frozenset(mesh.mesh.flatten().tolist()), name)
-        if unit is not None and any(not isinstance(p, DTensor) for p in parameters):
-            found.setdefault(frozenset(dist.get_process_group_ranks(unit.process_group)), name)
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                known.setdefault(parameter.device_mesh, name)
+            elif unit is not None:
+                known.setdefault(unit.process_group, name)
+    found = {tuple(sorted(_ranks_of(where))): name for where, name in known.items()}
     if len(found) > 1:
-        (one, name), (other, other_name), *_ = ((sorted(ranks), name) for ranks, name in found.items())
+        (one, name), (other, other_name), *_ = ((list(ranks), name) for ranks, name in found.items())
         raise UnsupportedError(
             f"{_NAME} with max_norm: parameters of {name} are on a mesh of ranks {one}, those of {other_name} on one "
             f"of {other}, and whether other ranks have copies or other parameters is not known here. Leave max_norm "
             "out; or clip as your script does, and call optimizer.step()"
         )
+
+
+def _ranks_of(where: Any) -> list[int]:
+    if isinstance(where, DeviceMesh):
+        ranks: list[int] = where.mesh.flatten().tolist()
+        return ranks
+    return dist.get_process_group_ranks(where)
 
 
 def _is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:

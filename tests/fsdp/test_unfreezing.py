@@ -55,8 +55,11 @@ def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: 
             microbatch()
         if how == "clipping":
             clip_grad_norm_(parameters, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        if how == "by unit" and patched:
+            odc.step_by_unit(model, optimizer)
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
     counts = None
     if session is not None:
         counts = session.stats()
@@ -75,7 +78,7 @@ def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tup
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(
     ("idle", "how"),
-    [(False, "clipping"), (True, "clipping"), (True, "step"), (False, "block"), (True, "block")],
+    [(False, "clipping"), (True, "clipping"), (True, "step"), (True, "by unit"), (False, "block"), (True, "block")],
 )
 def test_what_is_unfrozen_is_trained(idle: bool, how: str, fsdp: int) -> None:
     for difference, minibatches in run_ranks(2, compared, fsdp, idle, how, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
