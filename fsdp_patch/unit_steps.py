@@ -77,10 +77,12 @@ def step_by_unit(
     if skip_nonfinite and max_norm is None:
         raise ValueError("skip_nonfinite asks for a norm: give max_norm; float('inf') scales nothing")
     session = find_session(model)
-    if session is None:  # under `odc run`, on a rank that has had no microbatch
-        for listener in listening():
-            if not isinstance(listener, GradientUse):
-                listener.before_reading(_NAME, list(model.parameters()))
+    if session is None:  # under `odc run`, on a rank that has had no microbatch; or in a dry run, which ends here
+        others, parameters = [one for one in listening() if not isinstance(one, GradientUse)], list(model.parameters())
+        for listener in others:
+            listener.before_reading(_NAME, parameters)
+        for listener in others if find_session(model) is None else ():
+            listener.after_step(_NAME, parameters)
         session = session_of(model)
     found = _flat(optimizers)
     session._gradients.check_by_unit(_NAME)
@@ -233,7 +235,8 @@ def _ranks_of(where: Any) -> list[int]:
 def _is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """See [Note: One optimizer for all]."""
     has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-    return type(optimizer).__module__.startswith("torch.optim.") and not has_hooks
+    is_of_torch = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    return is_of_torch and not isinstance(optimizer, torch.optim.LBFGS) and not has_hooks
 
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

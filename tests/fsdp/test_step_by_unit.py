@@ -39,6 +39,7 @@ from training import (
 import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit
+from odc.launch.dry_run import DryRun
 
 STEPS, WEIGHT = 4, 0.02
 
@@ -200,6 +201,67 @@ def resumed_both(rank: int, world_size: int) -> list[float]:
 
 def test_from_a_checkpoint() -> None:
     assert run_ranks(2, resumed_both) == [[0.0, 0.0]] * 2
+
+
+OF_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "Adamax": torch.optim.Adamax,
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, t0=1),
+    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.requires_grad]),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.9),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+"""With one of them for the whole model, which steps once for each unit. (Adafactor and Rprop step no DTensors.)"""
+
+
+def with_one_of_torch(rank: int, world_size: int) -> dict[str, float]:
+    found = {}
+    for name, make in OF_TORCH.items():
+        ends = []
+        for is_by_unit in (True, False):
+            model = build(num_blocks=1)
+            for parameter in model.parameters() if name == "Muon" else ():
+                parameter.requires_grad_(parameter.ndim == 2)
+            optimizer = make(shard(model, world_size).parameters())
+            with odc.patch_fsdp(model):
+                for step in range(3):
+                    backward(model, step, rank)
+                    if is_by_unit:
+                        odc.step_by_unit(model, optimizer)
+                    else:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            ends.append(full_parameters(model))
+        found[name] = largest_difference(*ends)
+    return found
+
+
+def test_an_optimizer_of_torch_for_the_whole_model() -> None:
+    assert run_ranks(2, with_one_of_torch) == [dict.fromkeys(OF_TORCH, 0.0)] * 2
+
+
+def in_a_dry_run(rank: int, world_size: int) -> list[str]:
+    said: list[str] = []
+    dry_run = DryRun(said.append)
+    model = shard(build(num_blocks=1), world_size)
+    try:
+        backward(model, 0, rank)
+        with pytest.raises(SystemExit):
+            odc.step_by_unit(model, optimizer_of(model))
+    finally:
+        dry_run.close()
+    return said
+
+
+def test_a_dry_run_ends_at_it() -> None:
+    for said in run_ranks(2, in_a_dry_run):
+        assert said[1] == "odc: a minibatch would end at odc.step_by_unit"
+        assert "stopped after the first optimizer step" in said[2]
 
 
 # Memory
