@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import test_compute_groups as partners
 import test_several_meshes as meshes
 import torch
 from fsdp_scripts import by_unit
@@ -122,6 +123,48 @@ def test_units_on_several_meshes() -> None:
         meshes.check([clipped[number] for clipped, _ in found], "dtensor", counts, range(3))
     for _, differences in found:
         assert max(differences) < TOLERANCE
+
+
+def partly_hooked(rank: int, hooked: bool) -> dict[str, Any]:
+    """Hooks step all of one mesh, and the step behind the backward the rest."""
+    model = meshes.shard(meshes.build("embedding"), "embedding")
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in model.embed.parameters()}
+    rest = torch.optim.SGD([p for p in model.parameters() if p not in own], lr=0.1)
+    if hooked:
+        by_unit.hook_each(model, own)
+    with odc.patch_fsdp(model):
+        for step in range(3):
+            meshes.loss_of(model, meshes.batch(step, rank, 0)).backward()
+            for optimizer in [rest] if hooked else [*own.values(), rest]:
+                optimizer.step()
+                optimizer.zero_grad()
+        return meshes.local_parameters(model)
+
+
+def compared_partly_hooked(rank: int, world_size: int) -> float:
+    return largest_difference(*(partly_hooked(rank, hooked) for hooked in (True, False)))
+
+
+def test_hooks_that_step_one_of_several_meshes() -> None:
+    assert max(run_ranks(4, compared_partly_hooked, env={"ODC_TIMEOUT": "60"})) < TOLERANCE
+
+
+def beside_tensor_parallelism(rank: int, world_size: int, counts: Sequence[int]) -> Any:
+    model = partners.shard(partners.build(), partners.make_mesh(world_size))
+    norms = []
+    with odc.patch_fsdp(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(5):
+            for m in range(counts[rank // 2]):
+                (model(partners.batch(step, rank // 2, m)).square().sum() / 10).backward()
+            norms.append(float(odc.step_by_unit(model, optimizer, max_norm=1.0)))  # type: ignore[arg-type]
+    own = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[operator]
+    return norms, {name: value.detach().numpy() for name, value in own.items()}
+
+
+def test_the_norm_beside_tensor_parallelism() -> None:
+    counts = [0, 2]
+    partners.check(run_ranks(4, beside_tensor_parallelism, counts, timeout_s=120), counts)
 
 
 def a_norm_of_experts(rank: int, world_size: int) -> None:
