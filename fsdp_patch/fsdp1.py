@@ -240,7 +240,7 @@ class Fsdp1Unit(Unit):
 
     def call_hooks(self) -> None:
         is_touched, self._is_touched = self._is_touched, False
-        for parameter in self.flat_param._params or () if is_touched else ():
+        for parameter in self.flat_param._params or () if is_touched and self._steps_in_backward else ():
             optimizers = getattr(parameter, "_in_backward_optimizers", ())
             for optimizer in optimizers:  # also of parameters of which this rank has no part: all ranks step as often
                 optimizer.step()
