@@ -423,7 +423,8 @@ def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
         for parameter in model.parameters():
             optimizer = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
-        backward(model, 0, rank)
+        for microbatch in range(3):  # gradients are kept, and added to
+            backward(model, 0, rank, microbatch)
         results.append(parameters_of(model))
         if session:
             session.close()

@@ -78,7 +78,17 @@ def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]
     return each_way(BOTH if kind in ("fsdp2", "hsdp") else BOTH[:1], uneven, rank, world_size, kind, counts)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1-flat", "offload", "hsdp", "int"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fsdp2",
+        "fsdp1",
+        "hsdp",
+        "int",
+        pytest.param("fsdp1-flat", marks=pytest.mark.extended),
+        pytest.param("offload", marks=pytest.mark.extended),
+    ],
+)
 def test_the_numbers_are_those_of_one_process_whatever_each_rank_has(kind: str) -> None:
     counts = [3, 0, 1, 2] if kind in ("hsdp", "int") else [3, 0, 1]
     options = unused_on_host_1 if len(counts) == 4 else lambda *_: {}
