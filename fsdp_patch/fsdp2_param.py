@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from odc.errors import UnsupportedError
 from odc.fsdp_patch.fsdp2_extension import Extension, has_extension
 from odc.fsdp_patch.pending import settled
 

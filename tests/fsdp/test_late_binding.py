@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from process_ranks import run_ranks
-from test_mesh_loaders import DIM, LENGTHS, Rows, Steps, collate
+from test_mesh_loaders import COST, DIM, LENGTHS, Rows, Steps, collate
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import odc
-from odc.balance import MinibatchLoader, QuadraticCost
+from odc.balance import MinibatchLoader
 from odc.config import HOST_ID
 
 
@@ -34,7 +34,7 @@ def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
     computed = []
     with odc.patch_fsdp(steps.model):
         loader: Any = MinibatchLoader(
-            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, max_tokens=12, cost=QuadraticCost(1.0, 0.1),
+            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, max_tokens=12, cost=COST,
             num_loss_tokens=LENGTHS, late_binding=True,
         )  # fmt: skip
         for epoch in range(20):
@@ -54,7 +54,7 @@ def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
 def train_in_order(rank: int, world_size: int) -> None:
     with odc.patch_fsdp(fully_shard(build()), deterministic=True):
         loader = MinibatchLoader(
-            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, cost=QuadraticCost(1.0, 0.1), late_binding=True
+            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, cost=COST, late_binding=True
         )
         for _ in loader:
             pass
