@@ -271,8 +271,8 @@ def with_a_quiet_rank(length: int, num_ranks: int) -> Iterator[Search]:
 
 
 # One rank has changed a model three times since the last step, another one twice. A use behind the first change and a
-# collective before the last hide it: each publishes twice, and when it comes to the second time of the former, the latter
-# does not wait in the collective. Of five operations there is no other way.
+# collective before the last hide it: each publishes twice, and when it comes to the second time of the former, the
+# latter does not wait in the collective. Of five operations there is no other way.
 UNSEEN = [
     ((change, use, change, COLLECTIVE, change), 0)
     for change, use in ((CHANGE_TRAINED, USE_TRAINED), (CHANGE_FROZEN, USE_FROZEN))
