@@ -1,7 +1,8 @@
 """Balance samples of different lengths over ranks: costs, partitions, packing, policies, plans, loaders.
 
-Start at :func:`get_policy` (plan one minibatch), :class:`MinibatchLoader` (a dataset whose lengths are known) or
-:class:`StreamLoader` (one whose samples show them when they are read). Needs numpy only; the names that need torch are
+Start at :func:`get_policy` (plan one minibatch), :class:`MinibatchLoader` (a dataset whose lengths are known),
+:class:`StreamLoader` (one whose samples show them when they are read) or :func:`balance_batch` (samples that are there
+already, rollouts for one). Needs numpy only; the names that need torch are
 imported when first used.
 """
 
@@ -43,6 +44,7 @@ from odc.balance.rearrange.rebalance import rebalance
 from odc.balance.simulate import Machine, Scenario, Simulation, even_lengths, law_names, sample_lengths
 
 if TYPE_CHECKING:
+    from odc.balance.data.batch import BalancedBatch, balance_batch
     from odc.balance.data.collate import count_loss_tokens, pack_collate
     from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationMemory",
+    "BalancedBatch",
     "CostFit",
     "CostModel",
     "Encoder",
@@ -82,6 +85,7 @@ __all__ = [
     "TransformerCost",
     "TransformerShape",
     "align_groups",
+    "balance_batch",
     "best_fit_batches",
     "bubble_rate",
     "count_loss_tokens",
@@ -109,6 +113,8 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
+    "BalancedBatch": "odc.balance.data.batch",
+    "balance_batch": "odc.balance.data.batch",
     "Minibatch": "odc.balance.data.loader",
     "MinibatchLoader": "odc.balance.data.loader",
     "Encoder": "odc.balance.multimodal",

@@ -8,14 +8,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from odc.balance.checks import as_count
+from odc.balance.checks import as_count, as_one_of
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
+from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step, sums_are_in_order
 from odc.balance.data.late_binding import LateMicrobatches, Shares, falling, own_store
 from odc.balance.data.loss_tokens import as_loss_tokens
@@ -219,7 +220,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         drop_last: bool = True,
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
-        comm: Literal["auto", "odc", "collective"] = "auto",
+        comm: Comm = "auto",
         late_binding: bool = False,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
@@ -245,9 +246,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        if comm not in ("auto", "odc", "collective"):
-            raise ValueError(f"comm={comm!r}: expected 'auto', 'odc' or 'collective'")
-        self.comm = comm
+        self.comm: Comm = as_one_of(comm, "comm", COMMS)
         self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
         self._dataset = MicrobatchDataset(
             dataset,
@@ -351,9 +350,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             if self._shares is not None:
                 self.sampler.speeds = self._shares.speeds.plan_with(self.sampler.epoch, number)
             planned = next(plans)
-            found = _filled_up(planned) if self.comm == "collective" else planned
+            found = replace(planned, plan=filled_up(planned.plan)) if self.comm == "collective" else planned
             if self._shares is not None:
-                found = PlannedMinibatch(found.samples, falling(found.plan))
+                found = replace(found, plan=falling(found.plan))
             found.plan.microbatches[self.rank]  # packed here, beside the training
             yield found
 
@@ -381,24 +380,15 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
                 "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
                 "with it the order in which gradients are added. Leave one of them out"
             )
-        # The numbers of all ranks last: for those, all are packed.
-        if self.comm != "auto" or not ranks_go_in_step():
-            return
-        if self._shares is not None:
+        if self._shares is not None and self.comm == "auto" and ranks_go_in_step():
             raise RuntimeError(
                 "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
                 "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
                 "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
                 "communicate once per minibatch in another way"
             )
-        if len(set(plan.num_microbatches)) > 1:
-            raise RuntimeError(
-                f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in minibatch "
-                f"{number}, and ODC is not at work in this process: the collectives of FSDP or DDP would wait forever. "
-                "Call odc.patch_fsdp(model) before the first minibatch, or start the script with `odc run`. Otherwise "
-                "pass comm='collective' (ranks with fewer get empty microbatches), use a policy with equal numbers "
-                "(lb-micro), or pass comm='odc' if your ranks communicate once per minibatch in another way"
-            )
+        if self.comm == "auto":
+            check_counts(plan, f"minibatch {number}")
 
     def _read_ahead(
         self, planned: Iterator[PlannedMinibatch], start: int
@@ -430,11 +420,3 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 def _microbatches(planned: Iterable[PlannedMinibatch], rank: int) -> Iterator[list[int]]:
     for minibatch in planned:
         yield from minibatch.of_rank(rank)
-
-
-def _filled_up(planned: PlannedMinibatch) -> PlannedMinibatch:
-    """With empty microbatches for the ranks that have fewer than others."""
-    plan = planned.plan
-    most = max(plan.num_microbatches)
-    microbatches = [[*mine, *([] for _ in range(most - len(mine)))] for mine in plan.microbatches]
-    return PlannedMinibatch(planned.samples, replace(plan, microbatches=microbatches))

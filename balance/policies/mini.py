@@ -43,7 +43,7 @@ class LBMini(Policy):
         return split_by_cost(job.costs, job.world_size, equal_size=False, speeds=job.speeds)
 
     def _assign(self, job: Job, costs: FloatArray) -> Sequence[Parts]:
-        return PackedOnDemand(self.ranks(job.with_costs(costs)), partial(_packed, job))
+        return packed_on_demand(job, self.ranks(job.with_costs(costs)))
 
 
 class LBMiniEqual(LBMini):
@@ -56,6 +56,11 @@ class LBMiniEqual(LBMini):
 
     def ranks(self, job: Job) -> Parts:
         return equally_many(job)
+
+
+def packed_on_demand(job: Job, ranks: Parts) -> PackedOnDemand:
+    """The samples of each rank, who packs for itself."""
+    return PackedOnDemand(ranks, partial(_packed, job))
 
 
 def _packed(job: Job, mine: list[int]) -> Parts:

@@ -29,8 +29,9 @@ DTYPES = (
 _MAX_DIMS = 6
 _META = 3 + _MAX_DIMS
 """What is said of a tensor: dtype, whether it has a gradient, number of dimensions, and these."""
-_FORWARD, _BACKWARD = 1, 2
-_TEXT_BYTES = 1024
+_FORWARD, _BACKWARD, _TELLING = 1, 2, 3
+_FRAME = 9
+"""Numbers that ranks swap first, whatever they are at: gloo ends a process that gets more or less than it expects."""
 _ROLL_CALL_S, _LOOK_EVERY_S = 3.0, 0.05
 _GONE = ("closed by peer", "reset by peer", "timed out", "broken pipe", "refused")
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class Received(Sequence[torch.Tensor]):
         problem: ValueError | None = None,
     ) -> Received:
         """:func:`exchange`; or its refusal on all ranks, because of a ``problem`` that this one has."""
-        return cls(_Journey(_Meeting(group), tensors, rearrangement, problem), tensors)
+        return cls(_Journey(Meeting(group), tensors, rearrangement, problem), tensors)
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...
@@ -180,7 +181,7 @@ class _Journey:
 
     def __init__(
         self,
-        meeting: _Meeting,
+        meeting: Meeting,
         tensors: Sequence[torch.Tensor],
         rearrangement: Rearrangement,
         problem: ValueError | None = None,
@@ -263,8 +264,15 @@ class _Journey:
         return [found[item] if item in found else mine[item].clone() for item in route.target[rank].tolist()]
 
 
-class _Meeting:
-    """The ranks of a group, and what they say to each other before they exchange."""
+class Meeting:
+    """The ranks of a group, and what they say to each other before they exchange.
+
+    Args:
+        group: default: all of ``torch.distributed``.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
@@ -303,7 +311,7 @@ class _Meeting:
         # All begin the same one, so the largest is right wherever an error has left some ranks behind.
         self.number = _numbers[self._whole] = max(row[1] for row in rows)
         if any(row[2] for row in rows):
-            texts = self._swap_texts(str(problem) if problem is not None else "")
+            texts = self.tell("" if problem is None else shorten(str(problem)))
             if problem is not None:
                 raise problem
             rank = next(rank for rank, row in enumerate(rows) if row[2])
@@ -339,12 +347,21 @@ class _Meeting:
     ) -> list[list[int]]:
         digest = np.frombuffer(rearrangement.digest(), dtype="<i8").tolist()
         number = _numbers.get(self._whole, 0) + 1 if kind == _FORWARD else self.number
-        words = [kind, number, is_bad, has, -1 if where is None else where, *digest]
-        frame = torch.tensor(words, dtype=torch.int64, device=self.device)
+        return self._swap_words([kind, number, is_bad, has, -1 if where is None else where, *digest])
+
+    def _swap_words(self, words: list[int]) -> list[list[int]]:
+        kind = words[0]
+        frame = torch.tensor([*words, *[0] * (_FRAME - len(words))], dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(frame) for _ in range(self.world_size)]
         self._named(lambda: dist.all_gather(rows, frame, group=self.group))
         table = [row.tolist() for row in rows]
         for rank, row in enumerate(table):
+            if row[0] != kind and _TELLING in (row[0], kind):
+                one, other = map(self.name, (rank, self.rank) if kind == _TELLING else (self.rank, rank))
+                raise ProtocolError(
+                    f"rank {one} exchanges items, while rank {other} begins to balance a batch: every rank must call "
+                    "balance_batch, and split, as often as the others, and in the same order"
+                )
             if row[0] != kind:
                 late, ahead = map(self.name, (rank, self.rank) if row[0] == _BACKWARD else (self.rank, rank))
                 raise ProtocolError(
@@ -354,27 +371,20 @@ class _Meeting:
                 )
         return table
 
-    def _swap_texts(self, text: str) -> list[str]:
-        data = shorten(text, _TEXT_BYTES // 4).encode()[:_TEXT_BYTES]
-        mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self.device)
-        mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._named(lambda: dist.all_gather(rows, mine, group=self.group))
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    def tell(self, text: str) -> list[str]:
+        """What each rank says, of any length. Collective."""
+        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(self.device)
+        sizes = [row[1] for row in self._swap_words([_TELLING, data.numel()])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._named(lambda: dist.all_gather(rows, padded, group=self.group))
+        return [row[:size].cpu().numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
     def _difference(self, mine: Rearrangement) -> str:
         """What two ranks differ in; they exchange all they have."""
         lists = [[items.tolist() for items in end] for end in (mine.source, mine.target)]
-        data = torch.frombuffer(bytearray(json.dumps(lists).encode()), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        own_size = torch.tensor([data.numel()], device=self.device)
-        self._named(lambda: dist.all_gather(sizes, own_size, group=self.group))
-        most = max(int(size) for size in sizes)
-        padded = torch.zeros(most, dtype=torch.uint8, device=self.device)
-        padded[: data.numel()] = data
-        rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._named(lambda: dist.all_gather(rows, padded, group=self.group))
-        texts = [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
+        texts = self.tell(json.dumps(lists))
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
         first, second = (Rearrangement.between(*json.loads(texts[rank])) for rank in (0, other))
         whose = f"ranks {self.name(0)} and {self.name(other)}"
@@ -440,7 +450,7 @@ def devices_of(group: dist.ProcessGroup | None) -> list[torch.device]:
     return found
 
 
-def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: _Meeting) -> ValueError | None:
+def _problem_of(tensors: Sequence[Any], rearrangement: Rearrangement, meeting: Meeting) -> ValueError | None:
     """Why these tensors cannot be exchanged. Not raised here: the other ranks wait for this one's answer."""
     if rearrangement.num_ranks != meeting.world_size:
         return ValueError(

@@ -428,7 +428,7 @@ def test_a_second_pass_over_an_epoch_begins_with_nothing_done() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"comm": "nccl"}, "comm='nccl': expected 'auto', 'odc' or 'collective'"),
+        ({"comm": "nccl"}, "comm='nccl': expected one of 'auto', 'odc', 'collective'"),
         ({"rank": 3}, "rank=3: expected less than world_size=3"),
         ({"rank": -1}, "rank=-1"),
         ({"minibatch_size": 0}, "minibatch_size=0"),
