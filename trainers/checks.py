@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -13,16 +13,16 @@ from torch.utils.data import IterableDataset
 
 from odc.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from odc.trainers.forms import Form
+
 _ROLLOUTS, _PAIRS = "rollouts that it makes itself", "pairs of answers"
 _TRAINS_ON = {
-    "GRPOTrainer": _ROLLOUTS,
     "RLOOTrainer": _ROLLOUTS,
     "PPOTrainer": _ROLLOUTS,
     "OnlineDPOTrainer": _ROLLOUTS,
     "DistillationTrainer": _ROLLOUTS,
     "GKDTrainer": _ROLLOUTS,
-    "DPOTrainer": _PAIRS,
-    "RewardTrainer": _PAIRS,
     "ORPOTrainer": _PAIRS,
     "CPOTrainer": _PAIRS,
     "KTOTrainer": "answers that are compared within a batch",
@@ -30,13 +30,17 @@ _TRAINS_ON = {
 """What is no sequence of tokens with labels, by the names of TRL's classes, which forks keep."""
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: Any, form: Form | None = None, *, online: bool = False) -> None:
     """Refuse what would make a step's loss depend on how its samples share microbatches, or ranks wait for one another.
+
+    Args:
+        form: of what it trains on, where that is no dataset of sequences.
+        online: samples are to be streamed.
 
     Raises:
         UnsupportedError: names the option and what to do.
     """
-    problem = _problem(trainer)
+    problem = _problem(trainer, form, online)
     if problem is not None:
         raise refusal(trainer, problem)
 
@@ -134,7 +138,7 @@ def _rotary_contexts(config: Any) -> Iterator[tuple[str, int]]:
                 yield kind, int(whole or 0)
 
 
-def _problem(trainer: Any) -> str | None:
+def _problem(trainer: Any, form: Form | None, online: bool) -> str | None:
     known = next((one.__name__ for one in type(trainer).__mro__ if one.__name__ in _TRAINS_ON), None)
     if known is not None:
         return (
@@ -142,13 +146,18 @@ def _problem(trainer: Any) -> str | None:
             "`odc run` without --balance and --online (or odc.patch_fsdp alone): it trains as under plain FSDP"
         )
     args = trainer.args
+    if form is not None and online:
+        return (
+            f"it trains on {form.trains_on}, which are balanced by a policy once they are there; use --balance lb-mini "
+            "in place of --online"
+        )
     if not args.average_tokens_across_devices:
         return "average_tokens_across_devices=False: the loss depends on which rank has which samples; set it to True"
     if args.train_sampling_strategy == "batch_rebalance":
         return "train_sampling_strategy='batch_rebalance' deals out samples itself; use 'random' or 'group_by_length'"
     if args.include_num_input_tokens_seen not in ("no", False):
         return "include_num_input_tokens_seen makes ranks wait for one another in every microbatch; set it to 'no'"
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+    if form is None and not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         return (
             f"{type(trainer.model).__name__} does not accept num_items_in_batch, so its loss is a mean of microbatch "
             "means, which depends on how samples share microbatches; give compute_loss_func, or use another model"
@@ -167,6 +176,8 @@ def _problem(trainer: Any) -> str | None:
             "the auxiliary loss of a mixture of experts is a mean over microbatches, which depends on how samples "
             "share them; set router_aux_loss_coef=0 (TRL), output_router_logits=False"
         )
+    if form is not None:
+        return form.problem(trainer)
     if not _own_loss_is_known(trainer):
         return (
             "compute_loss is overridden, and whether it divides by num_items_in_batch is not known; set "

@@ -183,12 +183,12 @@ def identity_of(trainer: Any) -> Identity:
 
 def probe_samples(identity: Identity, example: Mapping[str, torch.Tensor]) -> ProbeSamples:
     """The same on all ranks. Every token has a label. Columns that only the collator knows come from ``example``."""
-    a, b, c, d, *others = _spread(identity, _NUM_TOKENS)
+    a, b, c, d, *others = spread(identity, _NUM_TOKENS)
     first, second, other = [a, b, c, d], [*others[:3], d, others[3]], others[4:]
     return ProbeSamples(*(_sample(tokens, example) for tokens in (first, second, other)))
 
 
-def _spread(identity: Identity, count: int) -> list[int]:
+def spread(identity: Identity, count: int) -> list[int]:
     """Ordinary tokens from all over the vocabulary."""
     usable = [token for token in range(identity.vocab_size) if token not in identity.special]
     return [usable[(2 * i + 1) * len(usable) // (2 * count)] for i in range(count)]
@@ -221,7 +221,7 @@ def _is_trls(trainer: Any) -> bool:
 _NUM_ITEMS = 8.0
 _SHUT_OFF = 1e9
 """Logits beyond it are those of tokens that a model never gives."""
-_INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
+INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
 
 
 def check_packing(trainer: Any, model: nn.Module, identity: Identity, example: Mapping[str, torch.Tensor]) -> None:
@@ -245,10 +245,10 @@ def check_packing(trainer: Any, model: nn.Module, identity: Identity, example: M
         raise refusal(
             trainer,
             f"whether {identity.name} tells packed samples apart could not be measured: its forward on two samples of "
-            f"4 and 5 tokens raised {type(error).__name__}: {error}. {_INSTEAD}",
+            f"4 and 5 tokens raised {type(error).__name__}: {error}. {INSTEAD}",
         ) from error
     if problem is not None:
-        raise refusal(trainer, f"{problem}. {_INSTEAD}")
+        raise refusal(trainer, f"{problem}. {INSTEAD}")
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,13 @@ from odc.fsdp_patch.automatic import AutomaticPatching, is_patching
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.trainers.batches import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
 from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
+from odc.trainers.forms import form_of
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides, RankMetrics
 from odc.trainers.prepared import DataRanks
 from odc.trainers.probe import check_packing, identity_of
+from odc.trainers.step_batches import StepBatches
 from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, streamed_loader
 
 logger = logging.getLogger("odc")
@@ -108,7 +110,7 @@ def balance(
         microbatch_cost=microbatch_cost,
         pool_size=pool_size,
     )
-    check_trainer(trainer)
+    check_trainer(trainer, form_of(trainer), online=options.online)
     if not patch and not options.equal_counts:
         raise UnsupportedError(
             f"balancing by {options.name!r} gives ranks different numbers of microbatches, so patch=False, which keeps "
@@ -134,10 +136,12 @@ def train_balanced(trainer: Any, options: BalanceOptions, tally: Tally, train: C
     """``train()`` with balanced minibatches; as it is inside itself."""
     if hasattr(trainer, _MARK):  # balance() inside `odc run --balance`: the script's own choice holds
         return train()
-    check_trainer(trainer)
+    form = form_of(trainer)
+    check_trainer(trainer, form, online=options.online)
     with Overrides(trainer) as overrides:
         overrides.set(_MARK, options)
-        with closing(_Balanced(trainer, options, tally)) as balanced:
+        made = _Balanced(trainer, options, tally) if form is None else StepBatches(trainer, form, options, tally)
+        with closing(made) as balanced:
             balanced.enter(overrides)
             return train()
 

@@ -515,10 +515,8 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("GRPOTrainer", "rollouts"),
         ("RLOOTrainer", "rollouts"),
-        ("DPOTrainer", "pairs of answers"),
-        ("RewardTrainer", "pairs of answers"),
+        ("ORPOTrainer", "pairs of answers"),
         ("KTOTrainer", "answers that are compared within a batch"),
     ],
 )
