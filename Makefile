@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance report clean
+.PHONY: help demo demo-rl demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance report clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a small Qwen2 three ways on 2 CPU ranks and compare them (runs/demo)
 	$(VENV)/bin/odc bench demo --out runs/demo
+
+demo-rl: $(STAMP)  ## reinforcement learning (GRPO) three ways on 2 CPU ranks, compared (runs/rl)
+	$(VENV)/bin/odc bench demo-rl --out runs/rl
 
 demo-multimodal: $(STAMP)  ## train a tiny Qwen2.5-Omni four ways on 2 CPU ranks and compare them (runs/multimodal)
 	$(VENV)/bin/odc bench multimodal --out runs/multimodal

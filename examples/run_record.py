@@ -23,10 +23,15 @@ T = TypeVar("T")
 
 
 class RunRecord:
-    """Times every minibatch on this rank; the first ``num_untimed`` are warm-up, left out of the totals."""
+    """Times every minibatch on this rank; the first ``num_untimed`` are warm-up, left out of the totals.
 
-    def __init__(self, num_untimed: int, timeline: Timeline | None) -> None:
+    Args:
+        alone: what is between minibatches (rollouts) is left out, too: each begins on all ranks together.
+    """
+
+    def __init__(self, num_untimed: int, timeline: Timeline | None, *, alone: bool = False) -> None:
         self.losses: list[float] = []
+        self._alone = alone
         self._num_untimed = num_untimed
         self._timeline = timeline
         self._num_minibatches = 0
@@ -46,8 +51,9 @@ class RunRecord:
     def minibatch_of(self, num_samples: int, num_tokens: int) -> Iterator[None]:
         """The same, of so many samples of all ranks and so many tokens of this one."""
         number = self._num_minibatches
-        if number == self._num_untimed:
+        if number == self._num_untimed or self._alone:
             dist.barrier()  # the timed part starts together
+        if number == self._num_untimed:
             self._started = time.perf_counter()
         if self._timeline:
             self._timeline.minibatch = number
@@ -93,7 +99,7 @@ class RunRecord:
                 "tokens": int(tokens[self._num_untimed :].sum()),
                 "minibatch_samples": self._samples,
                 "minibatch_tokens": tokens.tolist(),
-                "seconds": times[0].item(),
+                "seconds": times[1:].sum().item() if self._alone else times[0].item(),
                 "minibatch_seconds": times[1:].tolist(),
             }
             (folder / "result.json").write_text(json.dumps(result, indent=1))

@@ -11,16 +11,8 @@ from odc.bench.harness.benchmark import Benchmark
 ROOMS = {
     "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven"),
     "training": (
-        *(
-            "demo",
-            "multimodal",
-            "stream_training",
-            "trainers",
-            "emulated",
-            "late_binding",
-            "context_parallel",
-            "multimodal_emulated",
-        ),
+        *("demo", "demo_rl", "multimodal", "stream_training", "trainers"),
+        *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),
     ),
     "batching": ("batching", "peers", "loading"),
     "planning": (

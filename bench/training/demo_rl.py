@@ -1,0 +1,92 @@
+"""Train one small model by reinforcement learning (GRPO) three ways on this machine's CPU, and compare.
+
+Runs ``examples/grpo.py`` of the repository, from its root: FSDP2's collectives and ODC with equal numbers of
+microbatches, and ODC with balanced rollouts. They take turns, so that a drift of the machine's speed meets all of them.
+All start from the same weights and generate the same rollouts, to rounding: rewards and losses are compared. What is
+timed is the training part of each step, sharing the rollouts out included; generating them is not.
+
+Not covered: GPUs, several hosts, an engine for rollouts, training while rollouts are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from odc.bench.harness.benchmark import Benchmark, Column, Entries
+from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, train_in_turns
+from odc.bench.training.summary import quietest, runs_table, summarize
+
+SCRIPT = Path("examples/grpo.py")
+
+
+def measure(
+    run: Bench,
+    out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("runs/rl"),
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
+    minibatches: Annotated[int, typer.Option(min=4, help="Optimizer steps of a run; two are warm-up.")] = 12,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, one core each.")] = 2,
+    max_completion: Annotated[int, typer.Option(min=8, help="Most tokens of a completion.")] = 252,
+    hidden_size: Annotated[int, typer.Option(help="Of the model; a multiple of 64.")] = 256,
+    num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 4,
+) -> Entries:
+    check_examples(SCRIPT, "transformers", "matplotlib")
+    runs = train_in_turns(
+        run,
+        SCRIPT,
+        CONFIGURATIONS,
+        out,
+        repetitions=repetitions,
+        num_ranks=ranks,
+        minibatches=minibatches,
+        options={
+            "minibatches": minibatches,
+            "max-completion": max_completion,
+            "max-tokens": max_completion + 4,
+            "hidden-size": hidden_size,
+            "num-layers": num_layers,
+        },
+    )
+    from odc.bench.training.plots import plot_losses, plot_timelines  # only here: matplotlib is an extra
+
+    drawn = quietest(runs)
+    plot_losses(out / "losses.png", {name: each.losses for name, each in drawn.items()})
+    first = next(iter(drawn.values()))
+    middle = (first.num_untimed + len(first.losses)) // 2
+    plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
+    run.note(f"{out}: summary.json, losses.png, timeline.png")
+    return run.keep({"runs": _summarize(runs)}, out / "summary.json")
+
+
+def _summarize(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    summary = summarize(runs)
+    reference = _rewards(next(iter(runs.values()))[0])
+    for row in summary:
+        rewards = [_rewards(each) for each in runs[row["name"]]]
+        differences = [abs(a - b) for mine in rewards for a, b in zip(mine, reference, strict=True)]
+        row |= {"rewards": rewards[0], "max_reward_difference": max(differences)}
+    return summary
+
+
+def _rewards(run: Run) -> list[float]:
+    found: list[float] = json.loads((run.folder / "rewards.json").read_text())
+    return found
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "6 min, quick 40 s",
+    (
+        runs_table(
+            Column("final reward", lambda row: f"{row['rewards'][-1]:.3f}"),
+            Column("reward diff.", "max_reward_difference", ".1e"),
+        ),
+    ),
+    quick={"repetitions": 1, "minibatches": 6, "max_completion": 60},
+    needs="the extra examples, the repository",
+)
