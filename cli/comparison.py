@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.table import Table
 
-from odc.balance import Machine, Scenario, Simulation
+from odc.balance import Machine, Policy, Scenario, Simulation, get_policy
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import evaluate
 from odc.balance.plan import Comm
@@ -61,11 +61,12 @@ def compare(
     training: Training,
     machines: Mapping[Comm, Machine],
     on_minibatch: Callable[[], object] | None = None,
+    policy_of: Callable[[str], Policy] = get_policy,
 ) -> Comparison:
     """Plan and simulate every policy, under collectives (where it has equal counts) and under ODC."""
     planned, simulations = {}, {}
     for name in policies:
-        epoch = planned[name] = scenario.plan(name, on_minibatch)
+        epoch = planned[name] = scenario.plan(policy_of(name), on_minibatch)
         kinds: tuple[Comm, ...] = ("collective", "odc") if epoch.policy.equal_counts else ("odc",)
         for comm in kinds:
             simulations[name, comm] = epoch.run(comm, machines[comm])

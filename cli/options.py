@@ -95,8 +95,16 @@ RanksPerNode = Annotated[
     typer.Option(
         "--ranks-per-node",
         min=1,
-        help="Keep what moves within nodes of so many ranks, and count the rest.",
+        help="Keep what moves within nodes of so many ranks, and count the rest. Also of --rollouts.",
         **_MODALITIES,
+    ),
+]
+Rollouts = Annotated[
+    bool,
+    typer.Option(
+        "--rollouts",
+        help="Samples are rollouts: each is on some rank before lengths are known. Plans keep them there as far as the "
+        "policy can, and what moves is counted.",
     ),
 ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +13,11 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from odc.balance import Machine, Scenario, policy_names
+from odc.balance import Machine, Policy, Scenario, get_policy, policy_names
 from odc.balance.checks import IntArray
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
+from odc.balance.rearrange.from_home import FromHome
 from odc.cli import options
 from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
@@ -27,11 +28,12 @@ from odc.cli.output import check_finite, check_plot, errors_in_one_line, output,
 from odc.cli.phase_report import report_phases
 from odc.cli.phases import compare_phases
 from odc.cli.records import TokenCounter
+from odc.cli.rollouts import LINK, Moved, describe_moved, moved
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
 _TEXT_ONLY = (
     *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
-    *("samples", "panel", "context_parallel", "link"),
+    *("samples", "panel", "context_parallel", "link", "rollouts"),
 )
 """Options that plans of several modalities do not look at."""
 
@@ -81,6 +83,7 @@ def plan(
     ranks_per_node: options.RanksPerNode = None,
     context_parallel: options.ContextParallel = None,
     link: options.Link = "nvlink",
+    rollouts: options.Rollouts = False,
 ) -> None:
     """Show what each balancing policy would do to a dataset: bubble rate, samples/s, planning time, memory.
 
@@ -102,6 +105,8 @@ def plan(
 
         odc plan longalign --context-parallel 1,2,4,8 --link infiniband
 
+        odc plan aime --rollouts --ranks-per-node 8
+
         odc plan mix.jsonl --modality audio:layers=6,hidden=512,ffn=2048
     """
     with errors_in_one_line():
@@ -110,7 +115,9 @@ def plan(
             raise ValueError(f"--panel {panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token)
-        check_options(context, with_modalities=bool(modality), with_groups=context_parallel is not None)
+        check_options(
+            context, with_modalities=bool(modality), with_groups=context_parallel is not None, with_rollouts=rollouts
+        )
         count_tokens = TokenCounter(tokenizer, chars_per_token)
         if modality:
             modalities = parse_modalities(modality, mfu * DEVICES[device].flops_per_s)
@@ -161,24 +168,42 @@ def plan(
                 )
             report_groups(by_size, dataset.about, as_json=as_json, plot=plot)
             return
-        comparison = _compare_all(scenario, tokens, policies, training, machines)
+        comparison = _compare_all(
+            scenario,
+            tokens,
+            policies,
+            training,
+            machines,
+            lambda name: FromHome(get_policy(name), ranks_per_node) if rollouts else get_policy(name),
+        )
         recommendation = recommend(comparison)
+        moves: dict[str, Moved] = {}
+        if rollouts:
+            bytes_per_s = DEVICES[device].links[LINK]
+            moves = {name: moved(epoch, ranks_per_node, bytes_per_s) for name, epoch in comparison.planned.items()}
         if plot is not None:
             _draw(plot, comparison, minibatch_only=panel == "minibatch")
     if as_json:
-        typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation)}))
+        about = {"moved": {name: asdict(each) for name, each in moves.items()}} if rollouts else {}
+        typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation), **about}))
         return
-    _show(comparison, dataset.about, recommendation, plot)
+    notes = describe_moved(moves, with_nodes=ranks_per_node is not None) if rollouts else None
+    _show(comparison, dataset.about, recommendation, plot, notes)
 
 
-def check_options(context: typer.Context, *, with_modalities: bool, with_groups: bool) -> None:
+def check_options(
+    context: typer.Context, *, with_modalities: bool, with_groups: bool, with_rollouts: bool = False
+) -> None:
     """Refuse options that the kind of plan asked for does not look at.
 
     Raises:
         ValueError: one of them was given.
     """
-    groups_only, not_groups = ("link",), ("panel",)
-    wrong = _TEXT_ONLY if with_modalities else ("ranks_per_node", *(not_groups if with_groups else groups_only))
+    groups_only, not_groups = ("link",), ("panel", "rollouts")
+    wrong = _TEXT_ONLY
+    if not with_modalities:
+        nodes = () if with_rollouts else ("ranks_per_node",)
+        wrong = (*nodes, *(not_groups if with_groups else groups_only))
     # By name: the enumeration is click's or typer's own, by the version of typer.
     given = [name for name in wrong if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if given:
@@ -192,7 +217,7 @@ def check_options(context: typer.Context, *, with_modalities: bool, with_groups:
                 f"{option} is not for samples of several modalities: leave it out, or leave out --modality"
             )
         raise ValueError(
-            f"{option} is for samples of several modalities: expected --modality too (see odc plan --help)"
+            f"{option} is for samples of several modalities, or rollouts: expected --modality or --rollouts too"
         )
 
 
@@ -234,11 +259,16 @@ def _machines(
 
 
 def _compare_all(
-    scenario: Scenario, tokens: IntArray, policies: list[str], training: Training, machines: dict[Comm, Machine]
+    scenario: Scenario,
+    tokens: IntArray,
+    policies: list[str],
+    training: Training,
+    machines: dict[Comm, Machine],
+    policy_of: Callable[[str], Policy],
 ) -> Comparison:
     with progress_bar() as progress:
         bar = progress.add_task("planning", total=len(scenario.sampler("none")) * len(policies))
-        return compare(scenario, tokens, policies, training, machines, lambda: progress.advance(bar))
+        return compare(scenario, tokens, policies, training, machines, lambda: progress.advance(bar), policy_of)
 
 
 def _draw(path: Path, comparison: Comparison, *, minibatch_only: bool) -> None:
@@ -249,7 +279,7 @@ def _draw(path: Path, comparison: Comparison, *, minibatch_only: bool) -> None:
         plot_plan(path, comparison, minibatch_only=minibatch_only)
 
 
-def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path | None) -> None:
+def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path | None, notes: str | None) -> None:
     console = output()
     scenario, training = comparison.scenario, comparison.training
     longest = int(comparison.lengths.max())
@@ -264,6 +294,8 @@ def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path 
     console.print(
         f"Costs: {escape(training.about)}. Memory per device is an estimate: {note}.", style="dim", highlight=False
     )
+    if notes is not None:
+        console.print(escape(notes), highlight=False)
     console.print(f"\n[bold]{escape(recommendation)}[/bold]", highlight=False)
     if plot is not None:
         console.print(f"Pictures: {escape(str(plot))}", highlight=False)

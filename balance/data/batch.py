@@ -27,16 +27,14 @@ from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.loss_weights import loss_weights
 from odc.balance.data.microbatches import SampleT
 from odc.balance.data.place import Place
-from odc.balance.layout import by_rank, split
-from odc.balance.plan import PackedOnDemand, Plan
-from odc.balance.policies import LBMini, Policy, get_policy
+from odc.balance.layout import split
+from odc.balance.plan import Plan
+from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import Job
-from odc.balance.policies.mini import packed_on_demand
 from odc.balance.random_numbers import random_generator
 from odc.balance.rearrange.exchange import Meeting, exchange
-from odc.balance.rearrange.nodes import place_items
+from odc.balance.rearrange.from_home import plan_from_home, samples_of
 from odc.balance.rearrange.rearrangement import Rearrangement, owners
-from odc.balance.rearrange.rebalance import rebalanced
 from odc.errors import AbortedError, shorten, shown
 
 T = TypeVar("T")
@@ -187,7 +185,7 @@ class _Known:
     def arranged(self, parts: list[IntArray], own: dict[int, SampleT]) -> list[BalancedBatch[SampleT]]:
         """Minibatches of these samples, all together every sample once, for which all move in one exchange."""
         plans = [self._plan(part) for part in parts]
-        wanted = [[part[mine] for mine in _samples_of(plan)] for part, plan in zip(parts, plans, strict=True)]
+        wanted = [[part[mine] for mine in samples_of(plan)] for part, plan in zip(parts, plans, strict=True)]
         target = [np.concatenate(mine) for mine in zip(*wanted, strict=True)]
         mine = self._moved(target, own)
         found = []
@@ -208,18 +206,7 @@ class _Known:
         """Of some samples, by their places in ``part``."""
         job = Job(self.lengths[part], self.costs[part], self.world_size, self.max_tokens, self.microbatch_cost, None)
         has = [np.searchsorted(part, mine[np.isin(mine, part)]) for mine in self.home]
-        if type(self.policy) is LBMini:
-            # As in the policy itself, a cost per microbatch is spread over tokens.
-            costs = job.costs + self.microbatch_cost / self.max_tokens * job.lengths
-            ranks = rebalanced(costs, has, ranks_per_node=self.ranks_per_node)
-            plan = self.policy.to_plan(job, packed_on_demand(job, [mine.tolist() for mine in ranks]))
-        else:
-            plan = self.policy.plan_job(job)
-            # Which rank gets which batch is open: one that has much of it.
-            of_batch = owners(_samples_of(plan))
-            placed = place_items(owners(has), of_batch, job.lengths, self.world_size, self.ranks_per_node)
-            batches = dict(zip(placed, plan.microbatches, strict=True))
-            plan = replace(plan, microbatches=[batches[rank] for rank in range(self.world_size)])
+        plan = plan_from_home(self.policy, job, has, self.ranks_per_node)
         if self.comm == "auto":
             check_counts(plan, "this batch")
         return filled_up(plan) if self.comm == "collective" else plan
@@ -414,13 +401,6 @@ def _numbered(sizes: Sequence[int]) -> list[IntArray]:
     numbers = np.empty(ranks.size, dtype=np.int64)
     numbers[np.lexsort((ranks, places))] = np.arange(ranks.size)
     return split(numbers, np.cumsum([0, *sizes]))
-
-
-def _samples_of(plan: Plan) -> list[IntArray]:
-    """Of each rank; does not pack those that pack for themselves."""
-    if isinstance(plan.microbatches, PackedOnDemand):
-        return [np.array(mine, dtype=np.int64) for mine in plan.microbatches.ranks]
-    return by_rank(plan.microbatches)
 
 
 def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

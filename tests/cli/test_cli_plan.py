@@ -105,6 +105,8 @@ def test_long_samples_are_refused_or_cut() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["aime", "--rollouts", "--context-parallel", "1"], "--rollouts is not for groups"),
+        (["aime", "--rollouts", "--modality", "image:layers=1"], "--rollouts is not for samples of several modalities"),
         (["nowhere.txt"], "neither a file nor a length law"),
         (["aime", "--model", "qwen9"], "'qwen9' is neither a file nor a preset"),
         (["aime", "--policy", "lb-nano"], "'lb-nano' is not known"),
@@ -118,6 +120,26 @@ def test_errors_say_what_to_do(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.output
+
+
+def test_rollouts_stay_as_far_as_the_policy_can() -> None:
+    options = [*SMALL, "--world-size", "8", "--minibatch-size", "8"]
+    found = plan_json("aime", *options, "--rollouts", "--ranks-per-node", "4")
+    moved = found["moved"]
+    assert moved["none"] == {"share": 0.0, "between_nodes": 0.0, "most_bytes": 0.0, "seconds": 0.0}
+    mini, micro = moved["lb-mini"], moved["lb-micro"]
+    assert 0 < mini["between_nodes"] < mini["share"] < micro["share"] < 1
+    assert mini["most_bytes"] == pytest.approx(mini["seconds"] * 50e9)  # InfiniBand of an H100
+    # As good as without: only where batches go is another question.
+    plain = {row["policy"]: row["bubble_rate"] for row in plan_json("aime", *options)["policies"]}
+    for row in found["policies"]:
+        if row["comm"] == "odc" and row["policy"] in ("lb-micro", "lb-mini"):
+            assert row["bubble_rate"] == pytest.approx(plain[row["policy"]], abs=2e-3)
+    text = call("plan", "aime", *options, "--rollouts").output
+    assert "Rollouts that change ranks, of all tokens: lb-micro" in " ".join(text.split())
+    assert "MB a step (32 bytes a token)" in " ".join(text.split())
+    text = call("plan", "aime", *options, "--rollouts", "--policy", "none").output
+    assert "Rollouts stay where they were generated." in text
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -165,7 +187,7 @@ def test_help_teaches() -> None:
         assert result.exit_code == 0
         assert "Examples" in result.stdout
         examples = [line for line in result.stdout.splitlines() if line.strip().startswith(f"odc {command}")]
-        assert len(examples) == (4 if command == "plan" else 2)
+        assert len(examples) == (5 if command == "plan" else 2)
         assert max(map(len, map(str.rstrip, examples))) < 70
 
 
