@@ -43,6 +43,11 @@ def warm() -> Iterator[Warm]:
 
 
 def logs(folder: Path) -> list[dict[str, Any]]:
+    """Of each step."""
+    return [entry for entry in history(folder) if "loss" in entry]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())
     return found
 
@@ -70,7 +75,11 @@ def assert_same(plain: Path, ours: Path, *names: str) -> None:
 
 
 ROLLOUTS = {
-    "dapo-two-steps-per-generation": {"steps_per_generation": 4, "importance_sampling_level": "sequence"},
+    "dapo-two-steps-per-generation": {
+        "steps_per_generation": 4,
+        "importance_sampling_level": "sequence",
+        "gradient_checkpointing": True,
+    },
     "dapo": {},
     "grpo-two-iterations": {"loss_type": "grpo", "num_iterations": 2, "max_steps": 4, "beta": 0.1},
     "dr_grpo-fsdp1": {"loss_type": "dr_grpo", "fsdp_version": 1, "mask_truncated_completions": True},
@@ -98,11 +107,29 @@ def test_balanced_rollouts_have_the_same_losses(tmp_path: Path, warm: Warm, case
     assert int(planned[2]) < 8 * len(logs(plain))  # packed
 
 
+@pytest.mark.extended
+def test_equal_numbers_over_collectives_have_the_same_losses(tmp_path: Path, warm: Warm) -> None:
+    """Without ODC: `install` in front of the script, under ``torchrun``."""
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    warm([SCRIPT, "grpo"], plain, with_odc=False)
+    script = tmp_path / "balanced.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from odc.trainers import install\n"
+        "launched = install('lb-micro', 120)\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    text = warm([str(script), SCRIPT, "grpo"], ours, with_odc=False)
+    assert_same(plain, ours, "reward")
+    assert "odc: patched" not in text
+
+
 # Pairs
 
 
 PAIRS = {
-    "dpo": ("dpo", {}),
+    "dpo": ("dpo", {"eval_strategy": "steps", "eval_steps": 2, "gradient_checkpointing": True}),
     "reward": ("reward", {}),
     "dpo-of-two-losses-fsdp1": ("dpo", {"loss_type": ["sigmoid", "bco_pair"], "ld_alpha": 0.5, "fsdp_version": 1}),
     "dpo-weighted": ("dpo", {"use_weighting": True, "loss_type": "ipo"}),
@@ -126,4 +153,9 @@ def test_balanced_pairs_have_the_same_losses(tmp_path: Path, warm: Warm, case: s
                 sign * a >= sign * b - 1e-6 for a, b in zip(values(ours, name), values(plain, name), strict=True)
             )
     assert set(logs(ours)[0]) == set(logs(plain)[0])
-    assert "balanced by lb-mini: 3 minibatches planned" in text
+    assert "balanced by lb-mini: 2 minibatches planned" in text
+    evaluations = [
+        [entry["eval_loss"] for entry in history(folder) if "eval_loss" in entry] for folder in (plain, ours)
+    ]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+    assert bool(evaluations[0]) is (case == "dpo")
