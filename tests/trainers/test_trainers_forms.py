@@ -168,7 +168,7 @@ def test_models_that_packing_changes_are_refused() -> None:
 
 
 def trainer_of(kind: str, folder: Path, *, cls: Any = None, **changed: Any) -> Any:
-    texts = [{"prompt": "3 4", "chosen": " 5 6", "rejected": " 7"}] * 8
+    texts = [{"prompt": f"3 {i}", "chosen": " 5 6" * i, "rejected": " 7" * (9 - i)} for i in range(1, 9)]
     arguments = options(folder, bf16=False, gradient_checkpointing=False, num_train_epochs=1, **changed)
     config, trainer = getattr(trl, f"{kind}Config"), cls or getattr(trl, f"{kind}Trainer")
     common = {"args": config(**arguments), "train_dataset": Dataset.from_list(texts), "processing_class": tokenizer()}
@@ -229,9 +229,10 @@ def test_a_process_alone_trains_the_same(tmp_path: Path) -> None:
     for is_balanced in (False, True):
         trainer = trainer_of("DPO", tmp_path, max_steps=2)
         if is_balanced:
-            balance(trainer, max_tokens=20)
+            balance(trainer, max_tokens=60)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][0] != losses[0][1]
     assert not hasattr(trainer, "_odc_balance")
     assert not isinstance(trainer.ref_model, PackedModel)
