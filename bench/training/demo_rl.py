@@ -80,13 +80,13 @@ def _rewards(run: Run) -> list[float]:
 
 BENCHMARK = Benchmark(
     measure,
-    "6 min, quick 40 s",
+    "8 min, quick 50 s",
     (
         runs_table(
             Column("final reward", lambda row: f"{row['rewards'][-1]:.3f}"),
             Column("reward diff.", "max_reward_difference", ".1e"),
         ),
     ),
-    quick={"repetitions": 1, "minibatches": 6, "max_completion": 60},
+    quick={"repetitions": 1, "minibatches": 6, "max_completion": 60, "hidden_size": 128, "num_layers": 2},
     needs="the extra examples, the repository",
 )
