@@ -11,6 +11,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Generic
 
 import numpy.typing as npt
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_count, as_one_of
@@ -367,10 +368,10 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
                 "late_binding=True with comm='collective', where all ranks have the same number of microbatches: leave "
                 "one of them out"
             )
-        if mesh is not None and mesh.size() < mesh._get_root_mesh().size():
+        if mesh is not None and mesh.size() < dist.get_world_size():
             raise ValueError(
-                "late_binding=True with a mesh that has other dimensions: ranks that compute together would take "
-                "different samples. Leave it out"
+                f"late_binding=True with a mesh of {mesh.size()} of {dist.get_world_size()} ranks: ranks that compute "
+                "together would take different samples. Leave it out"
             )
 
     def _check_counts(self, plan: Plan, number: int) -> None:

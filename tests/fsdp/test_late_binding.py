@@ -11,6 +11,7 @@ import torch
 from process_ranks import run_ranks
 from test_mesh_loaders import COST, DIM, LENGTHS, Rows, Steps, collate
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import odc
@@ -58,6 +59,16 @@ def train_in_order(rank: int, world_size: int) -> None:
         )
         for _ in loader:
             pass
+
+
+def make_on_a_mesh(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    MinibatchLoader(Rows(), LENGTHS, collate, mesh=mesh["dp"], minibatch_size=4, cost=COST, late_binding=True)
+
+
+def test_ranks_that_compute_together_take_nothing() -> None:
+    with pytest.raises(AssertionError, match="late_binding=True with a mesh of 2 of 4 ranks"):
+        run_ranks(4, make_on_a_mesh)
 
 
 def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
