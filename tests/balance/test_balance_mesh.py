@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from process_ranks import run_ranks
 from test_balance_stream import LENGTHS, Indices, Sequence, length_of, make_loader, samples_of, summary
+from test_balance_stream_state import with_states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 from toy_modalities import COSTS, make_sample, orchestrator, split
@@ -68,15 +71,22 @@ def make_mesh() -> DeviceMesh:
 
 
 def given_a_mesh(rank: int, world_size: int) -> dict[str, Any]:
-    """By loader: what this rank gets; its place; and what is refused."""
+    """By loader: what this rank gets, and again behind the second minibatch; its place; and what is refused."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it has no workers
     mesh = make_mesh()
     found: dict[str, Any] = {}
     for name, make in LOADERS.items():
         torch.manual_seed(rank)
         loader = make(mesh=mesh[DATA])
-        found[name] = summary(loader)
+        found[name], states = with_states(loader)
         loader.close()
+        torch.manual_seed(100 + rank)
+        resumed = make(mesh=mesh[DATA])
+        resumed.load_state_dict(json.loads(states[2]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an iterable says how far it goes through its samples again
+            found[f"{name}, resumed"] = summary(resumed)
+        resumed.close()
     several = several_modalities(mesh=mesh[DATA])
     found["modalities"] = [[int(part.text["number"]) for part in one.parts] for one in several]
     several.close()
@@ -123,6 +133,23 @@ def test_partners_get_the_same_and_all_together_every_sample(name: str, of_ranks
         assert len({value for _, value in drawn}) > 30  # each group has drawn its own
     else:
         assert samples_of(groups) == list(range(41 if name == "known lengths" else len(LENGTHS)))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_loader_goes_on_with_the_same_on_partners_too(name: str, of_ranks: list[dict[str, Any]]) -> None:
+    """A new one, from what each rank has saved behind its second minibatch. Workers draw anew, partners' the same."""
+    by_place: dict[int, Any] = {}
+    for place, found in zip(PLACES, of_ranks, strict=True):
+        whole, rest = found[name], found[f"{name}, resumed"]
+        assert by_place.setdefault(place, rest) == rest
+        if name == "with a worker":
+            whole, rest = map(without_what_was_drawn, (whole, rest))
+        assert len(rest) > 1
+        assert rest == whole[2:]
+
+
+def without_what_was_drawn(summaries: list[Any]) -> list[Any]:
+    return [([[index for index, _ in batch] for batch in batches], *rest) for batches, *rest in summaries]
 
 
 def test_a_mesh_tells_what_numbers_would(of_ranks: list[dict[str, Any]]) -> None:

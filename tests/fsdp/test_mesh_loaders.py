@@ -1,14 +1,19 @@
-"""Layer 3: ranks as processes. Loaders over the data-parallel dimension of a mesh that is tensor parallel, too."""
+"""Layer 3: ranks as processes. Loaders over the data-parallel dimension of a mesh that is tensor parallel, too, and
+checkpoints of such a training."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from process_ranks import run_ranks
 from test_compute_groups import DIM, build, make_mesh, part, shard
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from training import largest_difference
 
@@ -69,31 +74,61 @@ class Steps:
         found = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self.model.named_parameters()}
         return {name: value.detach().numpy() for name, value in found.items()}
 
+    def save(self, folder: str) -> None:
+        parameters, moments = get_state_dict(self.model, self._optimizer)
+        dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
 
-def train(rank: int, world_size: int) -> dict[str, Any]:
-    """By loader: samples of each microbatch of each step on this rank, norms and parameters."""
+    def load(self, folder: str) -> None:
+        parameters, moments = get_state_dict(self.model, self._optimizer)
+        dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=folder)
+        set_state_dict(self.model, self._optimizer, model_state_dict=parameters, optim_state_dict=moments)
+
+
+EPOCHS, SAVED_IN, SAVED_AT = 2, 0, 3
+"""A checkpoint is saved behind this many steps of this epoch."""
+
+
+def train(rank: int, world_size: int, folder: str, resumes: bool) -> dict[str, Any]:
+    """By loader: samples of each microbatch of each step on this rank, norms and parameters. With sums in one order."""
     mesh = make_mesh(world_size)
     results = {}
     for name, make in LOADERS.items():
-        steps = Steps(shard(build(), mesh))
-        taken = []
-        with odc.patch_fsdp(steps.model):
+        model = build()
+        if resumes:  # with other parameters until they are loaded
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+        steps = Steps(shard(model, mesh))
+        taken, place = [], Path(folder, name)
+        place.mkdir(exist_ok=True)
+        state = place / f"loader-{rank}.json"
+        with odc.patch_fsdp(steps.model, deterministic=True):
             loader: Any = make(mesh["dp"])
-            for epoch in range(2):
+            if resumes:
+                steps.load(str(place / "model"))
+                loader.load_state_dict(json.loads(state.read_text()))
+            for epoch in range(SAVED_IN if resumes else 0, EPOCHS):
                 loader.set_epoch(epoch)
                 for minibatch in loader:
                     taken.append([numbers for numbers, _ in minibatch.microbatches])
                     for _, rows in minibatch.microbatches:
                         steps.backward(rows, minibatch.loss_scale)
                     steps.step()
+                    if len(taken) == SAVED_AT and not resumes:
+                        steps.save(str(place / "model"))
+                        state.write_text(json.dumps(loader.state_dict()))
             loader.close()
             results[name] = taken, steps.norms, steps.parameters()
     return results
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, train)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folder: str) -> list[dict[str, Any]]:
+    return run_ranks(4, train, folder, False)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -121,3 +156,19 @@ def test_partners_train_on_the_same_and_groups_as_one_process(name: str, of_rank
         _, norms, parameters = found[name]
         assert norms == pytest.approx(alone.norms, rel=1e-5)
         assert largest_difference(parameters, {n: part(n, whole, rank) for n, whole in expected.items()}) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: str, of_ranks: object) -> list[dict[str, Any]]:
+    """What other processes make of the checkpoints."""
+    return run_ranks(4, train, folder, True)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_training_goes_on_from_a_checkpoint_bit_for_bit(name: str, of_ranks: Any, resumed: Any) -> None:
+    """Model, optimizer and the place in the data, on a mesh that divides parameters twice."""
+    for whole, rest in zip(of_ranks, resumed, strict=True):
+        taken, norms, parameters = whole[name]
+        assert rest[name][0] == taken[SAVED_AT:]
+        assert rest[name][1] == norms[SAVED_AT:]
+        assert largest_difference(rest[name][2], parameters) == 0.0
