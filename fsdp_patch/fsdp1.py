@@ -36,7 +36,6 @@ from odc.fsdp_patch.unit import (
     Undo,
     Unit,
     Watched,
-    describe_mesh,
     shadow,
     waiting_gradients,
 )
@@ -540,9 +539,11 @@ def _check_module(module: Any, where: str) -> None:
     if module._comm_hook is not None and not _is_patched(module):
         raise UnsupportedError(f"{where}: register_comm_hook is in use already and would be overridden: leave it out")
     if module._fsdp_extension is not None:
+        mesh = module._device_mesh
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         raise UnsupportedError(
-            f"{where}: its device_mesh {describe_mesh(module._device_mesh)} is a part of a larger mesh, as with tensor "
-            "or expert parallelism, which is not supported: shard by FSDP alone, or keep the collectives"
+            f"{where}: its device_mesh ({sizes}) is a part of a larger mesh, as with tensor or expert parallelism, "
+            "which is not supported: shard by FSDP alone, or keep the collectives"
         )
     if module._handle is not None and module._handle.flat_param.device.type == "meta":
         raise ValueError(f"{where}: its parameters are on the meta device; materialise the model before patching")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import ProtocolError
 from odc.fsdp_patch.pending import Pending, Reduction, Use
@@ -357,13 +356,6 @@ def waiting_gradients(name: str) -> ProtocolError:
         "run the last microbatch of every minibatch with synchronization, and let it use every unit that the others "
         "used"
     )
-
-
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """Names and sizes of its dimensions, for messages: "(dp=4, tp=2)"."""
-    names = mesh.mesh_dim_names or ()
-    sizes = [f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True)] if names else map(str, mesh.shape)
-    return f"({', '.join(sizes)})"
 
 
 def describe_meshes(meshes: Sequence[Sequence[Unit]]) -> str:
