@@ -1,10 +1,11 @@
 """A user's script: a trainer whose model lies on a mesh of two dimensions. It knows nothing of ODC, but for "loop".
 
-torchrun --nproc-per-node 4 tests/rigs/mesh_script.py FOLDER TRAINER MESH
+torchrun --nproc-per-node 4 tests/rigs/mesh_script.py FOLDER TRAINER MESH [CHECKPOINTS]
 
 TRAINER: "hf", "trl", or "loop", on accelerate. MESH: "tp", tensor parallelism beside FSDP2, both by transformers;
 "accelerate", the same by accelerate, of a model whose layers torch has parallelized; "replicas", HSDP by accelerate.
-Writes what each rank has trained on, and what it has logged, to FOLDER/RANK.json.
+With CHECKPOINTS, a folder, a trainer saves one there behind its second of four steps; or resumes from it, if it is
+there. Writes what each rank has trained on, and what it has logged, to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -108,10 +109,17 @@ def main(folder: Path) -> None:
 def trained(folder: Path, model: Any, recorder: Recorder, options: dict[str, Any]) -> Any:
     """By a trainer; what it has logged."""
     options |= {"num_train_epochs": 1, "accelerator_config": {"use_configured_state": True}}
+    checkpoint = None
+    if sys.argv[4:]:
+        folder = Path(sys.argv[4])
+        checkpoint = folder / "checkpoint-2"
+        options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        if "fsdp_config" in options:
+            options["fsdp_config"] = {**options["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}
     make: Any = tiny_trainers.hf_trainer if sys.argv[2] == "hf" else tiny_trainers.sft_trainer
     trainer: Trainer = make(folder, built=model, **options)
     trainer.add_callback(recorder)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint and checkpoint.exists() else None)
     return trainer.state.log_history
 
 
