@@ -187,7 +187,7 @@ def test_a_model_whose_packed_samples_see_one_another_is_refused_on_all_ranks(tm
 @pytest.mark.extended
 def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) -> None:
     results: list[dict[str, Any]] = []
-    script = str(ROOT / "tests" / "lifecycle_script.py")
+    script = str(ROOT / "tests" / "rigs" / "lifecycle_script.py")
     for name, launcher in (("plain", TORCHRUN), ("ours", [*ODC_RUN, "--balance", "lb-mini", "--max-tokens", "64"])):
         folder = tmp_path / name
         folder.mkdir()
