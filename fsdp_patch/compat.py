@@ -14,14 +14,16 @@
 | integer parameters | - | - | - | yes | yes | torch refuses them before 2.12 |
 | pipeline schedules over plain FSDP2 crash in gloo | yes | yes | yes | - | - | not tested there |
 | a reduction returns the stream that it ended on, too | - | - | - | - | yes | ``reduced`` |
+| a mesh says itself which one it is a part of | - | yes | yes | yes | yes | ``root_mesh`` |
 
 Newer: torch 2.15 keeps the mixed precision policy with each parameter instead of the group (:func:`mp_policy`), and
 without a ``reduce_dtype`` it reduces in the parameters' own dtype (``FsdpParam.grad_dtype``).
 
-The same in all five: what a process group of a mesh is called and how it counts its collectives
-(:mod:`odc.fsdp_patch.together`), how FSDP2 calls custom communication, the three functions that stage for it
-(:mod:`odc.fsdp_patch.fsdp2_in_place`) and all-gather extensions (:mod:`odc.fsdp_patch.fsdp2_extension`), in which order
-it divides, the layout of ``reshard_after_forward=<int>``, and all that is used of FSDP1.
+The same in all five: what a process group of a mesh is called, where it is not the default group
+(:mod:`odc.fsdp_patch.together`), and how it counts its collectives; how FSDP2 calls custom communication, the three
+functions that stage for it (:mod:`odc.fsdp_patch.fsdp2_in_place`) and all-gather extensions
+(:mod:`odc.fsdp_patch.fsdp2_extension`), in which order it divides, the layout of ``reshard_after_forward=<int>``, and
+all that is used of FSDP1.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from odc.errors import UnsupportedError
@@ -63,6 +66,13 @@ def reduced(stream: Any, sent: object) -> tuple[Any, ...]:
     event = stream.record_event()
     ended = (stream, event) if torch_version() >= (2, 13) else (event,)
     return (sent, event, *ended, None, None, None)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this is a part; itself, if it is whole."""
+    own = getattr(mesh, "_get_root_mesh", None)
+    root: DeviceMesh = own() if own is not None else _mesh_resources.get_root_mesh(mesh)
+    return root
 
 
 def param_groups(module: nn.Module | FSDPModule) -> list[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from odc.fsdp_patch.compat import root_mesh
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.partners import Counts
 from odc.setup.agreement import Exchange
@@ -24,7 +26,7 @@ def find_partners(exchange: Exchange, units: Sequence[Unit]) -> list[tuple[dist.
     """Each group of such ranks, and how many collectives this rank has entered there, and in each other group of which
     all of them are members. Collective, as patching is."""
     groups = [group for unit in units for group in unit.partner_groups]
-    groups += _named_groups(exchange, units[0].process_group)
+    groups += _named_groups(exchange, units)
     once = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
     return [(group, _counter([group, *_around(group)])) for group in once.values()]
 
@@ -37,20 +39,32 @@ def _around(inner: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     return sorted(found, key=lambda group: group.group_name)
 
 
-def _named_groups(exchange: Exchange, shard_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+def _named_groups(exchange: Exchange, units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     """Those inside the shard group, of whatever mesh; of several of one name and size the last one."""
-    ranks, found = set(dist.get_process_group_ranks(shard_group)), dict[str, dist.ProcessGroup]()
-    for group in dist.distributed_c10d._world.pg_map:
-        is_named = group.group_desc.removeprefix("mesh_") in (*CONTEXT, *EXPERTS)
-        if (
-            is_named
-            and group.group_name != shard_group.group_name
-            and group.size() > 1
-            and ranks.issuperset(dist.get_process_group_ranks(group))
-        ):
-            found[f"{group.group_desc} {group.size()}"] = group
+    shard_group, found = units[0].process_group, dict[str, dist.ProcessGroup]()
+    ranks = set(dist.get_process_group_ranks(shard_group))
+    for name, group in (*_described(), *_dimensions(units)):
+        is_named = name in CONTEXT or (name in EXPERTS and group.group_name != shard_group.group_name)
+        if is_named and group.size() > 1 and ranks.issuperset(dist.get_process_group_ranks(group)):
+            found[f"{name} {group.size()}"] = group
     known = [json.loads(names) for names in exchange.all_gather(json.dumps(list(found)).encode())]
     return [group for name, group in sorted(found.items()) if all(name in names for names in known)]
+
+
+def _described() -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """All groups, as their meshes have named them."""
+    for group in dist.distributed_c10d._world.pg_map:
+        yield group.group_desc.removeprefix("mesh_"), group
+
+
+def _dimensions(units: Sequence[Unit]) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Those of the meshes of which FSDP2's are parts. For a dimension that has all ranks of the job torch takes the
+    default group, which does not tell what the dimension is called."""
+    parameters = [parameter for unit in units for parameter in unit.trainable_parameters()]
+    roots = [root_mesh(parameter.device_mesh) for parameter in parameters if isinstance(parameter, DTensor)]
+    for root in {id(root): root for root in roots}.values():
+        for name in root.mesh_dim_names or ():
+            yield name, root.get_group(name)
 
 
 def _counter(groups: Sequence[Any]) -> Counts:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -211,6 +211,8 @@ class Runtime(RankContext):
 
     def _watch_job(self, end_collectives: Callable[[], object]) -> None:
         self._end_collectives = end_collectives
+        if self._partners:
+            self.state.on_border = functools.partial(_count_at_border, self._partners)
         self._job_watchdog = JobWatchdog(
             self._waiter.job,
             self._failure,
@@ -443,6 +445,11 @@ class Runtime(RankContext):
             "slots": self._daemon.num_bytes if self._daemon is not None else 0,
             "transport": self._transport.extra_bytes,
         }
+
+
+def _count_at_border(groups: Iterable[Partners], is_entered: bool) -> None:
+    for partners in groups:
+        partners.count_at_border(is_entered)
 
 
 def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:

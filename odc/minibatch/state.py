@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from odc.errors import MisuseError
 
@@ -30,6 +30,8 @@ class _Computing(ABC):
         self.microbatch = 0
         """The one in whose forward or backward this rank is, from 1; 0: in none, as far as is known."""
         self._has_graph = False  # of a forward, for a backward
+        self.on_border: Callable[[bool], object] = lambda is_entered: None
+        """Called before a forward or backward of a microbatch (true), and behind it."""
 
     @property
     @abstractmethod
@@ -38,18 +40,27 @@ class _Computing(ABC):
 
     def enter_forward(self, *, keeps_graph: bool) -> None:
         self.in_forward = keeps_graph
+        if keeps_graph:
+            self.on_border(True)
         self.microbatch = self.num_pushed + 1 if keeps_graph else 0
 
     def leave_forward(self) -> None:
         self._has_graph = self._has_graph or self.in_forward
-        self.in_forward, self.microbatch = False, 0
+        self.in_forward = False
+        self._leave_microbatch()
 
     def enter_backward(self) -> None:
         """Perhaps of another model, if this one had no forward before."""
         if self._has_graph:
+            self.on_border(True)
             self._has_graph, self.microbatch = False, self.num_pushed + 1
 
     def leave_backward(self) -> None:
+        self._leave_microbatch()
+
+    def _leave_microbatch(self) -> None:
+        if self.microbatch:
+            self.on_border(False)
         self.microbatch = 0
 
     def leave_minibatch(self) -> None:

@@ -131,35 +131,40 @@ def build(way: str, group: dist.ProcessGroup | None = None, dtype: torch.dtype =
 
 
 @functools.cache
-def make_mesh() -> tuple[DeviceMesh, DeviceMesh]:
-    """And what FSDP2 shards over."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+def make_mesh(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+    """And what FSDP2 shards over. Of one dimension: both."""
+    if len(shape) == 1:
+        return (init_device_mesh("cpu", shape, mesh_dim_names=("cp",)),) * 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 
 
-def sharded(way: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def sharded(way: str, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 2)) -> nn.Module:
     """``way`` "fsdp1": as verl does, Ulysses over a mesh of its own, and FSDP1 over all ranks."""
-    mesh, over = make_mesh()
+    mesh, over = make_mesh(shape)
     if way == "fsdp1":
         own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-        return wrap(build("ulysses", own.get_group("sp")), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    model = build(way, mesh.get_group("cp"), dtype)
-    for block in model:
-        fully_shard(block, mesh=over)
-    return fully_shard(model, mesh=over)
+        model = wrap(build("ulysses", own.get_group("sp")), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    else:
+        model = build(way, mesh.get_group("cp"), dtype)
+        for block in model:
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+    model.cp = mesh["cp"]  # type: ignore[assignment]
+    return model
 
 
-def backward(model: nn.Module, way: str, x: torch.Tensor, is_shared: bool) -> None:
+def backward(model: Any, way: str, x: torch.Tensor, is_shared: bool) -> None:
     target = x.roll(1, 1).clone()
     if is_shared and way == "torch":
         with (
             sdpa_kernel(SDPBackend.MATH),
-            context_parallel(make_mesh()[0]["cp"], buffers=[x, target], buffer_seq_dims=[1, 1]),
+            context_parallel(model.cp, buffers=[x, target], buffer_seq_dims=[1, 1]),
         ):
             ((model(x) - target).square().sum() / 10).backward()
         return
     if is_shared:
-        x, target = (whole.chunk(2, 1)[make_mesh()[0].get_local_rank("cp")] for whole in (x, target))
+        x, target = (whole.chunk(model.cp.size(), 1)[model.cp.get_local_rank()] for whole in (x, target))
     ((model(x) - target).square().sum() / 10).backward()
 
 
@@ -186,16 +191,18 @@ CASES = {
     "shared samples on one host": ("ulysses", (1, 3), (0, 0, 1, 1)),
     "shared samples across hosts": ("ring", (1, 2), (0, 1, 0, 1)),
     "torch": ("torch", (3, 1), None),
+    "all ranks share each sample": ("functional", (2,), None),
 }
 """With uneven numbers of microbatches: how, how many of each group, and the hosts on which ranks pose to be."""
 
 
 def run(rank: int, way: str, counts: Sequence[int], steps: int, dtype: torch.dtype, use_odc: bool = True) -> Any:
-    model = sharded(way, dtype)
+    size = WORLD_SIZE // len(counts)
+    model, group = sharded(way, dtype, (len(counts), size)), rank // size
     session = odc.patch_fsdp(model) if use_odc else None
-    found = train(model, way, counts, [rank // 2], steps, True)
+    found = train(model, way, counts, [group], steps, True)
     if session is not None:
-        assert (session.stats().pushes > 0) == (counts[rank // 2] > 0)
+        assert (session.stats().pushes > 0) == (counts[group] > 0)
         session.close()
     return {**{name: norm.numpy() for name, norm in found.items()}, **full_parameters(model)}
 
@@ -241,47 +248,50 @@ def fail(*args: Any) -> None:
     raise RuntimeError("out of luck")
 
 
-def ending(rank: int, world_size: int, way: str, happens: Callable[[int, nn.Module, list[int]], None]) -> None:
-    """What ``happens`` before the second step does something to one rank's model, or to its number of microbatches.
+Happens = Callable[[nn.Module, list[int]], None]
+
+
+def ending(rank: int, world_size: int, way: str, happens: Happens, shape: tuple[int, ...] = (2, 2)) -> None:
+    """What ``happens`` before the second step does something to the last rank: to its model, or its microbatches.
     The error that follows says how long after that it came."""
-    model, counts, began = sharded(way), [2, 2], 0.0
+    model, counts, began = sharded(way, shape=shape), [2, 2], 0.0
+    group = 0 if shape[-1] == world_size else rank // 2
     try:
         with odc.patch_fsdp(model):
-            train(model, way, counts, [rank // 2], 1, True)
+            train(model, way, counts, [group], 1, True)
             dist.barrier()
             began = time.monotonic()
-            happens(rank, model, counts)
-            train(model, way, counts, [rank // 2], 1, True)
+            if happens is differs_and_logs:
+                model.logs = True  # type: ignore[assignment]
+            if rank == world_size - 1:
+                happens(model, counts)
+            train(model, way, counts, [group], 1, True)
     except Exception as error:
         error.args = (f"{error} (after {time.monotonic() - began:.1f} s)",)
         raise
 
 
-def in_forward(rank: int, model: nn.Module, counts: list[int]) -> None:
-    if rank == 3:
-        model[1].register_forward_pre_hook(fail)  # type: ignore[index]
+def in_forward(model: nn.Module, counts: list[int]) -> None:
+    model[1].register_forward_pre_hook(fail)  # type: ignore[index]
 
 
-def in_backward(rank: int, model: nn.Module, counts: list[int]) -> None:
-    if rank == 3:
-        model[1].register_full_backward_hook(fail)  # type: ignore[index]
+def in_backward(model: nn.Module, counts: list[int]) -> None:
+    model[1].register_full_backward_hook(fail)  # type: ignore[index]
 
 
-def differs(rank: int, model: nn.Module, counts: list[int]) -> None:
-    counts[:] = [2, 1] if rank == 3 else [2, 2]
+def differs(model: nn.Module, counts: list[int]) -> None:
+    counts[-1] = counts[0] = 1
 
 
-def differs_and_logs(rank: int, model: nn.Module, counts: list[int]) -> None:
+def differs_and_logs(model: nn.Module, counts: list[int]) -> None:
     """Before it ends the minibatch it waits for all in a collective of the script."""
-    differs(rank, model, counts)
-    model.logs = True  # type: ignore[assignment]
+    differs(model, counts)
 
 
-def without_a_backward(rank: int, model: nn.Module, counts: list[int]) -> None:
+def without_a_backward(model: nn.Module, counts: list[int]) -> None:
     """The last one, as where the loss of its own tokens is not finite."""
-    if rank == 3:
-        once = iter([torch.Tensor.backward])
-        torch.Tensor.backward = lambda loss: next(once, lambda loss: None)(loss)  # type: ignore[method-assign]
+    once = iter([torch.Tensor.backward])
+    torch.Tensor.backward = lambda loss: next(once, lambda loss: None)(loss)  # type: ignore[method-assign]
 
 
 def check(results: Sequence[RankResult], *words: str) -> None:
@@ -292,6 +302,8 @@ def check(results: Sequence[RankResult], *words: str) -> None:
         assert float(first_line.rpartition("(after ")[2].partition(" s)")[0]) < 5, first_line
 
 
+ALL_SHARE = [(1, 2), (2,)]
+"""Meshes whose dimension "cp" has all ranks: so has what FSDP2 shards over, and torch takes the same group for both."""
 EXTENDED = pytest.mark.extended
 
 
@@ -324,3 +336,41 @@ def test_who_leaves_the_others_of_a_sample_is_named(way: str, happens: Any) -> N
     results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
     did = "is in another collective in" if happens is differs_and_logs else "has ended"
     check(results, "have different numbers of microbatches", "rank 2", f"rank 3 {did} minibatch 2 after 1")
+
+
+@pytest.mark.parametrize("shape", ALL_SHARE)
+@pytest.mark.parametrize(
+    ("way", "happens"), [("gather", differs), ("functional", differs_and_logs), ("functional", without_a_backward)]
+)
+def test_who_leaves_the_others_is_named_where_all_ranks_share_each_sample(way: str, happens: Any, shape: Any) -> None:
+    results = start_ranks(2, ending, way, happens, shape).join(60)
+    check(results, "have different numbers of microbatches", "rank 0", "rank 1 ", "minibatch 2 after 1")
+
+
+@pytest.mark.parametrize("shape", ALL_SHARE)
+@pytest.mark.parametrize(("way", "happens"), [("gather", in_backward), ("functional", in_forward)])
+def test_all_hear_who_has_failed_where_all_ranks_share_each_sample(way: str, happens: Any, shape: Any) -> None:
+    results = start_ranks(2, ending, way, happens, shape).join(60)
+    check(results[:1], "rank 1", "out of luck")
+
+
+def logging_between(rank: int, world_size: int) -> None:
+    """A forward without a backward, a collective behind each, and ranks that are late by turns: inside or outside."""
+    model = sharded("functional", shape=(world_size,))
+    with odc.patch_fsdp(model):
+        for number in range(3):
+            x = torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(number))
+            is_late = rank == number % world_size
+            late = model[1].register_forward_pre_hook(lambda *_, is_late=is_late: time.sleep(0.0 if is_late else 1.2))  # type: ignore[index]
+            model(x.chunk(world_size, 1)[rank])
+            dist.all_reduce(torch.zeros(1))
+            time.sleep(1.2 * is_late)
+            backward(model, "functional", x, True)
+            late.remove()
+            dist.all_reduce(torch.zeros(1))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_nobody_is_named_who_logs_between_microbatches() -> None:
+    """In the group in which ranks share samples."""
+    run_ranks(2, logging_between)
