@@ -98,6 +98,7 @@ def test_versions_and_sums_are_those_of_the_minibatch_on_every_mesh(accumulate: 
         runtime, ranks = connect(boards, exchange.rank, accumulate)
         with runtime:
             train(runtime, ranks, exchange.rank, random.Random(exchange.rank))
+        assert [mesh._transport._closed for mesh in runtime.meshes] == [True, True]
 
     values(run_threads(4, body))
 
