@@ -34,7 +34,9 @@ class Fsdp1Run(Run):
 def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float | str]:
     """Per script: the largest difference between plain and patched, or how it failed."""
     mesh = init_device_mesh("cpu", (world_size,))
-    return {name: difference(CASES[name], lambda patched: Fsdp1Run(rank, world_size, patched, mesh)) for name in names}
+    return {
+        name: difference(CASES[name], lambda patched: Fsdp1Run(rank, world_size, patched, mesh, 1)) for name in names
+    }
 
 
 @functools.cache

@@ -134,7 +134,8 @@ def find_differences(rank: int, world_size: int, group: str) -> dict[str, dict[s
         os.environ["ODC_HOST_ID"] = f"host-{rank // 2}"
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases, ways = GROUPS[group]
-    make_run = functools.partial(Run, rank, world_size, mesh=mesh)
+    num_blocks = 1 if cases is LOOPS else 2  # to loops units are all the same
+    make_run = functools.partial(Run, rank, world_size, mesh=mesh, num_blocks=num_blocks)
     return {name: differences(case, make_run, ways) for name, case in cases.items()}
 
 

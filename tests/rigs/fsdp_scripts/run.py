@@ -29,6 +29,8 @@ class Run:
     world_size: int
     patched: bool
     mesh: DeviceMesh
+    num_blocks: int = 2
+    """Of models whose script does not say so."""
     models: list[nn.Module] = field(default_factory=list)
     sessions: list[weakref.ref[odc.Session]] = field(default_factory=list)
 
@@ -56,7 +58,7 @@ class Run:
             (loss_of(model, tokens(step, self.rank, 0)) * 0.0).backward()
 
     def net(self, **options: Any) -> Net:
-        return self.shard(build(num_blocks=2), **options)
+        return self.shard(build(num_blocks=self.num_blocks), **options)
 
     def shard(self, model: Net, **options: Any) -> Net:
         for block in model.blocks:
