@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -40,42 +41,49 @@ def trials_of(*changes: dict[str, Any]) -> list[Trial]:
     return [replace(PLAIN, number=number, **change) for number, change in enumerate(changes)]
 
 
-@pytest.mark.parametrize("some", [slice(0, 9, 2), pytest.param(slice(1, 9, 2), marks=pytest.mark.extended)])
-def test_ranks_that_come_to_grief_are_named_by_the_others(monkeypatch: pytest.MonkeyPatch, some: slice) -> None:
-    monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)  # how soon is what the benchmark is for
-    trials = trials_of(
-        {"action": "kill", "phase": "push", "point": "scatter.after_chunk", "at": 9},
-        {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5, "staging": "staged"},
-        {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0, "staging": "staged"},
-        {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat", "staging": ""},
-        {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig", "staging": ""},
-        {"action": "stop", "phase": "publish", "point": "publish.before", "at": 9},
-        {"action": "exit", "phase": "clip", "transport": "tcp", "fsdp": "fsdp1-flat", "staging": ""},
-        {"action": "raise", "phase": "set-up", "transport": "replicas", "world_size": 4, "victim": 0, "idle": True},
-        {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3},
-    )
-    for outcome in run_trials(trials[some], jobs=1):  # each job imports torch
-        assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
+ON_RANKS: list[dict[str, Any]] = [
+    {"action": "kill", "phase": "push", "point": "scatter.after_chunk", "at": 9},
+    {"action": "pause", "phase": "evaluation", "transport": "tcp", "pause_s": 1.5, "staging": "staged"},
+    {"action": "raise", "phase": "gather", "transport": "tcp", "world_size": 3, "victim": 0, "staging": "staged"},
+    {"action": "_exit", "phase": "step", "fsdp": "fsdp1-flat", "staging": ""},
+    {"action": "interrupt", "phase": "finish", "world_size": 3, "victim": 2, "fsdp": "fsdp1-orig", "staging": ""},
+    {"action": "stop", "phase": "publish", "point": "publish.before", "at": 9},
+    {"action": "exit", "phase": "clip", "transport": "tcp", "fsdp": "fsdp1-flat", "staging": ""},
+    {"action": "raise", "phase": "set-up", "transport": "replicas", "world_size": 4, "victim": 0, "idle": True},
+    {"action": "interrupt", "phase": "save", "transport": "tcp", "world_size": 3},
+]
+ON_MESHES: list[dict[str, Any]] = [
+    {"mesh": "dp cp tp", "action": "pause", "phase": "push", "idle": True, "victim": 5},
+    {"mesh": "replicate dp tp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 6},
+    {"mesh": "replicate dp tp", "action": "raise", "phase": "step", "victim": 3},
+    {"mesh": "dp tp", "action": "raise", "phase": "push", "transport": "tcp", "staging": "staged"},
+    {"mesh": "dp cp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 2},
+    {"mesh": "dp cp tp", "action": "raise", "phase": "push", "transport": "tcp", "victim": 4},
+    {"mesh": "dp cp tp", "action": DIFFER, "phase": DIFFER, "transport": "tcp", "victim": 7},
+    {"mesh": "dp tp", "action": "terminate", "phase": "finish", "victim": 0},
+]
+EVERY_RUN = (*ON_RANKS[::2], ON_MESHES[3])
+REST = (*ON_RANKS[1::2], *ON_MESHES[:3], *ON_MESHES[4:])
 
 
-@pytest.mark.parametrize("some", [(3,), pytest.param((0, 1, 2, 4, 5, 6, 7), marks=pytest.mark.extended)])
-def test_ranks_of_a_mesh_that_come_to_grief_are_named_by_the_others(
-    monkeypatch: pytest.MonkeyPatch, some: tuple[int, ...]
-) -> None:
-    monkeypatch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)
-    changes: list[dict[str, Any]] = [
-        {"mesh": "dp cp tp", "action": "pause", "phase": "push", "idle": True, "victim": 5},
-        {"mesh": "replicate dp tp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 6},
-        {"mesh": "replicate dp tp", "action": "raise", "phase": "step", "victim": 3},
-        {"mesh": "dp tp", "action": "raise", "phase": "push", "transport": "tcp", "staging": "staged"},
-        {"mesh": "dp cp", "action": "kill", "phase": "gather", "transport": "tcp", "victim": 2},
-        {"mesh": "dp cp tp", "action": "raise", "phase": "push", "transport": "tcp", "victim": 4},
-        {"mesh": "dp cp tp", "action": DIFFER, "phase": DIFFER, "transport": "tcp", "victim": 7},
-        {"mesh": "dp tp", "action": "terminate", "phase": "finish", "victim": 0},
-    ]
+@functools.cache
+def outcomes(is_rest: bool) -> list[Outcome]:
+    """All together: each job imports torch."""
+    changes = [dict(change) for change in (REST if is_rest else EVERY_RUN)]
     for change in changes:
-        change["world_size"] = 2 ** len(change["mesh"].split())
-    for outcome in run_trials([trials_of(*changes)[number] for number in some], jobs=1):
+        if "mesh" in change:
+            change["world_size"] = 2 ** len(change["mesh"].split())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("odc.bench.proof.chaos.trials.NOTICE_S", 60.0)  # how soon is what the benchmark is for
+        return list(run_trials(trials_of(*changes), jobs=1))
+
+
+@pytest.mark.parametrize("is_rest", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_ranks_that_come_to_grief_are_named_by_the_others(is_rest: bool, on_mesh: bool) -> None:
+    found = [outcome for outcome in outcomes(is_rest) if bool(outcome.trial.mesh) is on_mesh]
+    assert found
+    for outcome in found:
         assert outcome.is_good, (outcome.trial.describe(), outcome.status, outcome.reason, outcome.last_errors)
 
 
