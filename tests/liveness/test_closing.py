@@ -33,7 +33,7 @@ def evaluate(model: torch.nn.Module) -> float:
 
 def closing_early(rank: int, world_size: int, folder: str, is_fsdp1: bool, ends: bool) -> list[float] | None:
     """Rank 0 evaluates once and is through, with its process if it ``ends``; rank 1 goes on evaluating."""
-    model = wrap(build()) if is_fsdp1 else shard(build(), world_size)
+    model = wrap(build(num_blocks=1)) if is_fsdp1 else shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model)
     train(model, session, rank, world_size, [2] * world_size, STEPS)
     losses = [evaluate(model)]
@@ -64,7 +64,7 @@ def test_a_rank_that_evaluates_longer_reads_from_one_that_has_closed(
 
 def closing_and_counting(rank: int, world_size: int, folder: str) -> list[str]:
     """Rank 1 closes when close() has returned at rank 0."""
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS)
     assert threads()
     if rank == 1:
@@ -88,7 +88,7 @@ def test_closing_ends_in_the_background_when_all_have_closed(tmp_path: Path) -> 
 
 def leaving_behind(rank: int, world_size: int, what: str) -> float:
     """Rank 1 stops, or goes on without reading anything; rank 0 closes and its process ends."""
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS)
     torch.distributed.barrier()
     if rank == 1:
@@ -109,7 +109,7 @@ def test_the_end_of_a_process_waits_for_nobody_who_reads_nothing(what: str) -> N
 
 def absent_for_long(rank: int, world_size: int, folder: str) -> float | None:
     """The whole job is paused while rank 0 stays only for rank 1, which goes on evaluating."""
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS)
     if rank == 0:
         session.close()
@@ -134,7 +134,7 @@ def test_a_pause_of_the_whole_job_is_no_silence_of_a_reader(tmp_path: Path) -> N
 
 def interrupted_while_closing(rank: int, world_size: int, folder: str) -> tuple[bool, float]:
     """Ctrl-C in the moment for which rank 0 waits in close()."""
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS)
     torch.distributed.barrier()
     was_interrupted, loss = False, 0.0
@@ -171,7 +171,7 @@ def test_steps_that_need_a_rank_that_has_closed_name_it() -> None:
 
 
 def leaving_early(rank: int, world_size: int) -> None:
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS + rank)
     session.close()
 
@@ -193,7 +193,7 @@ def test_a_script_that_is_over_keeps_nobody_waiting_in_a_collective(
 
 def ending_after_close(rank: int, world_size: int) -> None:
     """Ranks 1 and 2 close; rank 2 is killed, and rank 1 is in the same collective as rank 0."""
-    session = odc.patch_fsdp(model := shard(build(), world_size))
+    session = odc.patch_fsdp(model := shard(build(num_blocks=1), world_size))
     train(model, session, rank, world_size, [1] * world_size, STEPS)
     torch.distributed.barrier()
     if rank:

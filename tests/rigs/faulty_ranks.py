@@ -25,7 +25,7 @@ NOTICE_S = 10.0
 
 def endless(rank: int, world_size: int, accumulate: str = "auto", died_at: Any = None) -> None:
     """Train until something happens."""
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model, accumulate=accumulate)
     train(model, session, rank, world_size, [2] * world_size, steps=10_000)
 
@@ -46,7 +46,7 @@ def assert_told(result: RankResult, *words: str) -> None:
 
 
 def raising(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model)
     optimizer = optimizer_of(model)
     for step in range(10_000):
@@ -72,7 +72,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 
 
 TRAIN_JOB = """
-model = shard(build(), world_size)
+model = shard(build(num_blocks=1), world_size)
 session = odc.patch_fsdp(model)
 for step in range(10_000):
     train(model, session, rank, world_size, [1] * world_size, 1)

@@ -36,7 +36,7 @@ ENDS: dict[str, Callable[[], object]] = {
 
 
 def never_coming(rank: int, world_size: int, end: str) -> None:
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     if rank == 1:
         ENDS[end]()
     odc.patch_fsdp(model)
@@ -52,7 +52,7 @@ def test_a_rank_that_ends_before_set_up_is_named(end: str) -> None:
 
 
 def ending_in_its_first_exchange(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     if rank == 2:
 
         def die(self: exchange.ProcessGroupExchange, *_: object) -> None:
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_while_nothing_watches_it_yet_is_named_with_its_process
 def replicated(rank: int, world_size: int) -> None:
     """Ranks 0 and 1 share one replica, 2 and 3 the other one; 0 and 2 hold the same shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Net = build()
+    model: Net = build(num_blocks=1)
     fully_shard(model, mesh=mesh)
     if rank == 0:
         time.sleep(1.0)
@@ -110,7 +110,7 @@ def second_time(rank: int, world_size: int) -> str | None:
 
 def after_a_failed_attempt(rank: int, world_size: int) -> None:
     """The first set-up is refused on all ranks; the script mends it and tries again."""
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     with pytest.raises(odc.SetupError, match="differs"):
         odc.patch_fsdp(model, deterministic=rank == 0)
     dist.barrier()
