@@ -104,7 +104,7 @@ def runs(rank: int, world_size: int, counts: Sequence[int], num_steps: int, host
     return found
 
 
-STEPS = {(2, 2): 20, (2, 3): 5, (0, 2): 5}
+STEPS = {(2, 2): 10, (2, 3): 5, (0, 2): 5}
 """By microbatches of each compute group, on one host."""
 
 

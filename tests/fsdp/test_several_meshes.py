@@ -6,7 +6,7 @@ import functools
 import gc
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -105,10 +105,10 @@ class Mixture(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, grouped: bool) -> None:
+    def __init__(self, grouped: bool, num_blocks: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList(Mixture(grouped) for _ in range(2))
+        self.blocks = nn.ModuleList(Mixture(grouped) for _ in range(num_blocks))
         self.head = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Net(nn.Module):
 
 def build(layout: str) -> Net:
     torch.manual_seed(0)
-    return Net(grouped=layout in ("dtensor", "placed"))
+    return Net(grouped=layout in ("dtensor", "placed"), num_blocks=2 if layout == "dtensor" else 1)
 
 
 LAYOUTS = {
@@ -236,9 +236,10 @@ def train(
     session: odc.Session | None = None,
     discarded: int = -1,
     optimizer: torch.optim.Optimizer | None = None,
+    in_place: bool = False,
 ) -> list[float]:
     """Clip norms. ``counts``: microbatches of each rank; ``ranks``: whose this process runs; ``discarded``: the step of
-    which nothing remains."""
+    which nothing remains; ``in_place``: how gradients are cleared."""
     optimizer, norms = optimizer or optimizer_of(model), []
     for step in steps:
         with session.minibatch() if session is not None and 0 in counts else nullcontext():
@@ -251,7 +252,7 @@ def train(
             continue
         norms.append(clip(model, 0.5))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not in_place)
     return norms
 
 
@@ -280,12 +281,12 @@ def chunk(whole: torch.Tensor, of: int, place: int) -> torch.Tensor:
     return (*whole.chunk(of), *[whole[:0]] * of)[place]
 
 
-def check(found: Sequence[Any], layout: str, counts: Sequence[int], steps: Sequence[int]) -> None:
+def check(found: Sequence[Any], layout: str, counts: Sequence[int], steps: Sequence[int], **options: Any) -> None:
     """What each rank has found is that of one process, in float64."""
     model = build(layout).double()
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / 4)  # as FSDP divides
-    norms = train(model, counts, range(4), steps)
+    norms = train(model, counts, range(4), steps, **options)
     whole = {name: p.detach() for name, p in model.named_parameters()}
     for rank, (our_norms, ours) in enumerate(found):
         assert our_norms == pytest.approx(norms, rel=1e-5)
@@ -308,10 +309,22 @@ def run(
 
 EVEN, UNEVEN, IDLE = [2, 2, 2, 2], [2, 2, 3, 3], [0, 0, 2, 2]
 """Microbatches of each rank; ranks 0 and 1 exchange rows of experts, and so have as many."""
-CHECKED = ("modules", "dtensor", "hybrid", "embedding", "head")
+COUNTS = {"uneven": UNEVEN, "idle": IDLE}
+SMALL, STAGED = BOTH
+CHECKED = {
+    ("modules", "uneven"): SMALL,
+    ("modules", "idle"): STAGED,
+    ("dtensor", "uneven"): STAGED,
+    ("dtensor", "idle"): SMALL,
+    ("hybrid", "uneven"): SMALL,
+    ("embedding", "idle"): SMALL,
+    ("head", "uneven"): STAGED,
+}
+"""Each layout with one of these, and in one way; the two kinds of experts with both."""
+REST = {("hybrid", "idle"): STAGED, ("embedding", "uneven"): STAGED, ("head", "idle"): SMALL}
 STEPS = {
     "modules": 5,
-    "dtensor": 20,
+    "dtensor": 8,
     "hybrid": 4,
     "head": 4,
     "alone": 4,
@@ -325,10 +338,14 @@ def all_runs(rank: int, world_size: int) -> dict[str, Any]:
         found[layout, "plain"] = run(rank, layout, EVEN, range(num_steps), use_odc=False)
         ways = BOTH if layout in ("modules", "dtensor") else BOTH[:1]
         found[layout, "even"] = each_way(ways, run, rank, layout, EVEN, range(num_steps))
-    for layout in CHECKED:
-        for way, name, counts in zip(BOTH, ("uneven", "idle"), (UNEVEN, IDLE), strict=True):
-            found[layout, name] = each_way([way], run, rank, layout, counts, range(3))[0]
-    return found
+    return found | uneven_runs(rank, world_size, CHECKED)
+
+
+def uneven_runs(rank: int, world_size: int, chosen: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Any]:
+    return {
+        (layout, name): each_way([way], run, rank, layout, COUNTS[name], range(3))[0]
+        for (layout, name), way in chosen.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -345,10 +362,16 @@ def test_units_on_several_meshes_train_as_under_plain_fsdp2(layout: str, on_one_
             assert largest_difference(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("layout", CHECKED)
-@pytest.mark.parametrize(("name", "counts"), [("uneven", UNEVEN), ("idle", IDLE)])
-def test_uneven_microbatches_train_as_one_process(name: str, counts: list[int], layout: str, on_one_host: Any) -> None:
-    check([of_rank[layout, name] for of_rank in on_one_host], layout, counts, range(3))
+@pytest.mark.parametrize(("layout", "name"), CHECKED)
+def test_uneven_microbatches_train_as_one_process(layout: str, name: str, on_one_host: Any) -> None:
+    check([of_rank[layout, name] for of_rank in on_one_host], layout, COUNTS[name], range(3))
+
+
+@pytest.mark.extended
+def test_further_uneven_microbatches_train_as_one_process() -> None:
+    found = run_ranks(4, uneven_runs, REST)
+    for layout, name in REST:
+        check([of_rank[layout, name] for of_rank in found], layout, COUNTS[name], range(3))
 
 
 # Beside tensor parallelism, and under FSDP1
@@ -462,13 +485,18 @@ def test_several_meshes_over_memory_of_devices_train_as_one_process() -> None:
         check([of_rank[layout] for of_rank in found], layout, UNEVEN, range(3))
 
 
-def discarding_run(rank: int, world_size: int, layout: str) -> Any:
-    return run(rank, layout, EVEN, range(3), discarded=1)
+DISCARDED = {"dtensor": False, "alone": True}
+"""By layout: whether gradients are cleared in place, so that there are some when the minibatch begins."""
 
 
-@pytest.mark.parametrize("layout", ["dtensor", "alone"])
-def test_of_a_discarded_minibatch_nothing_remains_on_any_mesh(layout: str) -> None:
-    check(run_ranks(4, discarding_run, layout), layout, EVEN, [0, 2])
+def discarding_runs(rank: int, world_size: int) -> Any:
+    return [run(rank, layout, EVEN, range(3), discarded=1, in_place=DISCARDED[layout]) for layout in DISCARDED]
+
+
+def test_of_a_discarded_minibatch_nothing_remains_on_any_mesh() -> None:
+    found = run_ranks(4, discarding_runs)
+    for number, (layout, in_place) in enumerate(DISCARDED.items()):
+        check([of_rank[number] for of_rank in found], layout, EVEN, [0, 2], in_place=in_place)
 
 
 def dropping_run(rank: int, world_size: int) -> bool:
@@ -531,7 +559,7 @@ def test_changes_loads_and_unfreezing_reach_all_meshes() -> None:
     norms += train(model, EVEN, range(4), [1], optimizer=optimizer)
     whole = {name: p.detach() for name, p in model.named_parameters()}
     for rank, (text, loss, our_norms, ours) in enumerate(run_ranks(4, changing_run)):
-        assert text == "3 units over 4 ranks and 4 units over 2 ranks, transport shm, in place"
+        assert text == "2 units over 4 ranks and 2 units over 2 ranks, transport shm, in place"
         assert loss == pytest.approx(loss_of(halved, batch(0, rank, 0)).item(), rel=1e-5)
         assert our_norms == pytest.approx(norms, rel=1e-5)
         expected = {name: expected_part(name, whole, "modules", rank) for name in ours}

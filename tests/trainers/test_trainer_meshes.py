@@ -60,7 +60,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("options", [(), BALANCED], ids=["as it is", "balanced"])
+@pytest.mark.parametrize("options", [further((), id="as it is"), pytest.param(BALANCED, id="balanced")])
 @pytest.mark.parametrize(("trainer", "mesh"), KINDS)
 def test_odc_run_does_not_change_losses_on_a_mesh(launch: Launch, trainer: str, mesh: str, options: Any) -> None:
     """Partners run the same rows, and what is counted over all ranks counts theirs once."""
