@@ -349,7 +349,7 @@ def test_killing_the_process_groups_leaves_nothing(tmp_path: Path) -> None:
 
 
 def with_workers(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size)
+    model = shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model)
     optimizer = optimizer_of(model)
     loader = DataLoader(list(range(100_000)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
@@ -445,7 +445,7 @@ def test_a_small_dev_shm_is_enough_for_a_large_model(tmp_path: Path) -> None:
 
 
 def failing_then_closing(rank: int, world_size: int) -> float:
-    model: Net = shard(build(), world_size)
+    model: Net = shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model)
     if rank == 1:
         time.sleep(1)

@@ -39,7 +39,7 @@ CAUSES = {
 def hybrid(kind: str) -> nn.Module:
     """A model of two replicas: ranks 0 and 1 share one, ranks 2 and 3 the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = build()
+    model = build(num_blocks=1)
     if kind == "fsdp1":
         return wrap(model, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     if kind == "int":
