@@ -74,6 +74,7 @@ def test_a_buffer_of_a_units_size_is_seen() -> None:
     assert len(missed) == 2, missed
 
 
+@pytest.mark.extended  # by default gradients are counted: test_step_by_unit.py
 def test_a_step_by_unit_holds_the_gradients_of_one_unit() -> None:
     usual, by_unit = (summarize(run_ranks(2, measure_rank, replace(SETTINGS, way=way))) for way in (IN_PLACE, BY_UNIT))
     assert usual["gradients"] == pytest.approx(usual["parameters"], rel=1e-3)

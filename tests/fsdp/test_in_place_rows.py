@@ -24,11 +24,13 @@ def param_of(shape: tuple[int, ...], dim: int, world_size: int, is_trainable: bo
     """As rank 0 has it; dimensions other than the first are divided evenly."""
     local = list(shape)
     local[dim] = math.ceil(shape[dim] / world_size)
+    sharded: Any = torch.zeros(1, requires_grad=is_trainable)  # in place of a DTensor
+    sharded._local_tensor = sharded
     inner = SimpleNamespace(
         fsdp_placement=SimpleNamespace(dim=dim),
         padded_sharded_param_size=torch.Size(local),
         _sharded_param_data=torch.zeros(math.prod(local)),
-        sharded_param=torch.zeros(1, requires_grad=is_trainable),
+        sharded_param=sharded,
     )
     return FsdpParam(inner, str(shape))
 

@@ -89,7 +89,7 @@ ROLLOUTS = {
     "vespo": {"loss_type": "vespo", "num_iterations": 2},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
 }
-ALWAYS = ("grpo-two-iterations", "dapo-two-steps-per-generation")
+ALWAYS = ("grpo-two-iterations",)
 
 
 @pytest.mark.parametrize(
