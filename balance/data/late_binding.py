@@ -40,7 +40,7 @@ BatchT = TypeVar("BatchT")
 SampleT = TypeVar("SampleT")
 
 MOST_LOOKED_AT = 32
-"""Ranks that one looks at, those behind it in their order. A look takes some 20 us on one host."""
+"""Ranks that one looks at, those behind it in their order: each look is a round trip to the store."""
 OVERDUE = 0.1
 """What is left of a microbatch that should be through already, of its whole time."""
 LEAST_EXCESS = 0.02
