@@ -10,13 +10,11 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from odc.balance.data.collate import IGNORED
-from odc.errors import OdcError
-from odc.trainers.checks import base_model, refusal
-from odc.trainers.probe import INSTEAD, Identity, aside, rounding, spread
+from odc.trainers.checks import base_model
+from odc.trainers.probe import Identity, aside, refuse_packing, rounding, spread
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """Fields of what TRL's fused head returns, (batch, num_tokens - 1): of all tokens but the first."""
@@ -101,19 +99,8 @@ def check_packed_model(trainer: Any, model: nn.Module, identity: Identity, *, le
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
-    try:
-        with aside(trainer, model), trainer.accelerator.autocast():
-            problem = _problem(trainer, model, identity, left, scores)
-    except (OdcError, dist.DistError, torch.OutOfMemoryError):
-        raise  # says nothing about packing
-    except Exception as error:
-        raise refusal(
-            trainer,
-            f"whether {identity.name} tells packed samples apart could not be measured: its forward on two samples of "
-            f"4 and 5 tokens raised {type(error).__name__}: {error}. {INSTEAD}",
-        ) from error
-    if problem is not None:
-        raise refusal(trainer, f"{problem}. {INSTEAD}")
+    with aside(trainer, model), trainer.accelerator.autocast():
+        refuse_packing(trainer, identity, lambda: _problem(trainer, model, identity, left, scores))
 
 
 def _problem(trainer: Any, model: nn.Module, identity: Identity, left: bool, scores: bool) -> str | None:

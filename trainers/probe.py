@@ -14,7 +14,7 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -236,9 +236,20 @@ def check_packing(trainer: Any, model: nn.Module, identity: Identity, example: M
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
+    with aside(trainer, model), trainer.compute_loss_context_manager():
+        refuse_packing(
+            trainer, identity, lambda: _Probe(trainer, model, identity, probe_samples(identity, example)).problem()
+        )
+
+
+def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], str | None]) -> None:
+    """Refuse a model for what ``problem_of`` finds, or because that could not be found out.
+
+    Raises:
+        UnsupportedError: the model's name and what was measured, or why it could not be.
+    """
     try:
-        with aside(trainer, model), trainer.compute_loss_context_manager():
-            problem = _Probe(trainer, model, identity, probe_samples(identity, example)).problem()
+        problem = problem_of()
     except (OdcError, dist.DistError, torch.OutOfMemoryError):
         raise  # says nothing about packing
     except Exception as error:

@@ -252,6 +252,8 @@ class Shares:
                 pass  # others were faster
             if takers := Share.decode(self._word).takers:
                 self._takers.setdefault(_minibatch(self._key), []).extend(takers)
+        if _epoch(key) != _epoch(self._expected):
+            self._takers.clear()  # of an earlier epoch nothing is begun anew
         self._key, self._expected = "", key
 
     def open(self, key: str, microbatches: Parts) -> None:
@@ -336,6 +338,10 @@ def _minibatch(key: str) -> str:
     return key.partition("/")[0]
 
 
+def _epoch(key: str) -> str:
+    return key.partition(".")[0]
+
+
 def own_store() -> Store:
     """The store of ``torch.distributed``, by a connection of its own: torch's may be taken, by a thread that waits.
 
@@ -359,7 +365,7 @@ class LateMicrobatches(Generic[BatchT]):
 
     Args:
         shares: of all ranks.
-        key: of the minibatch, the same on all ranks: which one it is, a slash, the iteration that it is of.
+        key: of the minibatch, the same on all ranks: epoch, a dot, its number, a slash, the iteration that it is of.
         planned: its plan, :func:`falling`.
         batches: gives the microbatches of this rank's share, in the order of the plan, which workers make ahead; None:
             nobody does.
