@@ -62,7 +62,7 @@ class Extension:
         self._sizes: Sequence[torch.Size] = ()
         self._dtypes: list[torch.dtype] = []
         self._flat: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # what is in its state, where, and flat
-        self._nothing = torch.empty(0)
+        self._nothing = torch.empty(0, device="cpu")
         self._published = self._nothing
 
     @property
@@ -153,8 +153,8 @@ class Extension:
         values = vars(self.local).values()
         numbers = [value for value in values if isinstance(value, float)]
         sums = [
-            torch.tensor(numbers, dtype=torch.float64).view(torch.int64),
-            torch.tensor([hash(value) for value in values if isinstance(value, int)], dtype=torch.int64),
+            torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64),
+            torch.tensor([hash(value) for value in values if isinstance(value, int)], dtype=torch.int64, device="cpu"),
         ]
         for flat in self.memory:
             bits = as_integers(flat)

@@ -363,7 +363,7 @@ def _differences(pairs: Pairs) -> list[torch.Tensor]:
 
 
 def _read_later(flag: torch.Tensor) -> Verdict:
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.current_stream(flag.device).record_event()
     return lambda: bool(host) if event.query() else None

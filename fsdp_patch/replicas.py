@@ -61,7 +61,7 @@ class Replicas:
         self.meet()
         minibatch, ends = self._runtime.minibatch, self._runtime.ends
         words = [minibatch, *(word for end in ends for word in (end.kind, end.has_pushed, *end.notes))]
-        own = torch.tensor(words, dtype=torch.int64)
+        own = torch.tensor(words, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in self._ranks]
         work = dist.all_gather(rows, own, group=self._host_group, async_op=True)
         self._wait(work, f"end of minibatch {minibatch}", on_host=True)
@@ -83,7 +83,7 @@ class Replicas:
     def union(self, flags: Sequence[bool]) -> list[bool]:
         """Element-wise "or" over the replicas."""
         self.meet()
-        words = torch.tensor(flags, dtype=torch.int32)
+        words = torch.tensor(flags, dtype=torch.int32, device="cpu")
         if words.numel():
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
             self._wait(work, "which parameters received a gradient", on_host=True)

@@ -379,4 +379,4 @@ SAMPLE_SIZE = 64
 def spread(numel: int) -> torch.Tensor:
     """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
     count = min(numel, SAMPLE_SIZE)
-    return torch.arange(count) * (numel - 1) // max(count - 1, 1)
+    return torch.arange(count, device="cpu") * (numel - 1) // max(count - 1, 1)

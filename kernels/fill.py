@@ -42,7 +42,7 @@ def _fill_kernel(out: tl.tensor, value: tl.float32, numel: tl.int64, VECTOR: tl.
 
 def _check_fill(out: torch.Tensor, value: float) -> None:
     check_flat("out", out, FLOATS)
-    if value == value and torch.tensor(value, dtype=torch.float32).item() != value:
+    if value == value and torch.tensor(value, dtype=torch.float32, device="cpu").item() != value:
         raise ValueError(f"value={value!r} is not an fp32 number, expected one: the kernel takes it in fp32")
 
 

@@ -149,7 +149,7 @@ def write_rows(
                 f"({total_dtype}) and an offset that is one of {addend_dtype.itemsize} ({addend_dtype})"
             )
     if rows:
-        table[: len(rows)] = torch.tensor([row.words() for row in rows], dtype=torch.int64)
+        table[: len(rows)] = torch.tensor([row.words() for row in rows], dtype=torch.int64, device="cpu")
     places = [(row.address, total_dtype) for row in rows] + [(row.offset_bytes, addend_dtype) for row in rows]
     return vector((slots.data_ptr(), addend_dtype), (slot_bytes, addend_dtype), (0, total_dtype), *places) > 1
 

@@ -286,7 +286,7 @@ def _row_without_padding(
     except ValueError as error:
         raise UnsupportedError(f"data_collator: {error}") from None
     result = {k: v[None] for k, v in kept.items()}
-    result["position_ids"] = torch.arange(result["input_ids"].shape[1])[None]
+    result["position_ids"] = torch.arange(result["input_ids"].shape[1], device=result["input_ids"].device)[None]
     return result
 
 
@@ -302,8 +302,8 @@ def _mask_by(tokens: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def _dummy(example: Mapping[str, torch.Tensor]) -> Microbatch:
     if not example or not example["input_ids"].shape[1]:
-        return {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.full((1, 2), IGNORED)}
-    columns = {k: v[:, torch.arange(2) % v.shape[1]] for k, v in example.items()}
+        return {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="cpu"), "labels": torch.full((1, 2), IGNORED, device="cpu")}
+    columns = {k: v[:, torch.arange(2, device=v.device) % v.shape[1]] for k, v in example.items()}
     return {**columns, "labels": torch.full_like(columns["labels"], IGNORED)}
 
 

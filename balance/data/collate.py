@@ -41,7 +41,7 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
         ([[0, 1, 2, 0, 1]], [0, 3, 5])
     """
     if not samples:
-        return concatenate([{"input_ids": torch.zeros(2, dtype=torch.int64), "labels": torch.full((2,), IGNORED)}])
+        return concatenate([{"input_ids": torch.zeros(2, dtype=torch.int64, device="cpu"), "labels": torch.full((2,), IGNORED, device="cpu")}])
     return concatenate([_read(sample, i) for i, sample in enumerate(samples)])
 
 
@@ -59,10 +59,10 @@ def concatenate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
         The columns and ``position_ids``, (1, num_tokens); ``cu_seqlens``, see :func:`pack_collate`.
     """
     lengths = [sample["input_ids"].numel() for sample in samples]
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cpu")
     row = {name: torch.cat([sample[name] for sample in samples])[None] for name in samples[0]}
     row["labels"][:, starts[:-1].long()] = IGNORED
-    row["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    row["position_ids"] = torch.cat([torch.arange(length, device=row["input_ids"].device) for length in lengths])[None]
     row["cu_seqlens"] = starts
     return row
 
@@ -148,4 +148,5 @@ def _read(sample: Mapping[str, Any], i: int) -> dict[str, torch.Tensor]:
 
 
 def _as_tensor(values: object) -> torch.Tensor:
-    return torch.as_tensor(values).to(torch.int64)
+    tensor = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
+    return tensor.to(torch.int64)

@@ -145,7 +145,7 @@ class VectorExchange:
         self._end()
 
     def _swap(self, vector: FloatArray) -> FloatArray:
-        table = torch.zeros(self.world_size, vector.size, dtype=torch.float64)
+        table = torch.zeros(self.world_size, vector.size, dtype=torch.float64, device="cpu")
         table[self.rank] = torch.from_numpy(vector)
         for jobs in self._jobs:
             jobs.put(_Swap(table, self.rank))

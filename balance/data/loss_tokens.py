@@ -142,12 +142,12 @@ def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...], layout: Layout
     """Tokens of each sample of a batch, padded or not; None: they cannot be told."""
     if layout != "padded":
         starts = batch.get("cu_seqlens")
-        return None if starts is None else [int(number) for number in torch.as_tensor(starts).diff()]
+        return None if starts is None else [int(number) for number in torch.as_tensor(starts, device="cpu").diff()]
     if len(shape) != 2:
         return None
     mask = batch.get("attention_mask")
     if mask is not None and tuple(np.shape(mask)) == shape:
-        return [int(number) for number in torch.as_tensor(mask).bool().sum(dim=1)]
+        return [int(number) for number in torch.as_tensor(mask, device="cpu").bool().sum(dim=1)]
     return [shape[1]] * shape[0]
 
 
@@ -158,5 +158,5 @@ def _num_tokens(batch: object) -> int | None:
     shape = np.shape(batch["input_ids"])
     mask = batch.get("attention_mask")
     if mask is not None and np.shape(mask) == shape:
-        return int(torch.as_tensor(mask).bool().sum())
+        return int(torch.as_tensor(mask, device="cpu").bool().sum())
     return int(np.prod(shape)) if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1) else None

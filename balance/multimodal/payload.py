@@ -97,7 +97,7 @@ def to_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [torch.from_numpy(np.array(header, dtype="<i8").view(np.uint8))]
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        parts += [data, torch.zeros(-data.numel() % _ALIGNED, dtype=torch.uint8)]
+        parts += [data, torch.zeros(-data.numel() % _ALIGNED, dtype=torch.uint8, device="cpu")]
     return torch.cat(parts)
 
 
@@ -122,7 +122,7 @@ def from_bytes(data: torch.Tensor) -> list[torch.Tensor]:
 def named(columns: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Named tensors as tensors alone, the first of which holds the names."""
     names = bytearray("\n".join(columns).encode())
-    first = torch.frombuffer(names, dtype=torch.uint8) if names else torch.empty(0, dtype=torch.uint8)
+    first = torch.frombuffer(names, dtype=torch.uint8) if names else torch.empty(0, dtype=torch.uint8, device="cpu")
     return [first, *columns.values()]
 
 

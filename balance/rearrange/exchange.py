@@ -96,7 +96,7 @@ class Received(Sequence[torch.Tensor]):
 
     def __init__(self, journey: _Journey, tensors: Sequence[torch.Tensor]) -> None:
         self._journey = journey
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        anchor = torch.zeros((), device="cpu", requires_grad=torch.is_grad_enabled())
         self._anchor, *self._tensors = _Exchange.apply(journey, anchor, *tensors)  # type: ignore[no-untyped-call]
         self._leaves: list[torch.Tensor] | None = None
         self._has_sent_leaves = False
@@ -157,7 +157,7 @@ class Received(Sequence[torch.Tensor]):
             if tensor.requires_grad and leaf.grad is not None
         ]
         tensors, gradients = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
-        torch.autograd.backward([self._anchor, *tensors], [torch.zeros(()), *gradients])
+        torch.autograd.backward([self._anchor, *tensors], [torch.zeros((), device="cpu"), *gradients])
 
 
 class _Exchange(torch.autograd.Function):
@@ -168,7 +168,7 @@ class _Exchange(torch.autograd.Function):
         ctx.journey = journey
         out = journey.go(tensors)
         ctx.mark_non_differentiable(*[t for t, has in zip(out, journey.gets_gradients, strict=True) if not has])
-        return (torch.zeros(()), *out)
+        return (torch.zeros((), device="cpu"), *out)
 
     @staticmethod
     @once_differentiable

@@ -92,9 +92,9 @@ class CudaEngine(Engine):
         self._lock = threading.Lock()  # backward runs in a thread of its own
         self._tables: dict[tuple[int, ...], PeerTable] = {}
         self._places: dict[tuple[int, ...], tuple[PeerTable, int]] = {}
-        memory = torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, pin_memory=True)
+        memory = torch.zeros(_ROW_TABLES, _ROWS, COLUMNS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._row_tables = _pieces(memory, device)
-        memory = torch.zeros(_PART_TABLES, MAX_PARTS, PART_COLUMNS, dtype=torch.int64, pin_memory=True)
+        memory = torch.zeros(_PART_TABLES, MAX_PARTS, PART_COLUMNS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._part_rows = _pieces(map(PartRows, memory), device)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:

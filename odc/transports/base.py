@@ -236,7 +236,7 @@ class Transport(ABC):
         buffer = self._share(size, "control", lambda own: ControlBlock(own, num_signals, num_locks).initialise())
         blocks = {}
         for rank in self._world:
-            memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(size, dtype=torch.uint8)
+            memory = buffer.peer(rank) if buffer.reaches(rank) else torch.zeros(size, dtype=torch.uint8, device="cpu")
             blocks[rank] = ControlBlock(memory, num_signals, num_locks)
         here = {r: LocalPeer(self.topology.describe(r), process, blocks[r]) for r, process in self._processes.items()}
         self._processes = {}

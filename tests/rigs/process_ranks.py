@@ -20,6 +20,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import on_device
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,7 @@ _NO_RESULT = "ended without a result"
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: fully_shard and optimizers import it when first used, which is most of a short rank's time.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "odc", "odc.fsdp_patch"]
-_CONTEXT.set_forkserver_preload([*_PRELOADED, "odc.transports.shm", "process_ranks", "warm_ranks"])
+_CONTEXT.set_forkserver_preload(["on_device", *_PRELOADED, "odc.transports.shm", "process_ranks", "warm_ranks"])
 
 
 @functools.cache
@@ -117,6 +118,7 @@ def _main(
     if enter is not None:
         enter(rank, world_size)
     torch.set_num_threads(1)
+    on_device.enter()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
@@ -126,7 +128,7 @@ def _main(
     )
     dist.barrier()  # a rank that ends before the others have all their connections takes theirs along
     try:
-        pipe.send(("value", body(rank, world_size, *args)))
+        pipe.send(("value", on_device.leave(body(rank, world_size, *args))))
     except BaseException as error:
         pipe.send(("error", type(error).__name__, f"{error}\n{traceback.format_exc()}"))
         pipe.close()

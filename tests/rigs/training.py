@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from on_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -80,7 +81,7 @@ def shard(model: Net, world_size: int, **options: Any) -> Net:
 
 def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """The same units as :func:`shard`, by FSDP1."""
-    chosen = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu"), **options}
+    chosen = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": DEVICE, **options}
     return FullyShardedDataParallel(model, **chosen)
 
 
