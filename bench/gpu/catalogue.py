@@ -50,6 +50,7 @@ CHECKS = (
     Check("uneven", "no device waits for a slower one", "odc.bench.gpu.uneven:check", 600),
     Check("items", "outputs of encoders move on real streams", "odc.bench.gpu.items:check", 600),
     Check("sft", "losses of FSDP1 and FSDP2 training", "odc.bench.gpu.sft:check", 900),
+    Check("forms", "losses of further models and loops", "odc.bench.gpu.forms:check", 900),
     Check("late_binding", "microbatches bound by events of devices", "odc.bench.gpu.late_binding:check", 600),
     Check("no_host_sync", "hosts run ahead of their devices", "odc.bench.gpu.no_host_sync:check", 600),
     Check("synchronize_does_not_hang", "waiting for a device ends", "odc.bench.gpu.hangs:check", 600),

@@ -16,20 +16,19 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import odc
 from odc.balance import MinibatchLoader, QuadraticCost
 from odc.bench.gpu.device import cycles_per_s, spin
-from odc.bench.gpu.models import VOCABULARY, language_model, logits_of, shard
+from odc.bench.gpu.models import VOCABULARY, language_model, shard
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
+from odc.bench.gpu.training import TIMEOUT_S, loss_of, optimizer_of
 from odc.bench.harness.ranks import Rank
 
 STEPS, QUICK_STEPS = 24, 8
 PER_RANK, MAX_TOKENS = 6, 12
 TOLERANCE = 1e-5
 SLOW_RANK, SLOWER, SECONDS_PER_TOKEN = 1, 4, 1e-3
-_TIMEOUT_S = 60.0
 Sample = tuple[int, torch.Tensor]
 
 
@@ -66,16 +65,6 @@ def check(setting: Setting) -> Report:
     return Report(f"{taken} samples taken, each computed once; largest relative error {max(errors):.0e}", data)
 
 
-def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens."""
-    logits = logits_of(model, tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-3)
-
-
 def _delay(device: torch.device, seconds: float) -> None:
     if device.type == "cuda":
         spin(int(seconds * cycles_per_s()))
@@ -88,9 +77,9 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
     dataset = Samples(rank.world_size * PER_RANK * steps)
     slower = SLOWER if rank.rank == SLOW_RANK else 1
     model = shard(language_model(), "fsdp2", "fp32", rank.device, rank.world_size)
-    optimizer = _optimizer(model)
+    optimizer = optimizer_of(model)
     computed, losses = list[list[int]](), list[torch.Tensor]()
-    with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=_TIMEOUT_S):
+    with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=TIMEOUT_S):
         loader: MinibatchLoader[Sample, list[Sample]] = MinibatchLoader(
             dataset, dataset.lengths, list, rank.rank, rank.world_size, minibatch_size=PER_RANK, max_tokens=MAX_TOKENS,
             cost=QuadraticCost(a=0.0, b=1.0), late_binding=True,
@@ -101,7 +90,7 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
                 indices = [index for index, _ in samples]
                 tokens = torch.cat([tokens for _, tokens in samples]).to(rank.device, non_blocking=True)
                 _delay(rank.device, SECONDS_PER_TOKEN * slower * sum(dataset.lengths[index] for index in indices))
-                loss = _loss(model, tokens) / (rank.world_size * PER_RANK)
+                loss = loss_of(model, tokens) / (rank.world_size * PER_RANK)
                 (loss * rank.world_size).backward()  # type: ignore[no-untyped-call]
                 own, mine = own + loss.detach(), mine + indices
             optimizer.step()
@@ -117,9 +106,9 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
 def train_alone(minibatches: list[list[int]]) -> list[float]:
     """Losses of one process in float64, on these samples."""
     dataset, model = Samples(sum(map(len, minibatches))), language_model().double()
-    optimizer, losses = _optimizer(model), list[float]()
+    optimizer, losses = optimizer_of(model), list[float]()
     for indices in minibatches:
-        loss = _loss(model, torch.cat([dataset[index][1] for index in indices])) / len(indices)
+        loss = loss_of(model, torch.cat([dataset[index][1] for index in indices])) / len(indices)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()

@@ -31,10 +31,10 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _RANDOM_IN_PLACE and args[0].device == DEVICE:
+        if func in _RANDOM_IN_PLACE or getattr(func, "__module__", "") == "torch.nn.init":
+            tensor, *rest = args or (kwargs.pop("tensor"),)
             with torch.no_grad():
-                args[0].copy_(func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs))
-            return args[0]
+                return tensor.copy_(func(tensor.detach().cpu(), *rest, **kwargs))
         if func in _OF_HOSTS:
             return func(args[0].cpu(), *args[1:], **kwargs)
         if func in _RANDOM and kwargs.get("device") is None:
