@@ -359,7 +359,14 @@ class DeviceComparison(Comparison):
 
 
 def _differences(pairs: Pairs) -> list[torch.Tensor]:
-    return [torch.ne(as_integers(left), as_integers(right)).any() for left, right in pairs if left.numel()]
+    together = (_on_one_device(left, right) for left, right in pairs if left.numel())
+    return [torch.ne(as_integers(left), as_integers(right)).any() for left, right in together]
+
+
+def _on_one_device(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """With CPU offload the parameter is in the host's memory, and what was published of it in a device's."""
+    device = right.device if left.is_cpu else left.device
+    return left.to(device, non_blocking=True), right.to(device, non_blocking=True)
 
 
 def _read_later(flag: torch.Tensor) -> Verdict:
@@ -378,6 +385,7 @@ def have_equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of equal shape and dtype are equal, where NaN equals itself and 0.0 is not -0.0."""
     if left.is_cpu and right.is_cpu and left.is_contiguous() and right.is_contiguous():  # a third of torch.equal's time
         return bool(_memcmp(left.data_ptr(), right.data_ptr(), left.nbytes) == 0)
+    left, right = _on_one_device(left, right)
     return torch.equal(as_integers(left), as_integers(right))
 
 

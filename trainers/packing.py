@@ -302,7 +302,8 @@ def _mask_by(tokens: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def _dummy(example: Mapping[str, torch.Tensor]) -> Microbatch:
     if not example or not example["input_ids"].shape[1]:
-        return {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="cpu"), "labels": torch.full((1, 2), IGNORED, device="cpu")}
+        nothing = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+        return {"input_ids": nothing, "labels": torch.full_like(nothing, IGNORED)}
     columns = {k: v[:, torch.arange(2, device=v.device) % v.shape[1]] for k, v in example.items()}
     return {**columns, "labels": torch.full_like(columns["labels"], IGNORED)}
 

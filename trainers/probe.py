@@ -196,8 +196,9 @@ def spread(identity: Identity, count: int) -> list[int]:
 
 def _sample(tokens: list[int], example: Mapping[str, torch.Tensor]) -> Microbatch:
     ids = torch.tensor([tokens], device="cpu")
-    own = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(tokens), device=ids.device)[None]}
-    further = {k: v[:, torch.arange(len(tokens), device=v.device) % v.shape[1]] for k, v in example.items() if k not in own}
+    at = torch.arange(len(tokens), device="cpu")
+    own = {"input_ids": ids, "labels": ids.clone(), "position_ids": at[None]}
+    further = {k: v[:, at % v.shape[1]] for k, v in example.items() if k not in own}
     return {**further, **own}
 
 

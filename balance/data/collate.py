@@ -41,7 +41,8 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
         ([[0, 1, 2, 0, 1]], [0, 3, 5])
     """
     if not samples:
-        return concatenate([{"input_ids": torch.zeros(2, dtype=torch.int64, device="cpu"), "labels": torch.full((2,), IGNORED, device="cpu")}])
+        nothing = torch.zeros(2, dtype=torch.int64, device="cpu")
+        return concatenate([{"input_ids": nothing, "labels": torch.full_like(nothing, IGNORED)}])
     return concatenate([_read(sample, i) for i, sample in enumerate(samples)])
 
 

@@ -23,16 +23,24 @@ def passed(*results: Entries) -> Figures:
     yield "", f"has passed {len(names)} of {len({check['name'] for check in rows})} checks"
 
 
-def measured(result: Entries, in_place: Entries, of_parts: Entries) -> Figures:
+def measured(result: Entries, forms: Entries, of_bandwidth: Entries) -> Figures:
     """Rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
-    yield from passed(result, in_place)
-    for kernel, by_size in _ratios(result).items():
+    yield from passed(result, forms)
+    ratios = _ratios(result)
+    for kernel, by_size in ratios.items():
         yield f"| {kernel} |", " " + " | ".join(f"{by_size[num_bytes]:.2f}" for num_bytes in KERNEL_BYTES) + " |"
-    yield from _measured_of_parts({kernel: by_size[KERNEL_BYTES[0]] for kernel, by_size in _ratios(of_parts).items()})
-    cells = _data(in_place)["uneven"]["cells"]
+    narrow, wide = (
+        ratios[f"gather_parts, 12{launch}"][KERNEL_BYTES[0]] for launch in ("", f", {LOCAL_PROGRAMS} programs")
+    )
+    yield (
+        f"A gather of {size_text(KERNEL_BYTES[0])} into 12 parameters takes ",
+        f"{narrow:.2f} times as long as the copy with the default {REMOTE_PROGRAMS} programs, and {wide:.2f} times "
+        f"with {LOCAL_PROGRAMS}",
+    )
+    cells = _data(result)["uneven"]["cells"]
     own, longest = (max(cell[key] for cell in cells) for key in ("of_own", "of_longest"))
     yield "", f"at most {own:.2f} times its own computation to its last push, and a minibatch {longest:.2f} times"
-    data = _data(result)
+    data = _data(of_bandwidth)
     rows = {(r["operation"], r["num_bytes"]): r for r in data["bandwidth"]["rows"] if r["ranks"] == RANKS}
     transfers = data["bandwidth"]["transfers"]
     for num_bytes in TRANSFER_BYTES:
@@ -43,18 +51,6 @@ def measured(result: Entries, in_place: Entries, of_parts: Entries) -> Figures:
         at = transfers["sizes"].index(num_bytes)
         times = [f"{1e3 * transfers['seconds'][way][at]:.2f} ms" for way in (KERNEL, COPY_ENGINE)]
         yield f"| {size_text(num_bytes)} |", " " + " | ".join(times) + " |"
-
-
-def _measured_of_parts(ratios: dict[str, float]) -> Figures:
-    for kernel, ratio in ratios.items():
-        if "_parts" in kernel:
-            yield f"| {kernel} |", f" {ratio:.2f} | |"
-    narrow, wide = (ratios[f"gather_parts, 12{launch}"] for launch in ("", f", {LOCAL_PROGRAMS} programs"))
-    yield (
-        f"A gather of {size_text(KERNEL_BYTES[0])} into 12 parameters takes ",
-        f"{narrow:.2f} times as long as the copy with the default {REMOTE_PROGRAMS} programs, and {wide:.2f} times "
-        f"with {LOCAL_PROGRAMS}",
-    )
 
 
 def _data(result: Entries) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def check(setting: Setting) -> Report:
     failures = []
     for name, form in FORMS.items():
         try:
-            wanted, losses = run_ranks(setting, form.world_size, run, name, steps)[0]
+            wanted, losses = run_ranks(setting, form.world_size, run, form, steps)[0]
         except CheckFailedError as failure:
             failures.append(f"{name}: {failure}")
             continue
@@ -202,9 +202,8 @@ def check(setting: Setting) -> Report:
     return Report(f"{figures}, with float8 {errors['float8 travels']:.0e}", data)
 
 
-def run(rank: Rank, name: str, steps: int) -> tuple[list[float], list[float]]:
+def run(rank: Rank, form: Form, steps: int) -> tuple[list[float], list[float]]:
     """Losses of one process (rank 0 only), and of all ranks."""
-    form = FORMS[name]
     wanted = []
     if rank.rank == 0:
         model = language_model()

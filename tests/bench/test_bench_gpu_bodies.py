@@ -24,14 +24,17 @@ from process_ranks import _start_server
 
 from odc.bench.gpu import (
     bandwidth,
+    forms,
     hangs,
     items,
     kernel_speed,
     kernels,
+    late_binding,
     no_host_sync,
     protocol,
     sft,
     soak,
+    training,
     transport,
     uneven,
 )
@@ -233,8 +236,32 @@ def test_sft_sees_a_lost_push() -> None:
         sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
 
 
+def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is right, and one whose reference does something else."""
+    wrong = forms.Form(forms.shard, end=forms.step_and_change)
+    monkeypatch.setattr(forms, "FORMS", {"float8 travels": forms.FORMS["float8 travels"], "wrong": wrong})
+    with pytest.raises(CheckFailedError, match="^wrong: losses .*: off by ") as failed:
+        forms.check(WITHIN)
+    assert failed.value.data["errors"]["float8 travels"] < 1e-4
+
+
+@pytest.mark.extended  # what each form does has tests of its own
+def test_all_forms() -> None:
+    assert forms.check(WITHIN).figures.startswith("6 forms; ")
+
+
+def test_late_binding() -> None:
+    report = late_binding.check(WITHIN)
+    assert report.data["2 ranks"]["taken"] > 0
+
+
+def test_late_binding_sees_a_sample_that_two_ranks_compute() -> None:
+    with pytest.raises(CheckFailedError, match="2 ranks: a sample was computed twice"):
+        late_binding.check(replace(WITHIN, prepare=f"{HERE}:take_and_leave"))
+
+
 def test_sft_has_ranks_without_a_microbatch() -> None:
-    counts = [sft.counts_of(step, 4) for step in range(8)]
+    counts = [training.counts_of(step, 4) for step in range(8)]
     assert all(row.count(0) == 1 and max(row) <= 3 for row in counts)
     assert len({tuple(row) for row in counts}) > 4
 

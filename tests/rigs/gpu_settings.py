@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from odc.balance.data.late_binding import Shares
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes, register_prompt_fakes
 from odc.bench.gpu.setting import Setting
@@ -61,6 +62,12 @@ def lose_a_push() -> None:
     SharedStore.add_arrived = losing(  # type: ignore[method-assign]
         AccumulatorStore.add_arrived, lambda pushes, *others: (pushes[1:], *others)
     )
+
+
+def take_and_leave() -> None:
+    """What a rank takes from another's share is left there, too."""
+    register_fakes()
+    Shares.take = lambda self, rank, share, part: True  # type: ignore[method-assign]
 
 
 def be_busy_until_the_host_waits() -> None:
