@@ -8,7 +8,8 @@ the loaders know. Both ways get the same samples in the same minibatches, and of
 
     over ideal      how much longer minibatches took than if all samples were shared out evenly over the ranks' speeds,
                     in as many microbatches as planned
-    speedup         over the loader without late binding, in the same run
+    speedup         over the loader without late binding, a minibatch of each in turn; p20-p80 of resampled minibatches
+                    beside it
     taken           samples that ranks took from others
     microbatches    over those of the plan
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -41,6 +42,7 @@ from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.emulated import LAW_SAMPLES
 from odc.bench.training.emulated_model import SleepingModel
 from odc.fsdp_patch import patch_fsdp
+from odc.fsdp_patch.session import Session
 
 SLOW_RANK = 3
 PERCENT = [0, 5, 25]
@@ -99,8 +101,34 @@ class RankRun:
     speeds: list[float]
 
 
+class Way:
+    """One way to bind, on one rank, minibatch by minibatch."""
+
+    def __init__(self, case: Case, rank: int, microbatch_cost: float, *, late: bool) -> None:
+        self.loader = case.loader(rank, microbatch_cost, late=late)
+        self._minibatches = iter(self.loader)
+        self.found = RankRun([], [], 0, 0, 0, [])
+
+    def run(self, session: Session, compute: Callable[[list[int]], object], end: Callable[[], object]) -> None:
+        """The next minibatch."""
+        minibatch = next(self._minibatches)
+        dist.barrier()
+        started, mine, found = time.perf_counter(), list[int](), self.found
+        with session.minibatch():
+            for samples in minibatch.microbatches:
+                mine += samples
+                found.num_microbatches += 1
+                compute(samples)
+        end()
+        found.minibatch_s.append(time.perf_counter() - started)
+        found.computed.append(mine)
+        assert minibatch.plan is not None
+        found.num_planned += sum(minibatch.plan.num_microbatches)
+        found.num_taken, found.speeds = self.loader.num_taken, self.loader.speeds
+
+
 def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
-    """Both ways, and the seconds of a minibatch of all ranks at the same time."""
+    """Both ways, a minibatch of each in turn, and the seconds of a minibatch of all ranks at the same time."""
     torch.manual_seed(0)
     costs = paper_cost(case.model)(case.lengths())
     rng = np.random.default_rng(case.seed)
@@ -112,32 +140,25 @@ def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
     seconds_per_cost = case.scale * case.ranks * case.minibatches / float(costs.sum())
     model = SleepingModel(case.layers, 256 * me.world_size, init_device_mesh("cpu", (me.world_size,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    ways = [Way(case, me.rank, microbatch_cost, late=late) for late in (False, True)]
     gc.collect()
     gc.freeze()
-    runs = []
+
+    def compute(samples: list[int]) -> None:
+        cost = float(actual[samples].sum()) + microbatch_cost
+        model.microbatch(cost * seconds_per_cost / float(speeds[me.rank]))
+
+    def end() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
     with patch_fsdp(model) as session:
-        for late in (False, True):
-            loader = case.loader(me.rank, microbatch_cost, late=late)
-            run = RankRun([], [], 0, 0, 0, [])
-            dist.barrier()
-            for minibatch in loader:
-                started, mine = time.perf_counter(), list[int]()
-                with session.minibatch():
-                    for samples in minibatch.microbatches:
-                        mine += samples
-                        run.num_microbatches += 1
-                        cost = float(actual[samples].sum()) + microbatch_cost
-                        model.microbatch(cost * seconds_per_cost / float(speeds[me.rank]))
-                optimizer.step()
-                optimizer.zero_grad()
-                run.minibatch_s.append(time.perf_counter() - started)
-                run.computed.append(mine)
-                assert minibatch.plan is not None
-                run.num_planned += sum(minibatch.plan.num_microbatches)
+        for number in range(case.minibatches):
+            for way in ways if number % 2 else reversed(ways):
+                way.run(session, compute, end)
                 model.clock.take()
                 me.report(1.0 if me.rank == 0 else 0.0)
-            run.num_taken, run.speeds = loader.num_taken, loader.speeds
-            runs.append(run)
+    runs = [way.found for way in ways]
     ideal = (float(actual.sum()) + microbatch_cost * runs[0].num_planned) * seconds_per_cost / float(speeds.sum())
     return runs, ideal / case.minibatches
 
@@ -152,13 +173,22 @@ def run_case(run: Run, case: Case) -> dict[str, Any]:
         seconds = float(np.mean([each.minibatch_s for each in way]))
         entry[name] = {
             "minibatch_s": seconds,
+            "seconds": np.mean([each.minibatch_s for each in way], axis=0),
             "over_ideal": seconds / ideal_s - 1,
             "microbatches": sum(each.num_microbatches for each in way) / way[0].num_planned,
             "taken": sum(each.num_taken for each in way),
             "speeds": way[0].speeds,
         }
     entry["speedup"] = entry["planned"]["minibatch_s"] / entry["late"]["minibatch_s"]
+    entry["speedup_range"] = spread(entry["planned"].pop("seconds"), entry["late"].pop("seconds"), case.seed)
     return entry
+
+
+def spread(planned: FloatArray, late: FloatArray, seed: int) -> list[float]:
+    """20th and 80th percentile of the speedup over minibatches that are drawn with replacement."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, planned.size, (1000, planned.size))
+    return [float(one) for one in np.quantile(planned[drawn].sum(1) / late[drawn].sum(1), [0.2, 0.8])]
 
 
 def check_samples(computed: Sequence[Sequence[list[int]]]) -> None:
@@ -228,7 +258,7 @@ BENCHMARK = Benchmark(
             (
                 Column("over ideal: plan (%)", lambda row: f"{100 * row['planned']['over_ideal']:.1f}"),
                 Column("late (%)", lambda row: f"{100 * row['late']['over_ideal']:.1f}"),
-                Column("speedup", "speedup", ".3f"),
+                Column("speedup", lambda row: "{:.3f} ({:.3f}-{:.3f})".format(row["speedup"], *row["speedup_range"])),
                 Column("taken", lambda row: str(row["late"]["taken"])),
                 Column("microbatches", lambda row: f"{row['late']['microbatches']:.2f}"),
             ),
