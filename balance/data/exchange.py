@@ -53,7 +53,9 @@ class VectorExchange:
         # A name that no other exchange has had: ranks make theirs in the same order. (The names of torch's groups come
         # again when a group has ended, with what is left of it in the store.)
         whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self._name = f"odc/stream/{whose}/{store.add(f'odc/stream/{whose}/made/{self.rank}', 1)}"
+        self.number = store.add(f"odc/stream/{whose}/made/{self.rank}", 1)
+        """Of those that these ranks have made, from 1."""
+        self._name = f"odc/stream/{whose}/{self.number}"
         group: Any = dist.ProcessGroupGloo(
             PrefixStore(self._name, store), self.rank, self.world_size, timedelta(seconds=timeout_s)
         )

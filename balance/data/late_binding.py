@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +29,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.checks import FloatArray
+from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
 from odc.balance.data.learned_speeds import LearnedSpeeds
-from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan, PlannedMinibatch
 from odc.balance.policies.packing import first_fit_decreasing, pack
 
 BatchT = TypeVar("BatchT")
-SampleT = TypeVar("SampleT")
+BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 MOST_LOOKED_AT = 32
 """Ranks that one looks at, those behind it in their order: each look is a round trip to the store."""
@@ -359,6 +359,32 @@ def own_store() -> Store:
     return PrefixStore(f"odc/late/{next(_num_loaders)}", connection.clone())
 
 
+def check_late_binding(comm: str) -> None:
+    """Refuse minibatches that are bound late where that is not at work which they need.
+
+    Raises:
+        RuntimeError: gradients are added up in one order, or ranks have to go in step (``comm="auto"``).
+    """
+    if sums_are_in_order():
+        raise RuntimeError(
+            "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
+            "with it the order in which gradients are added. Leave one of them out"
+        )
+    if comm == "auto" and ranks_go_in_step():
+        raise RuntimeError(
+            "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
+            "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
+            "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
+            "communicate once per minibatch in another way"
+        )
+
+
+class MakesMicrobatches(Protocol[BatchT_co]):
+    """Gives the microbatch of some samples."""
+
+    def __getitem__(self, samples: list[int], /) -> BatchT_co: ...
+
+
 class LateMicrobatches(Generic[BatchT]):
     """The microbatches of one rank and minibatch, each chosen when it is asked for: those of the plan, but for what
     others have taken; then what this rank takes. To be iterated once, and how many there will be nobody knows before.
@@ -369,7 +395,7 @@ class LateMicrobatches(Generic[BatchT]):
         planned: its plan, :func:`falling`.
         batches: gives the microbatches of this rank's share, in the order of the plan, which workers make ahead; None:
             nobody does.
-        dataset: makes any other microbatch of the indices of its samples.
+        dataset: makes any other microbatch of what ``planned`` knows its samples by.
     """
 
     def __init__(
@@ -378,7 +404,7 @@ class LateMicrobatches(Generic[BatchT]):
         key: str,
         planned: PlannedMinibatch,
         batches: Iterator[BatchT] | None,
-        dataset: MicrobatchDataset[SampleT, BatchT],
+        dataset: MakesMicrobatches[BatchT],
     ) -> None:
         shares.expect(key)
         self._shares = shares

@@ -18,8 +18,8 @@ from odc.balance.checks import as_count, as_one_of
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
-from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step, sums_are_in_order
-from odc.balance.data.late_binding import LateMicrobatches, Shares, falling, own_store
+from odc.balance.data.iteration import Iterations, check_state
+from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, falling, own_store
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
 from odc.balance.data.place import Place
@@ -60,8 +60,8 @@ class Minibatch(Generic[BatchT]):
     """Number of samples of the global minibatch."""
 
     plan: Plan | None = None
-    """The plan of all ranks, each packed when it is looked at; None in a stream, where no rank knows the lengths of the
-    others' samples."""
+    """The plan of all ranks, each packed when it is looked at; None in a stream without ``late_binding``, where no rank
+    knows the lengths of the others' samples."""
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Minibatch[BatchT]:
         """This minibatch with its microbatches on a device, as Lightning and accelerate ask for it.
@@ -376,18 +376,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
-        if self._shares is not None and sums_are_in_order():
-            raise RuntimeError(
-                "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
-                "with it the order in which gradients are added. Leave one of them out"
-            )
-        if self._shares is not None and self.comm == "auto" and ranks_go_in_step():
-            raise RuntimeError(
-                "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
-                "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
-                "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
-                "communicate once per minibatch in another way"
-            )
+        if self._shares is not None:
+            check_late_binding(self.comm)
         if self.comm == "auto":
             check_counts(plan, f"minibatch {number}")
 

@@ -228,11 +228,12 @@ class IndexedSource(Source):
 
     def _ask(self, places: Sequence[int]) -> None:
         self._wanted += places
-        indices = [self._index(place) for place in places]
+        indices = [self.index(place) for place in places]
         size = max(1, min(MOST_IN_REQUEST, -(-len(indices) // max(self._requests.num_ahead, 1))))
         self._requests.ask([Read(indices[at : at + size]) for at in range(0, len(indices), size)])
 
-    def _index(self, place: int) -> int:
+    def index(self, place: int) -> int:
+        """Of the sample at a place, in the dataset; of other ranks' too, where all have one order."""
         lap, at = divmod(place, self._num_samples)
         if lap not in self._orders:
             self._orders = {known: order for known, order in self._orders.items() if known >= lap - 1}

@@ -15,7 +15,9 @@ from odc.balance.costs import CostModel, LinearCost
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
-from odc.balance.data.loader import Minibatch
+from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store
+from odc.balance.data.late_stream import ChosenSamples, chosen_by_all, planned_of
+from odc.balance.data.loader import Minibatch, loss_scale
 from odc.balance.data.loss_tokens import check_batch
 from odc.balance.data.microbatches import BatchT, SampleT
 from odc.balance.data.order import Order, size_of
@@ -111,6 +113,12 @@ class StreamLoader(Generic[SampleT, BatchT]):
         check_batches: compare the batches with the samples, as far as they have ``input_ids`` and ``labels``.
         comm: "odc" lets "minibatch" give ranks different numbers of microbatches without looking whether ODC is at
             work, see :class:`~odc.balance.MinibatchLoader`.
+        late_binding: ranks that are through before others take samples from these, see
+            :class:`~odc.balance.MinibatchLoader`: from what the others have chosen for this minibatch, so minibatches
+            are those that they would be without it. For align="minibatch", grouping="pack", loss_scaling="exact" and a
+            dataset with indices, whose samples any rank can read. One more exchange per minibatch.
+        microbatch_cost: with ``late_binding``, what a further microbatch costs besides its samples, in the unit of
+            ``cost``.
         group: the process group of the ranks that share the data; default: all of ``torch.distributed``. It is not
             communicated in: the loader makes gloo connections of its own between the same ranks.
         exchange_timeout_s: most seconds to wait for the other ranks.
@@ -177,6 +185,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         iterable_yields: IterableYields = "all",
         check_batches: bool = True,
         comm: Literal["auto", "odc"] = "auto",
+        late_binding: bool = False,
+        microbatch_cost: float = 0.0,
         group: dist.ProcessGroup | None = None,
         exchange_timeout_s: float = 1800.0,
         num_workers: int = 0,
@@ -267,6 +277,15 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._iterations = Iterations()
         self._position: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
+        self.microbatch_cost = as_cost(microbatch_cost, "microbatch_cost")
+        self._shares: Shares | None = None
+        if late_binding:
+            self._check_late_binding()
+            self._shares = Shares(self._place, f"{self._shared_identity()}", own_store())
+        elif self.microbatch_cost:
+            raise ValueError(
+                f"microbatch_cost={shown(microbatch_cost)} without late_binding=True: quotas do not count microbatches"
+            )
 
     def __iter__(self) -> Iterator[Minibatch[BatchT]]:
         self._position = self._start  # not when the first is asked for: a state taken before it has none done
@@ -285,6 +304,11 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 "dataset with indices, without infinite=True"
             )
         return num_minibatches(self._num_samples, self.world_size, size)
+
+    @property
+    def num_taken(self) -> int:
+        """Samples that this rank has taken from others so far, with ``late_binding``."""
+        return 0 if self._shares is None else self._shares.num_taken
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch (from 0). Call it before each epoch, on every rank.
@@ -348,7 +372,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if start.get("is_done"):
             return
         source = self._source(number)
-        minibatches = self._minibatches(source, exchange, start)
+        key = f"0.{number}" if exchange is None else f"{exchange.number}.{begun}"
+        minibatches = self._minibatches(source, exchange, start, key)
         num_done, is_told = 0, False
         try:
             while True:
@@ -376,19 +401,28 @@ class StreamLoader(Generic[SampleT, BatchT]):
             source.close()
 
     def _minibatches(
-        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any]
+        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any], iteration: str
     ) -> Generator[tuple[Minibatch[BatchT], dict[str, Any]], None, None]:
-        """Minibatches, and the position behind each."""
+        """Minibatches, and the position behind each.
+
+        Args:
+            iteration: what this one is known by, on all ranks and no other iteration of this loader.
+        """
         steps: list[Step] = []
         batches: list[BatchT] = []
         position: dict[str, Any] = {}
         quota = None if self.alignment.join else self._num_samples
         known = None if self.infinite else self._num_samples
         stream = StepStream(partial(self.alignment.rounds, known), source, exchange, quota)
-        for step, position in stream.run(start):
+        for number, (step, position) in enumerate(stream.run(start)):
+            if self._shares is not None:
+                yield self._late_minibatch(step, source, exchange, f"{self.epoch}.{number}/{iteration}"), position
+                continue
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
-            batches += [self._batch(entries, source) for entries in step.microbatches or self._dummy()]
+            batches += [
+                self._batch(entries, list(map(source.take, entries))) for entries in step.microbatches or self._dummy()
+            ]
             if len(steps) == self.alignment.accumulated:
                 yield self._minibatch(steps, batches), position
                 steps, batches = [], []
@@ -399,11 +433,30 @@ class StreamLoader(Generic[SampleT, BatchT]):
         num_loss_tokens = sum(step.num_loss_tokens for step in steps)
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
+    def _late_minibatch(
+        self, step: Step, source: Source, exchange: VectorExchange | None, key: str
+    ) -> Minibatch[BatchT]:
+        assert self._shares is not None
+        assert isinstance(source, IndexedSource)
+        mine = entries_of([step])
+        chosen = [mine] if exchange is None else chosen_by_all(mine, step.counts, exchange.gather)
+        planned = planned_of(chosen, self.grouping.max_tokens, self.microbatch_cost)
+        own = {entry.place: source.take(entry) for entry in mine}
+
+        def tell_failure(error: BaseException) -> None:
+            if exchange is not None and not exchange.has_failed:
+                exchange.tell_failure(error)
+
+        samples = ChosenSamples(chosen, own, source, self._samples, self._batch, tell_failure)
+        late = LateMicrobatches(self._shares, key, planned, None, samples)
+        # Not that of own samples: a rank without any may take some.
+        scale = loss_scale(self.world_size, step.num_loss_tokens)
+        return Minibatch(late, scale, step.num_loss_tokens, step.num_samples, planned.plan)
+
     def _dummy(self) -> list[list[Entry]]:
         return [] if self.alignment.name == "minibatch" else [[]]
 
-    def _batch(self, entries: list[Entry], source: Source) -> BatchT:
-        taken = [source.take(entry) for entry in entries]
+    def _batch(self, entries: list[Entry], taken: list[tuple[Any, int | str]]) -> BatchT:
         names = [name for _, name in taken]
         try:
             batch = self._collate([sample for sample, _ in taken])
@@ -482,7 +535,28 @@ class StreamLoader(Generic[SampleT, BatchT]):
             self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
+    def _check_late_binding(self) -> None:
+        for name, given, expected, why in (
+            ("align", self.alignment.name, "minibatch", "whose ranks have any number of microbatches"),
+            ("grouping", self.grouping.name, "pack", "where samples leave a microbatch and join another as they are"),
+            ("loss_scaling", self.loss_scaling, "exact", "which weighs a sample alike, whoever computes it"),
+        ):
+            if given != expected:
+                raise ValueError(f"late_binding=True with {name}={given!r}: expected {expected!r}, {why}")
+        if self._num_samples is None:
+            raise ValueError(
+                "late_binding=True with an iterable dataset, whose samples no other rank can read: give a dataset with "
+                "indices (__getitem__ and __len__), or leave late_binding out"
+            )
+        if dist.is_initialized() and len(ranks := self._place.global_ranks(self._group)) < dist.get_world_size():
+            raise ValueError(
+                f"late_binding=True with a group or mesh of {len(ranks)} of {dist.get_world_size()} ranks: ranks that "
+                "compute together would take different samples. Leave it out"
+            )
+
     def _check_communication(self) -> None:
+        if self._shares is not None:
+            check_late_binding(self.comm)
         unequal = self.alignment.name == "minibatch" and self.world_size > 1
         if unequal and self.comm == "auto" and ranks_go_in_step():
             raise RuntimeError(
@@ -493,7 +567,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
             )
 
     def _shared_identity(self) -> dict[str, int | str]:
-        return {name: value for name, value in self._identity().items() if name != "rank"}
+        found = {name: value for name, value in self._identity().items() if name != "rank"}
+        # Not in the state, which goes on with it and without.
+        return {**found, "late_binding": int(self._shares is not None)}
 
     def _identity(self) -> dict[str, int | str]:
         """What another loader must have in common with this one for the same minibatches."""

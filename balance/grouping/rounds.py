@@ -52,6 +52,9 @@ class Step:
 
     own_approximate_loss_tokens: float
 
+    counts: list[int] = field(default_factory=list)
+    """Samples of each rank, of a step that has any number of microbatches."""
+
 
 def lacking(pooled: Sequence[int], pool_size: int) -> list[int]:
     """Samples to read for each rank's pool: none as long as it lacks less than a sixteenth, as each time takes time."""
@@ -441,5 +444,6 @@ class QuotaRounds(Rounds):
                 int(offers[:, 2].sum()),
                 float(approximate.sum()),
                 float(approximate[self.rank]),
+                offers[:, 1].astype(np.int64).tolist(),
             )
         ]

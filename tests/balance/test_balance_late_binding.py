@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_ranks import BusyStore, Clock, run_at_random, run_timed
 
 from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, TransformerCost, even_lengths, get_policy
 from odc.balance.checks import FloatArray
@@ -27,33 +27,7 @@ from odc.balance.data.place import Place
 from odc.balance.plan import PlannedMinibatch
 
 WORLD_SIZE = 4
-START = 1e6
 COST = TransformerCost.from_config("qwen2.5-1.5b")
-
-
-class Clock:
-    """In place of the module ``time``."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class BusyStore(dist.HashStore):
-    """A store on which, before some of the calls of a rank, another rank goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.interrupt: Callable[[], None] = nothing
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.interrupt()
-        return super().compare_set(key, expected, desired)
 
 
 class Ranks:
@@ -78,23 +52,11 @@ class Ranks:
 
     def run(self, plan: Plan, seconds: FloatArray, speeds: FloatArray) -> tuple[float, list[list[list[int]]]]:
         """A minibatch: how long until the last rank is through, and the microbatches of each."""
-        loops = self.begin(plan)
-        done: list[list[list[int]]] = [[] for _ in loops]
-        started = self.clock.now
-        queue = [(started, rank) for rank in range(len(loops))]
-        end = started
-        while queue:
-            now, rank = heapq.heappop(queue)
-            self.clock.now = now
-            for part in loops[rank]:
-                done[rank].append(part)
-                took = (float(seconds[part].sum()) + plan.microbatch_cost) / float(speeds[rank])
-                heapq.heappush(queue, (now + took, rank))
-                break
-            else:
-                end = max(end, now)
-        self.clock.now = end
-        return end - started, done
+        return run_timed(
+            self.begin(plan),
+            self.clock,
+            lambda rank, part: (float(seconds[part].sum()) + plan.microbatch_cost) / float(speeds[rank]),
+        )
 
 
 def planned_time(plan: Plan, seconds: FloatArray, speeds: FloatArray) -> float:
@@ -121,42 +83,9 @@ def test_each_sample_is_computed_once_whoever_comes_between(
             lengths, world_size=WORLD_SIZE, max_tokens=1000, cost=LinearCost(), microbatch_cost=microbatch_cost
         )
         for _ in range(3):
-            assert sorted(run_at_random(ranks, plan, noise, rng)) == list(range(len(lengths)))
-
-
-def run_at_random(ranks: Ranks, plan: Plan, noise: float, rng: random.Random) -> list[int]:
-    """The samples of a minibatch in the order in which they were begun. Before a rank looks at a word or replaces it,
-    another one may go on."""
-    loops = ranks.begin(plan)
-    left, running = set(range(WORLD_SIZE)), set[int]()
-    begun: list[int] = []
-
-    def go_on(rank: int) -> None:
-        running.add(rank)
-        ranks.clock.now += rng.uniform(0.0, 2.0)
-        part = next(loops[rank], None)
-        running.discard(rank)
-        if part is None:
-            left.discard(rank)
-        else:
-            assert part
-            assert int(plan.lengths[part].sum()) <= plan.max_tokens
-            begun.extend(part)
-            ranks.clock.now += rng.lognormvariate(0.0, noise)
-
-    def interrupt() -> None:
-        if rng.random() < 0.3 and (others := sorted(left - running)):
-            go_on(rng.choice(others))
-
-    ranks.store.interrupt = interrupt
-    while left:
-        go_on(rng.choice(sorted(left)))
-    ranks.store.interrupt = nothing
-    return begun
-
-
-def nothing() -> None:
-    pass
+            begun = run_at_random(ranks.begin(plan), ranks.clock, ranks.store, noise, rng)
+            assert all(0 < int(plan.lengths[part].sum()) <= plan.max_tokens for part in begun)
+            assert sorted(itertools.chain(*begun)) == list(range(len(lengths)))
 
 
 def test_where_all_goes_as_planned_nothing_is_taken_or_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,10 +79,13 @@ def trouble(rank: int, world_size: int, kind: str, align: str) -> tuple[str, str
         return samples
 
     started = threading.Event()
-    loader = make_loader(rank, world_size, align=align, length=length_of, collate=collate, exchange_timeout_s=2.0)
+    options: dict[str, Any] = {"length": length_of, "collate": collate, "exchange_timeout_s": 2.0}
+    options |= {"align": "minibatch", "grouping": "pack", "late_binding": True} if align == "late" else {"align": align}
+    loader = make_loader(rank, world_size, **options)
     begun = time.monotonic()
     try:
-        for number, _ in enumerate(loader, 1):
+        for number, minibatch in enumerate(loader, 1):
+            list(minibatch.microbatches)
             begun = time.monotonic()
             if number < 2 or rank != 1:
                 continue
@@ -108,6 +111,7 @@ TROUBLES = [
     ),
     ("collate", "dgap", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
     ("collate", "steps", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
+    ("collate", "late", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
     (
         "left",
         "minibatch",

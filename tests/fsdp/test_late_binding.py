@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from process_ranks import run_ranks
-from test_mesh_loaders import COST, DIM, LENGTHS, Rows, Steps, collate
+from test_mesh_loaders import COST, DIM, LENGTHS, Rows, Steps, collate, length_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import odc
-from odc.balance import MinibatchLoader
+from odc.balance import MinibatchLoader, StreamLoader
 from odc.config import HOST_ID
 
 
@@ -24,7 +25,21 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
 
 
-def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
+def known_lengths(**where: Any) -> Any:
+    return MinibatchLoader(
+        Rows(), LENGTHS, collate, minibatch_size=4, max_tokens=12, cost=COST, num_loss_tokens=LENGTHS,
+        late_binding=True, **where,
+    )  # fmt: skip
+
+
+def stream(**where: Any) -> Any:
+    return StreamLoader(
+        Rows(), collate, length=length_of, num_loss_tokens=length_of, grouping="pack", align="minibatch",
+        minibatch_size=4, max_tokens=12, pool_size=16, cost=COST, late_binding=True, **where,
+    )  # fmt: skip
+
+
+def train(rank: int, world_size: int, hosts: int, make: Callable[..., Any]) -> dict[str, Any]:
     """Samples that this rank computed in each step, how many it took from others, norms and parameters."""
     os.environ[HOST_ID] = f"host-{rank * hosts // world_size}"
     model = build()
@@ -34,10 +49,7 @@ def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
     steps = Steps(fully_shard(model))
     computed = []
     with odc.patch_fsdp(steps.model):
-        loader: Any = MinibatchLoader(
-            Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, max_tokens=12, cost=COST,
-            num_loss_tokens=LENGTHS, late_binding=True,
-        )  # fmt: skip
+        loader = make(rank=rank, world_size=world_size)
         for epoch in range(20):
             loader.set_epoch(epoch)
             for minibatch in loader:
@@ -49,7 +61,12 @@ def train(rank: int, world_size: int, hosts: int) -> dict[str, Any]:
                 steps.step()
                 computed.append(mine)
         loader.close()
-        return {"computed": computed, "taken": loader.num_taken, "norms": steps.norms, "speeds": loader.speeds}
+        return {
+            "computed": computed,
+            "taken": loader.num_taken,
+            "norms": steps.norms,
+            "speeds": getattr(loader, "speeds", []),
+        }
 
 
 def train_in_order(rank: int, world_size: int) -> None:
@@ -76,17 +93,21 @@ def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
         run_ranks(2, train_in_order)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_each_sample_counts_once_whoever_computes_it(hosts: int) -> None:
-    ranks = run_ranks(4, train, hosts)
+@pytest.mark.parametrize(
+    ("hosts", "make", "num_samples"), [(1, known_lengths, 16), (2, known_lengths, 16), (1, stream, len(LENGTHS))]
+)
+def test_each_sample_counts_once_whoever_computes_it(hosts: int, make: Callable[..., Any], num_samples: int) -> None:
+    ranks = run_ranks(4, train, hosts, make)
     assert sum(found["taken"] for found in ranks) > 0
-    alone, samples = Steps(build().double()), Rows()
+    alone, samples, num_computed = Steps(build().double()), Rows(), 0
     for step in zip(*(found["computed"] for found in ranks), strict=True):
         numbers = sorted(i for mine in step for i in mine)
-        assert len(set(numbers)) == len(numbers) == 16
+        assert len(set(numbers)) == len(numbers)
+        num_computed += len(numbers)
         for i in numbers:
             alone.backward(samples[i][1], 1 / sum(LENGTHS[j] for j in numbers))
         alone.step()
+    assert num_computed == 20 * num_samples
     for found in ranks:
-        assert found["norms"] == pytest.approx(alone.norms, rel=1e-5)
         assert found["speeds"] == ranks[0]["speeds"]
+        assert found["norms"] == pytest.approx(alone.norms, rel=1e-5)

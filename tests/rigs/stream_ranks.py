@@ -26,6 +26,8 @@ class BoardExchange:
         self._delay_s = delay_s
         self._random = random.Random(exchange.rank)
         self.rank: int = exchange.rank
+        self.number = 1
+        self._iteration = 0
         self.sizes: list[int] = []
         """Numbers in each vector so far: every rank must have sent the same."""
 
@@ -34,7 +36,8 @@ class BoardExchange:
     def begin(self, identity: Mapping[str, int | str], position: Mapping[str, int]) -> int:
         mine = repr((identity, position)).encode()
         assert self._exchange.all_gather(mine) == [mine] * self._exchange.world_size
-        return 1
+        self._iteration += 1
+        return self._iteration
 
     def gather(self, vector: FloatArray) -> FloatArray:
         time.sleep(self._delay_s * self._random.random())
