@@ -60,6 +60,11 @@ def odc_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--pool-size", type=int, metavar="N", help="with --online: samples of a rank to choose from (default: 256)"
     )
+    group.add_argument(
+        "--late-binding",
+        action="store_true",
+        help="with --balance lb-mini: ranks that are through before others take samples from these",
+    )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
     group.add_argument(
         "--traceback", action="store_true", help="where an error of ODC ends the script, say it with its traceback, too"
@@ -84,6 +89,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError("--max-tokens is of --balance and --online: give one of them, too")
         if options.pool_size is not None:
             raise ConfigError("--pool-size is of --online: give both")
+        if options.late_binding:
+            raise ConfigError("--late-binding is of --balance lb-mini: give both")
         return
     if options.balance is not None and options.online:
         raise ConfigError(f"--online with --balance {options.balance}: give one of them")
@@ -93,7 +100,11 @@ def check_options(options: argparse.Namespace) -> None:
 
     try:
         BalanceOptions.choose(
-            options.balance, online=options.online, max_tokens=options.max_tokens, pool_size=options.pool_size
+            options.balance,
+            online=options.online,
+            max_tokens=options.max_tokens,
+            pool_size=options.pool_size,
+            late_binding=options.late_binding,
         )
     except ValueError as error:
         raise ConfigError(f"--{'online' if options.online else 'balance'}: {error}") from None
@@ -107,6 +118,7 @@ def option_arguments(options: argparse.Namespace) -> list[str]:
     arguments += ["--online"] * options.online
     arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
     arguments += ["--pool-size", str(options.pool_size)] * (options.pool_size is not None)
+    arguments += ["--late-binding"] * options.late_binding
     arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
     return arguments + ["--traceback"] * options.traceback + ["--launcher-tells"] * options.launcher_tells
 
@@ -212,7 +224,13 @@ def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
     from odc.trainers import install
 
     way = "--online" if options.online else f"--balance {options.balance}"
-    launched = install(options.balance, options.max_tokens, online=options.online, pool_size=options.pool_size)
+    launched = install(
+        options.balance,
+        options.max_tokens,
+        online=options.online,
+        pool_size=options.pool_size,
+        late_binding=options.late_binding,
+    )
 
     def undo() -> None:
         launched.close()

@@ -40,6 +40,24 @@ class StepEnd:
 
 
 @dataclass
+class LateStep:
+    """A step whose samples are bound late: what is needed to take some of other ranks."""
+
+    samples: IntArray
+    """Dataset indices of all ranks, which may have one twice."""
+
+    shares: list[list[int]]
+    """Positions in ``samples`` of those of each rank."""
+
+    counts: IntArray
+    """Tokens and labels of each sample of this rank's share as it was collated, in the order of its microbatches,
+    (2, num_samples)."""
+
+    num_rows: list[int]
+    """Rows of each of this rank's microbatches, in the order of its plan."""
+
+
+@dataclass
 class Bundle:
     """The microbatches of one item of a balanced loader, possibly none."""
 
@@ -52,6 +70,9 @@ class Bundle:
 
     end: StepEnd | None = None
     """The optimizer step ends with this bundle."""
+
+    late: LateStep | None = None
+    """All samples of the step are bound when they are trained on, those of this bundle first; in the last one only."""
 
     is_placeholder: bool = False
     """Stands for one that was trained on before, and is to be skipped."""

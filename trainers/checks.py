@@ -15,6 +15,7 @@ from odc.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from odc.trainers.forms import Form
+    from odc.trainers.options import BalanceOptions
 
 _ROLLOUTS, _PAIRS = "rollouts that it makes itself", "pairs of answers"
 _TRAINS_ON = {
@@ -30,17 +31,16 @@ _TRAINS_ON = {
 """What is no sequence of tokens with labels, by the names of TRL's classes, which forks keep."""
 
 
-def check_trainer(trainer: Any, form: Form | None = None, *, online: bool = False) -> None:
+def check_trainer(trainer: Any, form: Form | None, options: BalanceOptions) -> None:
     """Refuse what would make a step's loss depend on how its samples share microbatches, or ranks wait for one another.
 
     Args:
         form: of what it trains on, where that is no dataset of sequences.
-        online: samples are to be streamed.
 
     Raises:
         UnsupportedError: names the option and what to do.
     """
-    problem = _problem(trainer, form, online)
+    problem = _problem(trainer, form, options)
     if problem is not None:
         raise refusal(trainer, problem)
 
@@ -138,7 +138,7 @@ def _rotary_contexts(config: Any) -> Iterator[tuple[str, int]]:
                 yield kind, int(whole or 0)
 
 
-def _problem(trainer: Any, form: Form | None, online: bool) -> str | None:
+def _problem(trainer: Any, form: Form | None, options: BalanceOptions) -> str | None:
     known = next((one.__name__ for one in type(trainer).__mro__ if one.__name__ in _TRAINS_ON), None)
     if known is not None:
         return (
@@ -146,7 +146,12 @@ def _problem(trainer: Any, form: Form | None, online: bool) -> str | None:
             "`odc run` without --balance and --online (or odc.patch_fsdp alone): it trains as under plain FSDP"
         )
     args = trainer.args
-    if form is not None and online:
+    if form is not None and options.late_binding:
+        return (
+            f"late_binding=True, but it trains on {form.trains_on}, which lie with the rank that has made them, so no "
+            "other one could take them; leave late_binding out"
+        )
+    if form is not None and options.online:
         return (
             f"it trains on {form.trains_on}, which are balanced by a policy once they are there; use --balance lb-mini "
             "in place of --online"

@@ -164,6 +164,7 @@ def balanced_loader(
         keeps_limit=options.max_tokens is not None,
         may_split=world_size == 1 or not options.equal_counts,
         context=check_rows(configs, int(lengths.max(initial=1)), planner.job.max_tokens),
+        late_binding=options.late_binding and world_size > 1,
     )
     batches = BalancedBatches(
         inner, shard_of, world_size, accumulation_steps, split_batches=split, agree=same_on_all_ranks

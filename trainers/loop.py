@@ -198,6 +198,12 @@ def minibatches(
         options, tally = launched.options, launched.tally
     else:
         return Minibatches(loader, accumulation_steps, tally)
+    if options.late_binding:
+        raise UnsupportedError(
+            "late_binding=True in a loop of one's own, which goes through the batches of a step twice: to count their "
+            "tokens, and to train. With late binding they are chosen while it trains. Leave it out, or take "
+            "odc.balance.MinibatchLoader(late_binding=True), whose minibatches say by what to divide"
+        )
     ranks = DataRanks.of(accelerator)
     if not options.equal_counts and ranks.world_size > 1:
         check_sharded(model, options.name)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from odc.balance import CostModel, LinearCost, Plan, Policy, TransformerCost, get_policy
 from odc.balance.checks import IntArray
+from odc.balance.policies import LBMini
 from odc.balance.policies.base import Job
 from odc.errors import ConfigError
 from odc.trainers.batches import Bundle
@@ -45,6 +46,9 @@ class BalanceOptions:
     """Instead of by a policy, which plans known lengths, samples are balanced as they are read, see
     :mod:`odc.trainers.streamed`. Needs ``max_tokens``, as no longest sample is known."""
 
+    late_binding: bool = False
+    """Ranks that are through before others take samples from these, see :mod:`odc.trainers.late`; for "lb-mini"."""
+
     pool_size: int | None = None
     """With ``online``, most samples of a rank to choose from; default: 256, or 16 minibatches if that is more."""
 
@@ -52,6 +56,16 @@ class BalanceOptions:
         get_policy(self.policy)  # an unknown name is refused here
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens}: expected at least 1")
+        if self.late_binding and self.online:
+            raise ConfigError(
+                "late_binding=True with online=True: accelerate's loaders ask for the next step before this one is "
+                "trained on, and what ranks have chosen for it is not known then. Leave one of them out"
+            )
+        if self.late_binding and self.policy != LBMini.name:
+            raise ConfigError(
+                f"late_binding=True with policy {self.policy!r}: expected {LBMini.name!r}, whose ranks take any number "
+                "of samples and pack their own"
+            )
         if not self.online:
             if self.pool_size is not None:
                 raise ConfigError(f"pool_size={self.pool_size} is of online balancing: leave it out, or ask for that")
@@ -127,6 +141,9 @@ class Tally:
     these: a rank packs its own.)"""
 
     most: int = 0
+    num_taken: int = 0
+    """Samples of other ranks that this one has run, bound late."""
+
     num_streamed: int = 0
     """Samples of all ranks in minibatches of a stream."""
 
@@ -153,7 +170,7 @@ class Tally:
             )
         return (
             f"{self.minibatches} minibatches planned; microbatches of this rank: {self.num_run}, {self.fewest} to "
-            f"{self.most} in a minibatch"
+            f"{self.most} in a minibatch" + f"; {self.num_taken} samples taken from other ranks" * bool(self.num_taken)
         )
 
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from torch.utils.data import Dataset, get_worker_info
 from odc.balance.checks import IntArray
 from odc.balance.data.ahead import Later
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
+from odc.balance.data.late_binding import falling, shares_of
 from odc.balance.data.reader import name_samples
 from odc.errors import ConfigError, UnsupportedError
-from odc.trainers.batches import Bundle, Microbatch, Part, StepEnd, cut
+from odc.trainers.batches import Bundle, LateStep, Microbatch, Part, StepEnd, cut
 from odc.trainers.options import Planner
 
 logger = logging.getLogger("odc")
@@ -98,6 +99,7 @@ class PackedDataset(Dataset[Bundle]):
         keeps_limit: ``max_tokens`` is the user's; else the longest sample, whatever it turns out to have.
         may_split: a row that turns out too long may become two; not where ranks run equal numbers.
         context: most tokens of a sample, see :func:`~odc.trainers.checks.check_rows`.
+        late_binding: all microbatches of a step are in its last bundle, with what it takes to give them to other ranks.
     """
 
     def __init__(
@@ -112,19 +114,21 @@ class PackedDataset(Dataset[Bundle]):
         keeps_limit: bool = True,
         may_split: bool = True,
         context: int | None = None,
+        late_binding: bool = False,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.example = example
-        self._planner = planner
+        self.planner = planner
         self._lengths = lengths
         self._rank = rank
         self._keeps_limit = keeps_limit
         self._may_split = may_split
         self._context = context
+        self._late_binding = late_binding
         self._warned = False
-        self._planned: tuple[IntArray, list[list[int]]] | None = None
-        self._ahead: tuple[IntArray, Later[list[list[int]]]] | None = None
+        self._planned: tuple[IntArray, _Planned] | None = None
+        self._ahead: tuple[IntArray, Later[_Planned]] | None = None
         """Of the step after this one."""
 
     def __getitems__(self, part: Part) -> Bundle:
@@ -134,14 +138,21 @@ class PackedDataset(Dataset[Bundle]):
             UnsupportedError: a sample cannot be packed; names it.
             ConfigError: a sample has more tokens than ``max_tokens``, or a microbatch and cannot be split.
         """
-        planned = self._plan(part)
-        mine = cut(planned, part.num_parts)[part.index]
-        alone = [[(sample, self._collated(sample)) for sample in microbatch] for microbatch in mine]
-        num_first_labels = sum(int((one["labels"][:, :1] != IGNORED).sum()) for row in alone for _, one in row)
-        rows = [row for microbatch in alone for row in self._rows(microbatch)]
-        num_planned = len(planned) if part.index == 0 else 0
+        planned, shares = self._plan(part)
         end = StepEnd() if part.index == part.num_parts - 1 else None
-        return Bundle([pack(row, self.example) for row in rows], num_first_labels, num_planned, end)
+        if shares is not None and end is None:
+            return Bundle([])
+        mine = cut(planned, part.num_parts)[part.index] if shares is None else planned
+        alone = [[(sample, self.collated(sample)) for sample in microbatch] for microbatch in mine]
+        num_first_labels = sum(int((one["labels"][:, :1] != IGNORED).sum()) for row in alone for _, one in row)
+        rows = [self.rows(microbatch) for microbatch in alone]
+        flat = [row for of_microbatch in rows for row in of_microbatch]
+        if shares is None:
+            return Bundle(flat, num_first_labels, len(planned) if part.index == 0 else 0, end)
+        counts = np.array([counts_of(one) for microbatch in alone for _, one in microbatch], dtype=np.int64)
+        late = LateStep(part.samples, shares, counts.reshape(-1, 2).T, list(map(len, rows)))
+        # A rank without samples counts those of a row that has none, as the others count.
+        return Bundle(flat or [pack([], self.example)], num_first_labels, max(len(planned), 1), end, late)
 
     def __len__(self) -> int:
         """Samples, as of the dataset itself: libraries print it."""
@@ -151,7 +162,7 @@ class PackedDataset(Dataset[Bundle]):
         """What workers that are not forked get."""
         return {**self.__dict__, "_ahead": None}
 
-    def _plan(self, part: Part) -> list[list[int]]:
+    def _plan(self, part: Part) -> _Planned:
         """The microbatches of this rank. The parts of a step are read one after the other, so its plan is kept for the
         next, and meanwhile a thread plans the following step; not in workers, which are ahead as they are."""
         if self._planned is None or not np.array_equal(self._planned[0], part.samples):
@@ -159,13 +170,24 @@ class PackedDataset(Dataset[Bundle]):
             if ahead is not None and np.array_equal(ahead[0], part.samples):
                 self._planned = part.samples, ahead[1].result()
             else:
-                self._planned = part.samples, self._planner.microbatches(part.samples, self._rank)
+                self._planned = part.samples, self._make_plan(part.samples)
             if part.following is not None and get_worker_info() is None:
-                plan = partial(self._planner.microbatches, part.following, self._rank)
-                self._ahead = part.following, Later(plan)
+                self._ahead = part.following, Later(partial(self._make_plan, part.following))
         return self._planned[1]
 
-    def _collated(self, sample: int) -> dict[str, torch.Tensor]:
+    def _make_plan(self, samples: IntArray) -> _Planned:
+        if not self._late_binding:
+            return _Planned(self.planner.microbatches(samples, self._rank), None)
+        plan = falling(self.planner.plan(samples))
+        return _Planned([samples[part].tolist() for part in plan.microbatches[self._rank]], shares_of(plan))
+
+    def collated(self, sample: int) -> dict[str, torch.Tensor]:
+        """A sample by itself.
+
+        Raises:
+            UnsupportedError: it cannot be packed; names it.
+            ConfigError: it has more tokens than ``max_tokens``.
+        """
         alone = collate_sample(self.collate, self.dataset, sample)
         if self.example and alone.keys() != self.example.keys():
             raise UnsupportedError(
@@ -179,17 +201,25 @@ class PackedDataset(Dataset[Bundle]):
                 f"{self._lengths[sample]}), and beyond {self._context} the model's rotary frequencies depend on the "
                 "longest sample of a row; filter the dataset"
             )
-        if self._keeps_limit and num_tokens > self._planner.job.max_tokens:
+        if self._keeps_limit and num_tokens > self.planner.job.max_tokens:
             raise ConfigError(
                 f"sample {sample} of the dataset has {num_tokens} tokens after data_collator, more than "
-                f"max_tokens={self._planner.job.max_tokens}; its length says {self._lengths[sample]}. A sample is "
+                f"max_tokens={self.planner.job.max_tokens}; its length says {self._lengths[sample]}. A sample is "
                 "never cut: raise max_tokens, or filter the dataset by what the collator makes of it"
             )
         return alone
 
-    def _rows(self, microbatch: list[tuple[int, Microbatch]]) -> list[list[Microbatch]]:
-        """One, unless its samples have more tokens than was planned. Samples without tokens are left out."""
-        limit = self._planner.job.max_tokens
+    def rows(self, microbatch: list[tuple[int, Microbatch]]) -> list[Microbatch]:
+        """Samples packed into one row, unless they have more tokens than was planned.
+
+        Raises:
+            ConfigError: they cannot be split.
+        """
+        return [pack(row, self.example) for row in self._split(microbatch)]
+
+    def _split(self, microbatch: list[tuple[int, Microbatch]]) -> list[list[Microbatch]]:
+        """Samples without tokens are left out."""
+        limit = self.planner.job.max_tokens
         rows: list[list[Microbatch]] = [[]]
         room = limit
         for _, one in microbatch:
@@ -214,9 +244,22 @@ class PackedDataset(Dataset[Bundle]):
         worst = max(counts, key=lambda sample: counts[sample] - int(self._lengths[sample]))
         return (
             f"the microbatch of samples {list(counts)} has {sum(counts.values())} tokens after data_collator, more "
-            f"than max_tokens={self._planner.job.max_tokens}: sample {worst} of the dataset has {counts[worst]}, its "
+            f"than max_tokens={self.planner.job.max_tokens}: sample {worst} of the dataset has {counts[worst]}, its "
             f"length says {self._lengths[worst]}"
         )
+
+
+class _Planned(NamedTuple):
+    microbatches: list[list[int]]
+    """Of this rank."""
+
+    shares: list[list[int]] | None
+    """See :class:`~odc.trainers.batches.LateStep`."""
+
+
+def counts_of(alone: Microbatch) -> tuple[int, int]:
+    """Tokens and labels of a sample by itself."""
+    return alone["input_ids"].shape[1], int((alone["labels"] != IGNORED).sum())
 
 
 _FOR_EQUAL_COUNTS = (

@@ -29,6 +29,7 @@ from odc.fsdp_patch.patching import patch_fsdp
 from odc.trainers.batches import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
 from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.forms import form_of
+from odc.trainers.late import LateSteps
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides, RankMetrics
@@ -70,6 +71,7 @@ def balance(
     microbatch_cost: float = 0.0,
     online: bool = False,
     pool_size: int | None = None,
+    late_binding: bool = False,
     patch: bool = True,
     **patch_options: Any,
 ) -> None:
@@ -86,8 +88,8 @@ def balance(
 
     Args:
         trainer: a ``transformers.Trainer``, ``trl.SFTTrainer`` or subclass, whose model FSDP (1 or 2) will shard.
-        policy, max_tokens, cost, microbatch_cost, online, pool_size: see :class:`~odc.trainers.BalanceOptions`; by
-            default the policy is "lb-mini".
+        policy, max_tokens, cost, microbatch_cost, online, pool_size, late_binding: see
+            :class:`~odc.trainers.BalanceOptions`; by default the policy is "lb-mini".
         patch: patch FSDP while training (``odc run`` has done so already). False keeps FSDP's collectives, for policies
             that give all ranks the same number of microbatches.
         patch_options: of :func:`odc.patch_fsdp`.
@@ -109,8 +111,9 @@ def balance(
         cost=cost,
         microbatch_cost=microbatch_cost,
         pool_size=pool_size,
+        late_binding=late_binding,
     )
-    check_trainer(trainer, form_of(trainer), online=options.online)
+    check_trainer(trainer, form_of(trainer), options)
     if not patch and not options.equal_counts:
         raise UnsupportedError(
             f"balancing by {options.name!r} gives ranks different numbers of microbatches, so patch=False, which keeps "
@@ -137,7 +140,7 @@ def train_balanced(trainer: Any, options: BalanceOptions, tally: Tally, train: C
     if hasattr(trainer, _MARK):  # balance() inside `odc run --balance`: the script's own choice holds
         return train()
     form = form_of(trainer)
-    check_trainer(trainer, form, online=options.online)
+    check_trainer(trainer, form, options)
     with Overrides(trainer) as overrides:
         overrides.set(_MARK, options)
         made = _Balanced(trainer, options, tally) if form is None else StepBatches(trainer, form, options, tally)
@@ -159,6 +162,7 @@ class _Balanced:
         self._end: StepEnd | None = None
         """Of the step that the trainer is in, of a stream. (Its loader is ahead of it.)"""
 
+        self._late: LateSteps | None = None
         self._streams: list[StreamedBatches] = []
         """Of all loaders that were made: a script may look at one of its own."""
         # Bound now: afterwards the trainer's attributes are ours.
@@ -200,6 +204,8 @@ class _Balanced:
         if not self._options.online:
             loader = balanced_loader(given, self._options, length_column=trainer.args.length_column_name, **shape)
             self._example = loader.dataset.example
+            if self._options.late_binding and ranks.world_size > 1:
+                self._late = LateSteps(trainer.accelerator, loader.dataset)
             return loader
         shape |= {"group": ranks.group, "timeout_s": float(trainer.args.ddp_timeout)}
         loader = streamed_loader(given, self._options, num_steps=check_steps(trainer, given), **shape)
@@ -211,10 +217,18 @@ class _Balanced:
         if not self._checked:  # here, as only now the model is what it will be, and nothing has changed it yet
             self._check(model)
             self._checked = True
-        self._tally.add_item(inputs)
         total = torch.zeros((), device=self._trainer.args.device)
-        for microbatch in microbatches_of([inputs]):
-            total = total + self._training_step(model, microbatch, *args, **kwargs)
+        if isinstance(inputs, Bundle) and inputs.late is not None:
+            assert self._late is not None
+            inputs.microbatches = []  # from here on those that this rank has run
+            for microbatch in self._late.rows():
+                total = total + self._training_step(model, microbatch, *args, **kwargs)
+                inputs.microbatches.append(microbatch)
+            self._tally.num_taken = self._late.num_taken
+        else:
+            for microbatch in microbatches_of([inputs]):
+                total = total + self._training_step(model, microbatch, *args, **kwargs)
+        self._tally.add_item(inputs)
         return total
 
     def _check(self, model: Any) -> None:
@@ -231,6 +245,8 @@ class _Balanced:
             check_step(bundles)
             self._example = self._example or next(iter(microbatches_of(bundles)), {})
             self._end = bundles[-1].end
+            if self._late is not None:
+                self._late.begin(bundles[-1])
         return self._num_items(counted_batches_of(batch_samples), *args, **kwargs)
 
     def save_rng_state(self, output_dir: str) -> None:
@@ -313,12 +329,17 @@ class Launched:
 
 
 def install(
-    policy: str | None = None, max_tokens: int | None = None, *, online: bool = False, pool_size: int | None = None
+    policy: str | None = None,
+    max_tokens: int | None = None,
+    *,
+    online: bool = False,
+    pool_size: int | None = None,
+    late_binding: bool = False,
 ) -> Launched:
     """Balance every ``Trainer.train()`` of this process from now on, and every :func:`~odc.trainers.minibatches`.
 
     Args:
-        policy, max_tokens, online, pool_size: see :class:`~odc.trainers.BalanceOptions`.
+        policy, max_tokens, online, pool_size, late_binding: see :class:`~odc.trainers.BalanceOptions`.
 
     Raises:
         ValueError: the policy is not known, or an option is out of range.
@@ -329,7 +350,10 @@ def install(
         10
         >>> launched.close()
     """
-    launched = Launched(BalanceOptions.choose(policy, online=online, max_tokens=max_tokens, pool_size=pool_size))
+    options = BalanceOptions.choose(
+        policy, online=online, max_tokens=max_tokens, pool_size=pool_size, late_binding=late_binding
+    )
+    launched = Launched(options)
     launched.enter()
     return launched
 

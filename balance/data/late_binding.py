@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from odc.balance.checks import FloatArray
+from odc.balance.checks import FloatArray, IntArray
 from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
 from odc.balance.data.learned_speeds import LearnedSpeeds
 from odc.balance.data.place import Place
@@ -75,19 +75,33 @@ class Share:
 
 
 def falling(plan: Plan) -> Plan:
-    """The plan with the same samples on each rank, but the first microbatches as full as can be and the last one small:
-    that is left to take when a rank turns out to be late. Not where that needs more microbatches."""
+    """The plan with the same samples on each rank, in the microbatches of :func:`packed_falling`."""
+    return replace(plan, microbatches=packed_falling(shares_of(plan), plan.lengths, plan.costs, plan.max_tokens))
+
+
+def shares_of(plan: Plan) -> Parts:
+    """The samples of each rank."""
+    shares = plan.microbatches
+    return shares.ranks if isinstance(shares, PackedOnDemand) else [list(itertools.chain(*mine)) for mine in shares]
+
+
+def packed_falling(ranks: Parts, lengths: IntArray, costs: FloatArray, max_tokens: int) -> PackedOnDemand:
+    """Microbatches of which the first are as full as can be and the last one small: that is left to take when a rank
+    turns out to be late. Not where that needs more microbatches.
+
+    Args:
+        ranks: the samples of each rank.
+        lengths, costs: of all samples.
+    """
 
     def packed(mine: list[int]) -> Parts:
         samples = np.array(mine, dtype=np.int64)
-        fewest = pack(plan.lengths[samples], plan.costs[samples], plan.max_tokens)
-        filled = first_fit_decreasing(plan.lengths[samples], plan.max_tokens)
+        fewest = pack(lengths[samples], costs[samples], max_tokens)
+        filled = first_fit_decreasing(lengths[samples], max_tokens)
         parts: Parts = [samples[part].tolist() for part in (filled if len(filled) <= len(fewest) else fewest)]
-        return sorted(parts, key=lambda part: -float(plan.costs[part].sum()))
+        return sorted(parts, key=lambda part: -float(costs[part].sum()))
 
-    shares = plan.microbatches
-    ranks = shares.ranks if isinstance(shares, PackedOnDemand) else [list(itertools.chain(*mine)) for mine in shares]
-    return replace(plan, microbatches=PackedOnDemand(ranks, packed))
+    return PackedOnDemand(ranks, packed)
 
 
 @dataclass(frozen=True)

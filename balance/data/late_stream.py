@@ -9,12 +9,12 @@ from typing import Any, Generic
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.data.late_binding import falling
+from odc.balance.data.late_binding import packed_falling
 from odc.balance.data.microbatches import BatchT
 from odc.balance.data.samples import Chunk, Read, SampleDataset
 from odc.balance.data.sources import IndexedSource
 from odc.balance.grouping.rounds import Entry
-from odc.balance.plan import PackedOnDemand, Plan, PlannedMinibatch
+from odc.balance.plan import Plan, PlannedMinibatch
 
 
 def chosen_by_all(
@@ -41,15 +41,11 @@ def planned_of(chosen: Sequence[Sequence[Entry]], max_tokens: int, microbatch_co
     entries = list(itertools.chain(*chosen))
     ends = np.cumsum([0, *map(len, chosen)]).tolist()
     shares = [list(range(start, end)) for start, end in itertools.pairwise(ends)]
-    plan = Plan(
-        PackedOnDemand(shares, lambda mine: [[sample] for sample in mine]),
-        np.array([entry.length for entry in entries], dtype=np.int64),
-        np.array([entry.cost for entry in entries]),
-        max_tokens,
-        "stream",
-        microbatch_cost,
-    )
-    return PlannedMinibatch(np.array([entry.place for entry in entries], dtype=np.int64), falling(plan))
+    lengths = np.array([entry.length for entry in entries], dtype=np.int64)
+    costs = np.array([entry.cost for entry in entries])
+    microbatches = packed_falling(shares, lengths, costs, max_tokens)
+    plan = Plan(microbatches, lengths, costs, max_tokens, "stream", microbatch_cost)
+    return PlannedMinibatch(np.array([entry.place for entry in entries], dtype=np.int64), plan)
 
 
 class ChosenSamples(Generic[BatchT]):

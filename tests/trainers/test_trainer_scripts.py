@@ -127,6 +127,34 @@ def assert_balanced(ours: list[float], text: str, expected: list[float]) -> None
     assert 0 < int(planned[2]) < int(planned[3])
 
 
+@pytest.mark.parametrize(
+    ("script", "version", "num_workers"),
+    [("hf_trainer", "2", 1), further("trl_sft", "2", 0), further("hf_trainer", "1", 0)],
+)
+def test_late_binding_does_not_change_a_scripts_losses(
+    tmp_path: Path, plain: Callable[[str], list[float]], warm: Warm, script: str, version: str, num_workers: int
+) -> None:
+    """Rank 1 is slow, so rank 0 takes some of its samples."""
+    slow = (
+        "import os, time\n"
+        "class Slow(transformers.TrainerCallback):\n"
+        "    def on_train_begin(self, args, state, control, model, **_):\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            model.register_forward_pre_hook(lambda *_: time.sleep(0.1))\n"
+        "original = transformers.Trainer.__init__\n"
+        "def init(self, *args, **kwargs):\n"
+        "    original(self, *args, **kwargs)\n"
+        "    self.add_callback(Slow())\n"
+        f"    self.args.dataloader_num_workers = {num_workers}\n"
+        "transformers.Trainer.__init__ = init"
+    )
+    path = changed_example(tmp_path, slow, script)
+    options = ["--steps", str(STEPS), "--log-json", "out.json", "--fsdp-version", version]
+    text = warm([*BALANCED, "--late-binding", str(path), *options], tmp_path, with_odc=True)
+    assert losses_in(tmp_path) == pytest.approx(plain(script), rel=1e-5)
+    assert re.search(r"balanced by lb-mini: .*; [1-9]\d* samples taken from other ranks", text)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "version"), [("accelerate_sft", "2"), ("hf_trainer", "2"), ("trl_sft", "1"), ("trl_sft", "2")]
@@ -148,16 +176,16 @@ def test_lb_mini_does_not_change_a_scripts_losses(
 CHANGED_EXAMPLE = """
 import sys
 sys.path.insert(0, {examples!r})
-import hf_trainer, transformers
+import {script}, transformers
 {change}
-hf_trainer.main()
+{script}.main()
 """
 
 
-def changed_example(folder: Path, change: str) -> Path:
-    """``examples/hf_trainer.py`` with lines before its ``main()``."""
+def changed_example(folder: Path, change: str, name: str = "hf_trainer") -> Path:
+    """An example with lines before its ``main()``."""
     script = folder / "changed.py"
-    script.write_text(CHANGED_EXAMPLE.format(examples=str(ROOT / "examples"), change=change))
+    script.write_text(CHANGED_EXAMPLE.format(examples=str(ROOT / "examples"), change=change, script=name))
     return script
 
 
@@ -251,6 +279,9 @@ def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -
         (["--pool-size", "5"], "--pool-size is of --online"),
         (["--online"], "--online needs --max-tokens"),
         (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
+        (["--late-binding"], "--late-binding is of --balance lb-mini"),
+        (["--late-binding", "--balance", "lb-micro"], "late_binding=True with policy 'lb-micro': expected 'lb-mini'"),
+        (["--late-binding", "--online", "--max-tokens", "5"], "late_binding=True with online=True"),
         (["--online", "--max-tokens", "0"], "--online: max_tokens=0: expected at least 1"),
     ],
 )

@@ -1,0 +1,117 @@
+"""Samples of a trainer's step that are bound late: a rank that is through before others takes some of theirs.
+
+The trainer takes all bundles of a step before it runs one, and counts the labels in them. So a rank's bundles have its
+share of the plan, collated by the loader's workers; all of it is in the last one. When that is run, its microbatches
+are chosen one by one (:mod:`odc.balance.data.late_binding`). What is taken is read and collated here. The number of
+labels, by which the trainer divides losses, is that of all ranks, whoever runs what.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from odc.balance.checks import IntArray
+from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store, packed_falling
+from odc.balance.data.place import Place
+from odc.balance.plan import Plan, PlannedMinibatch
+from odc.errors import UnsupportedError
+from odc.trainers.batches import Bundle, Microbatch
+from odc.trainers.packing import PackedDataset, counts_of, random_states_kept
+from odc.trainers.prepared import DataRanks
+
+
+class LateSteps:
+    """The steps of one trainer. All ranks make it at the same time.
+
+    Args:
+        accelerator: that of the trainer.
+        dataset: reads and packs samples.
+
+    Raises:
+        UnsupportedError: ranks compute together.
+    """
+
+    def __init__(self, accelerator: Any, dataset: PackedDataset) -> None:
+        ranks = DataRanks.of(accelerator)
+        if ranks.world_size < accelerator.num_processes:
+            raise UnsupportedError(
+                f"late_binding=True with {ranks.world_size} of {accelerator.num_processes} ranks that have samples of "
+                "their own: ranks that compute together would take different samples. Leave it out"
+            )
+        self._reduce = accelerator.reduce
+        self._device = accelerator.device
+        self._dataset = dataset
+        self._rank = ranks.rank
+        self._shares = Shares(Place(ranks.rank, ranks.world_size), "trainer", own_store())
+        self._num_steps = 0
+        self._microbatches: LateMicrobatches[list[Microbatch]] | None = None
+
+    @property
+    def num_taken(self) -> int:
+        """Samples that this rank has taken from others so far."""
+        return self._shares.num_taken
+
+    def begin(self, bundle: Bundle) -> None:
+        """The step that ends with this bundle is next. Collective: all ranks come to know what each has collated."""
+        late = bundle.late
+        assert late is not None
+        check_late_binding("auto")
+        planner = self._dataset.planner
+        job = planner.job.of(late.samples)
+        microbatches = packed_falling(late.shares, job.lengths, job.costs, job.max_tokens)
+        plan = Plan(microbatches, job.lengths, job.costs, job.max_tokens, planner.policy.name, job.microbatch_cost)
+        mine = list(itertools.chain(*microbatches[self._rank]))
+        counts = np.zeros((2, late.samples.size), dtype=np.int64)
+        counts[:, mine] = late.counts
+        summed: torch.Tensor = self._reduce(torch.from_numpy(counts).to(self._device), "sum")
+        made = _Made(self._dataset, late.samples, summed.cpu().numpy())
+        rows = iter(bundle.microbatches)
+        batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
+        planned = PlannedMinibatch(np.arange(late.samples.size), plan)
+        self._num_steps += 1
+        self._microbatches = LateMicrobatches(self._shares, f"{self._num_steps}.0/1", planned, batches, made)
+
+    def rows(self) -> Iterator[Microbatch]:
+        """What this rank is to run of the step, each row chosen when it is asked for; at least one, of nothing."""
+        assert self._microbatches is not None
+        is_run = False
+        for rows in self._microbatches:
+            is_run = True
+            yield from rows
+        if not is_run:
+            yield from self._dataset.rows([])
+        self._microbatches = None
+
+
+class _Made:
+    """Makes the rows of a microbatch of samples, given by their positions in the step, as :class:`PackedDataset` does.
+
+    Raises:
+        UnsupportedError: a sample is not collated as it was where it was planned.
+    """
+
+    def __init__(self, dataset: PackedDataset, samples: IntArray, counts: IntArray) -> None:
+        self._dataset = dataset
+        self._samples = samples
+        self._counts = counts
+
+    def __getitem__(self, positions: list[int]) -> list[Microbatch]:
+        with random_states_kept():  # whatever is taken, the model's random numbers are the same
+            return self._dataset.rows([self._collated(position) for position in positions])
+
+    def _collated(self, position: int) -> tuple[int, Microbatch]:
+        sample = int(self._samples[position])
+        alone = self._dataset.collated(sample)
+        found, expected = counts_of(alone), tuple(self._counts[:, position].tolist())
+        if found != expected:
+            raise UnsupportedError(
+                f"sample {sample} of the dataset has {found[0]} tokens and {found[1]} labels where it was taken, and "
+                f"{expected[0]} and {expected[1]} where the loader collated it, by which losses are divided: with "
+                "late_binding=True a data_collator must make the same of a sample each time"
+            )
+        return sample, alone
