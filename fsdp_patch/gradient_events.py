@@ -120,6 +120,11 @@ class Listener:
     def leaves_collective(self) -> None:
         """It is not there any more."""
 
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> bool:
+        """Wait for what a rank, by its number in the job, does outside of collectives, and for its failure. False: of
+        that rank nothing is heard here."""
+        return False
+
     def enters_backward(self) -> None:
         """Autograd is about to work."""
 

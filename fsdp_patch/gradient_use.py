@@ -127,6 +127,12 @@ class GradientUse(Listener):
         self.weak_data_of: Use = _weakly(self.data_of)
         """:meth:`data_of`, which keeps nothing alive."""
 
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> bool:
+        if not self._runtime.hears_of(rank):
+            return False
+        self._runtime.wait_until(is_there, what, rank)
+        return True
+
     # What the session says
 
     def expect_others(self, unit: int) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from odc.errors import shown
+from odc.errors import PeerSilentError, shown
+
+_PAUSES_S = 5e-5, 2e-3
+_LONGEST_WAIT_S = 600.0
 
 
 class Iterations:
@@ -71,6 +75,23 @@ def ranks_go_in_step() -> bool:
 def sums_are_in_order() -> bool:
     """Whether ODC is at work here and adds up the gradients of ranks in one order, whatever the timing."""
     return any(one.is_deterministic for one in _listening())
+
+
+def wait_for_rank(is_there: Callable[[], bool], what: str, rank: int) -> None:
+    """Wait for what a rank, by its number in ``torch.distributed``, leaves in a store.
+
+    Raises:
+        OdcError: that rank, or another, has failed meanwhile, where ODC is at work; or nothing came for 10 minutes.
+    """
+    for one in _listening():
+        if one.wait_until(is_there, what, rank):
+            return
+    started, pause_s = time.monotonic(), _PAUSES_S[0]
+    while not is_there():
+        if time.monotonic() - started > _LONGEST_WAIT_S:
+            raise PeerSilentError(f"rank {rank} was silent for {_LONGEST_WAIT_S:g} s, which was to leave {what}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSES_S[1])
 
 
 def _listening() -> Sequence[Any]:

@@ -7,6 +7,8 @@ microbatches in parts, so that there is something to take. Where all goes as pla
 What a rank has yet to begin stands in a word of the store that ``torch.distributed`` was set up with. Whoever begins or
 takes samples puts another word in its place if it is still the one that was read (compare and set), so each sample is
 begun once. The samples of a rank that dies are missed at the end of the minibatch, as without late binding.
+
+Of ranks that compute together, one begins and takes, and leaves each choice in the store for the others.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
+from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order, wait_for_rank
 from odc.balance.data.learned_speeds import LearnedSpeeds
-from odc.balance.data.place import Place
+from odc.balance.data.place import Place, Together
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan, PlannedMinibatch
 from odc.balance.policies.packing import first_fit_decreasing, pack
@@ -231,37 +234,51 @@ class Shares:
         place: of this process among those that have different samples.
         identity: what the loaders of all ranks have in common.
         store: of all ranks, a connection of this loader's own.
+        together: ranks that compute the same microbatches. The first one of them begins and takes; the others are told
+            by it. None: each is at a place of its own.
         speeds: of the ranks, (world_size,), as far as they are known; None: all are equally fast.
 
     Raises:
         ValueError: another process has a loader at this place.
     """
 
-    def __init__(self, place: Place, identity: str, store: Store, speeds: FloatArray | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        identity: str,
+        store: Store,
+        speeds: FloatArray | None = None,
+        together: Together | None = None,
+    ) -> None:
         self.rank = place.rank
+        self._together = together or Together([place.rank], 0, f"{place.ranks}")
+        self.leads = self._together.index == 0
+        """Whether this rank is not told what to run by another one."""
         self.others = [(place.rank + step) % place.world_size for step in range(1, place.world_size)][:MOST_LOOKED_AT]
-        digest = hashlib.sha256(f"{identity} {place.ranks}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{identity} {self._together.whole}".encode()).hexdigest()[:16]
         self._store = PrefixStore(digest, store)
-        if self._store.add(f"place/{place.rank}", 1) > 1:
+        if self._store.add(f"place/{place.rank}/{self._together.index}", 1) > 1:
             raise ValueError(
-                f"late_binding=True: two processes have a loader at rank {place.rank}. Ranks that compute together "
-                "would take different samples: leave it out where there are such ranks, else give each process its own "
-                "rank"
+                f"late_binding=True: two processes have a loader at rank {place.rank}. Give each its own rank; where "
+                "ranks compute together, give mesh=, the data-parallel dimensions of the mesh of all ranks"
             )
         self.times = Times()
         self.speeds = LearnedSpeeds(place.rank, place.world_size, self._store, speeds)
         self.num_taken = 0
-        """Samples that this rank has taken from others."""
+        """Samples that this rank, or the one that leads, has taken from others."""
         self._expected = ""
         self._key = ""
         self._word = b""
         self._begun: deque[str] = deque()
         self._takers: dict[str, list[int]] = {}
         self._doubted: list[str] = []
+        self._num_told = 0
+        self._told: deque[tuple[str, int]] = deque()
+        """Of the last minibatches: the name of this rank's word, and how many microbatches were told beside it."""
 
     def expect(self, key: str) -> None:
         """The minibatch ``key`` is next, and the one before it is over: nobody takes anything more from it."""
-        if self._key:
+        if self._key and self.leads:
             while not self._put([], 0.0):
                 pass  # others were faster
             if takers := Share.decode(self._word).takers:
@@ -283,6 +300,9 @@ class Shares:
                 "the microbatches of this minibatch were iterated before: with late_binding=True each is bound to this "
                 "rank when it is asked for, once"
             )
+        if not self.leads:
+            self._key, self._num_told = key, 0
+            return
         if any(not self._store.compare_set(name, "", "") for name in self._doubted):
             raise RuntimeError(
                 f"rank {self.rank} has begun a minibatch of this loader twice, others once: they had taken samples "
@@ -294,6 +314,11 @@ class Shares:
         self._word = Share(microbatches, 0.0, time.time(), self.times.rate, []).encode()
         self._store.set(self._name(self.rank), self._word.decode())
         self._begun.append(self._name(self.rank))
+        self._num_told = 0
+        while self._told and self._store.add(f"{self._told[0][0]}/heard", 0) == len(self._together.ranks) - 1:
+            name, num_told = self._told.popleft()
+            for what in (*range(num_told), "heard"):
+                self._store.delete_key(f"{name}/{what}")
         # Who has begun this minibatch looks at no word of the one before the last.
         while len(self._begun) > 2:
             self._store.delete_key(self._begun.popleft())
@@ -325,6 +350,37 @@ class Shares:
         self.num_taken += len(part)
         return True
 
+    def tell(self, part: list[int]) -> None:
+        """Have those that compute together with this rank run these samples next; none: nothing comes any more."""
+        if len(self._together.ranks) == 1:
+            return
+        self._store.set(f"{self._name(self.rank)}/{self._num_told}", json.dumps(part))
+        self._num_told += 1
+        if not part:
+            self._told.append((self._name(self.rank), self._num_told))
+
+    def hear(self) -> list[int]:
+        """What the rank that leads has told. Waits for it.
+
+        Raises:
+            OdcError: it, or another one, has failed meanwhile.
+        """
+        self._require(self._key)
+        name, leader = f"{self._name(self.rank)}/{self._num_told}", self._together.ranks[0]
+
+        def is_there() -> bool:
+            try:
+                return bool(self._store.check([name]))
+            except RuntimeError:  # the process that has the store is gone: who looks for ranks has a better account
+                return False
+
+        wait_for_rank(is_there, f"the choice of a microbatch, which rank {leader} makes for those beside it", leader)
+        self._num_told += 1
+        part: list[int] = json.loads(self._store.get(name))
+        if not part:
+            self._store.add(f"{self._name(self.rank)}/heard", 1)
+        return part
+
     def is_through(self, cost: float = 0.0) -> None:
         """Nothing is left of this rank's share; ``cost`` of what it has taken is under way."""
         self._put([], cost)
@@ -354,6 +410,24 @@ def _minibatch(key: str) -> str:
 
 def _epoch(key: str) -> str:
     return key.partition(".")[0]
+
+
+def together_on(mesh: DeviceMesh | None) -> Together | None:
+    """The ranks that compute together with this one, by the mesh of a loader.
+
+    Raises:
+        ValueError: nobody knows which.
+    """
+    if mesh is None or not dist.is_initialized():
+        return None
+    found = Together.of(mesh)
+    if found is None:
+        raise ValueError(
+            f"late_binding=True with a mesh of {mesh.size()} of {dist.get_world_size()} ranks, which is no part of one "
+            "of all ranks: which ranks compute together is not known, and they would take different samples. Give the "
+            "data-parallel dimensions of the mesh of all ranks, such as mesh['dp']"
+        )
+    return found
 
 
 def own_store() -> Store:
@@ -450,6 +524,9 @@ class LateMicrobatches(Generic[BatchT]):
     def _run(self) -> Iterator[BatchT]:
         shares, plan, times = self._shares, self._planned.plan, self._shares.times
         shares.open(self._key, plan.microbatches[shares.rank])
+        if not shares.leads:
+            yield from self._as_told()
+            return
         while parts := shares.mine(self._key).microbatches:
             outlook = Outlook(plan, time.time(), times.rate)
             if outlook.may_split(parts):
@@ -462,8 +539,16 @@ class LateMicrobatches(Generic[BatchT]):
             shares.is_through(cost)
             yield from self._timed(part, cost)
         shares.is_through()
+        shares.tell([])
+
+    def _as_told(self) -> Iterator[BatchT]:
+        own = {sample for part in self._planned.plan.microbatches[self._shares.rank] for sample in part}
+        while part := self._shares.hear():
+            self._shares.num_taken += len(set(part) - own)
+            yield self._change(self._read(part))
 
     def _timed(self, part: list[int], cost: float) -> Iterator[BatchT]:
+        self._shares.tell(part)
         batch = self._change(self._read(part))
         self._shares.times.begin(cost)
         yield batch

@@ -11,7 +11,6 @@ from multiprocessing.context import BaseContext
 from typing import Any, Generic
 
 import numpy.typing as npt
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_count, as_one_of
@@ -19,7 +18,7 @@ from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
 from odc.balance.data.iteration import Iterations, check_state
-from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, falling, own_store
+from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, falling, own_store, together_on
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
 from odc.balance.data.place import Place
@@ -158,8 +157,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             then collectives would wait forever, and the first such minibatch is refused.
         late_binding: ranks that are through before others take samples from these, so the plan need not be exact, nor
             devices equal. ``microbatches`` of a minibatch is then no list: each is chosen when the loop asks for it.
-            For policy "lb-mini", where ODC is at work; ranks that compute together (tensor parallelism) cannot have
-            it. It goes through the store of ``torch.distributed``. Gradients are those of the same samples, summed in
+            For policy "lb-mini", where ODC is at work. Of ranks that compute together (``mesh``), one chooses for all.
+            It goes through the store of ``torch.distributed``. Gradients are those of the same samples, summed in
             an order that differs from run to run. ``microbatch_cost`` tells it what a further microbatch costs.
         pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
         persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
@@ -271,8 +270,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._iterations = Iterations()
         self._shares: Shares | None = None
         if late_binding:
-            self._check_late_binding(mesh)
-            self._shares = Shares(place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds)
+            self._check_late_binding()
+            together = together_on(mesh)
+            self._shares = Shares(place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds, together)
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""
@@ -357,7 +357,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             found.plan.microbatches[self.rank]  # packed here, beside the training
             yield found
 
-    def _check_late_binding(self, mesh: DeviceMesh | None) -> None:
+    def _check_late_binding(self) -> None:
         if type(self.sampler.policy) is not LBMini:
             raise ValueError(
                 f"late_binding=True with policy {self.sampler.policy.name!r}: expected 'lb-mini', whose ranks take any "
@@ -367,11 +367,6 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             raise ValueError(
                 "late_binding=True with comm='collective', where all ranks have the same number of microbatches: leave "
                 "one of them out"
-            )
-        if mesh is not None and mesh.size() < dist.get_world_size():
-            raise ValueError(
-                f"late_binding=True with a mesh of {mesh.size()} of {dist.get_world_size()} ranks: ranks that compute "
-                "together would take different samples. Leave it out"
             )
 
     def _check_counts(self, plan: Plan, number: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_count
@@ -87,3 +89,40 @@ class Place:
                 "as mesh= or group= the ranks that have different samples"
             )
         return ranks
+
+
+@dataclass(frozen=True)
+class Together:
+    """The ranks that compute the same microbatches, this one among them."""
+
+    ranks: list[int]
+    """By their numbers in ``torch.distributed``."""
+
+    index: int
+    """Of this one; the first one leads."""
+
+    whole: str
+    """What the ranks of all places have in common."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Together | None:
+        """Those that differ from this rank in other dimensions of the whole mesh only, which ``mesh`` is a part of;
+        None: that has not all ranks, so others may compute together with these."""
+        whole = _whole(mesh).mesh
+        mine, me = mesh.mesh.flatten().tolist(), dist.get_rank()
+        places = [(whole == rank).nonzero()[0].tolist() for rank in mine]
+        fixed = [d for d in range(whole.ndim) if len({place[d] for place in places}) == 1]
+        if (
+            whole.numel() < dist.get_world_size()
+            or len(mine) * math.prod(whole.shape[d] for d in fixed) != whole.numel()
+        ):
+            return None
+        here = places[mine.index(me)]
+        ranks = whole[tuple(slice(None) if d in fixed else at for d, at in enumerate(here))].flatten().tolist()
+        return cls(ranks, ranks.index(me), f"{fixed} of {whole.tolist()}")
+
+
+def _whole(mesh: DeviceMesh) -> DeviceMesh:
+    own = getattr(mesh, "_get_root_mesh", None)  # from torch 2.10 on
+    found: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh) if own is None else own()
+    return found

@@ -15,7 +15,7 @@ from odc.balance.costs import CostModel, LinearCost
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
-from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store
+from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store, together_on
 from odc.balance.data.late_stream import ChosenSamples, chosen_by_all, planned_of
 from odc.balance.data.loader import Minibatch, loss_scale
 from odc.balance.data.loss_tokens import check_batch
@@ -280,8 +280,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.microbatch_cost = as_cost(microbatch_cost, "microbatch_cost")
         self._shares: Shares | None = None
         if late_binding:
-            self._check_late_binding()
-            self._shares = Shares(self._place, f"{self._shared_identity()}", own_store())
+            self._check_late_binding(mesh)
+            self._shares = Shares(self._place, f"{self._shared_identity()}", own_store(), together=together_on(mesh))
         elif self.microbatch_cost:
             raise ValueError(
                 f"microbatch_cost={shown(microbatch_cost)} without late_binding=True: quotas do not count microbatches"
@@ -535,7 +535,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
-    def _check_late_binding(self) -> None:
+    def _check_late_binding(self, mesh: DeviceMesh | None) -> None:
         for name, given, expected, why in (
             ("align", self.alignment.name, "minibatch", "whose ranks have any number of microbatches"),
             ("grouping", self.grouping.name, "pack", "where samples leave a microbatch and join another as they are"),
@@ -548,10 +548,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 "late_binding=True with an iterable dataset, whose samples no other rank can read: give a dataset with "
                 "indices (__getitem__ and __len__), or leave late_binding out"
             )
-        if dist.is_initialized() and len(ranks := self._place.global_ranks(self._group)) < dist.get_world_size():
+        if mesh is None and dist.is_initialized() and self.world_size < dist.get_world_size():
             raise ValueError(
-                f"late_binding=True with a group or mesh of {len(ranks)} of {dist.get_world_size()} ranks: ranks that "
-                "compute together would take different samples. Leave it out"
+                f"late_binding=True with {self.world_size} of {dist.get_world_size()} ranks, and no mesh: which ranks "
+                "compute together is not known. Give mesh=, the data-parallel dimensions of the mesh of all ranks"
             )
 
     def _check_communication(self) -> None:

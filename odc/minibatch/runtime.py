@@ -388,6 +388,15 @@ class Runtime(RankContext):
                     self._end_collectives()  # nobody will wait for it, and the process could not end before it does
                 raise cause from None
 
+    def hears_of(self, rank: int) -> bool:
+        """Whether a failure of this rank of the job would be known here."""
+        return not self._closed and os.getpid() == self._pid and self._waiter.job.sees(rank)
+
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> None:
+        """Wait for what a rank of the job does outside of this runtime, as for a collective."""
+        with self.reporting:
+            self._waiter.wait_for_work(is_there, what, [rank])
+
     def enters_collective(self, what: str, *, is_due: bool) -> None:
         """The training loop may wait for other ranks in a collective of torch.
 

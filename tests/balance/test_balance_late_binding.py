@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from odc.balance.data import loader as loader_module
 from odc.balance.data.late_binding import LateMicrobatches, Shares, Times, falling
 from odc.balance.data.learned_speeds import LearnedSpeeds
 from odc.balance.data.microbatches import MicrobatchDataset
-from odc.balance.data.place import Place
+from odc.balance.data.place import Place, Together
 from odc.balance.plan import PlannedMinibatch
 
 WORLD_SIZE = 4
@@ -40,15 +41,18 @@ class Ranks:
         self.shares = [Shares(Place(rank, world_size), "", self.store) for rank in range(world_size)]
         self.num_minibatches = 0
 
-    def begin(self, plan: Plan) -> list[Iterator[list[int]]]:
-        """The microbatches of each rank, as positions of samples."""
-        self.num_minibatches += 1
+    def begin(
+        self, plan: Plan, given: list[Shares] | None = None, number: int | None = None
+    ) -> list[Iterator[list[int]]]:
+        """The microbatches of each rank, or of these, as positions of samples; of the next minibatch or another one."""
+        if number is None:
+            number, self.num_minibatches = self.num_minibatches, self.num_minibatches + 1
         planned = PlannedMinibatch(np.arange(plan.num_samples), falling(plan))
         dataset: MicrobatchDataset[int, list[int]] = MicrobatchDataset(
             range(plan.num_samples), list, None, plan.lengths, plan.max_tokens
         )
-        key = f"0.{self.num_minibatches}/1"
-        return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in self.shares]
+        key = f"0.{number}/1"
+        return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in given or self.shares]
 
     def run(self, plan: Plan, seconds: FloatArray, speeds: FloatArray) -> tuple[float, list[list[list[int]]]]:
         """A minibatch: how long until the last rank is through, and the microbatches of each."""
@@ -158,6 +162,46 @@ def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytes
     assert ranks.shares[1].take(0, seen, [1])
     assert not ranks.shares[2].take(0, seen, [1])
     assert ranks.shares[2].of_others()[0].microbatches == [[0]]
+
+
+# Ranks that compute together
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_partners_run_what_their_leader_chooses(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a partner is still at a minibatch that its leader has left."""
+    ranks = Ranks(monkeypatch, 3)
+    places = [Together([10 * rank, 10 * rank + 1, 10 * rank + 2], 0, "") for rank in range(3)]
+    leaders = [Shares(Place(rank, 3), "together", ranks.store, together=places[rank]) for rank in range(3)]
+    partners = [
+        Shares(Place(rank, 3), "together", ranks.store, together=replace(places[rank], index=index))
+        for rank in range(3)
+        for index in (1, 2)
+    ]
+    ranks.shares = leaders
+    rng = random.Random(0)
+    chosen: list[list[list[list[int]]]] = []
+
+    def follow(number: int, plan: Plan) -> None:
+        for shares in partners:
+            (heard,) = ranks.begin(plan, [shares], number)
+            assert list(heard) == chosen[number][shares.rank]
+
+    plans = plans_of("swesmith", 12, microbatch_cost=0.0)
+    plans = [
+        get_policy("lb-mini").plan(plan.lengths[:24], world_size=3, max_tokens=plan.max_tokens, cost=COST)
+        for plan in plans
+    ]
+    for number, plan in enumerate(plans):
+        seconds = plan.costs * np.exp([rng.gauss(0.0, 0.4) for _ in plan.costs])
+        chosen.append(ranks.run(plan, seconds, np.array([1.0, 1.0, 0.6]))[1])
+        assert sorted(itertools.chain(*itertools.chain(*chosen[-1]))) == list(range(24))
+        if number >= behind:
+            follow(number - behind, plans[number - behind])
+    assert leaders[0].num_taken + leaders[1].num_taken > 10
+    if not behind:
+        assert [shares.num_taken for shares in partners[::2]] == [shares.num_taken for shares in leaders]
+    assert ranks.store.num_keys() < 45 + 30 * behind  # what all have heard is gone
 
 
 # Loaders

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from toy_modalities import COSTS, make_sample, orchestrator, split
 
 from odc.balance import MinibatchLoader, MultimodalLoader, QuadraticCost, StreamLoader, stream
+from odc.balance.data.place import Together
 
 DATA = ("dp_replicate", "dp_shard")
 LONG = {"lengths": [8, 4, 4, 4] * 10 + [5], "max_tokens": 8, "drop_last": False}  # a last minibatch of one sample
@@ -106,6 +107,9 @@ def given_a_mesh(rank: int, world_size: int) -> dict[str, Any]:
         with pytest.raises((ValueError, TypeError)) as caught:
             StreamLoader(Indices(), list, max_tokens=120, length=length_of, **options)
         found["refused"][name] = f"{caught.type.__name__}: {caught.value}"
+    parts = [mesh[DATA], mesh[DATA]._flatten("dp_cp"), mesh["dp_shard"], mesh["dp_replicate", "tp"], mesh]
+    found["together"] = [Together.of(part) for part in parts]
+    found["of a half"] = Together.of(elsewhere) if rank < 4 else None
     return found
 
 
@@ -161,6 +165,18 @@ def test_a_mesh_tells_what_numbers_would(of_ranks: list[dict[str, Any]]) -> None
         counts.append([len(batches) for batches, *_ in expected])
     assert len(set(map(tuple, counts))) > 1
     assert [numbers[-1] for numbers in counts].count(0) == 3
+
+
+def test_partners_are_those_that_differ_in_other_dimensions_only(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        replica, partner, place = rank // 4, rank // 2 % 2, rank % 2
+        pair = [4 * replica + place, 4 * replica + 2 + place]
+        expected = [pair, pair, [place, 2 + place, 4 + place, 6 + place], [rank - place, rank - place + 1], [rank]]
+        assert [together.ranks for together in found["together"]] == expected
+        assert [together.index for together in found["together"]] == [partner, partner, 2 * replica + partner, place, 0]
+        assert found["of a half"] is None
+    for wholes in zip(*([together.whole for together in found["together"]] for found in of_ranks), strict=True):
+        assert len(set(wholes)) == 1
 
 
 def test_what_is_no_mesh_of_data_is_refused(of_ranks: list[dict[str, Any]]) -> None:
