@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 from odc.balance.checks import IntArray
-from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store, packed_falling
+from odc.balance.data.late_binding import (
+    LateMicrobatches,
+    Shares,
+    check_late_binding,
+    own_store,
+    packed_falling,
+    together_on,
+)
 from odc.balance.data.place import Place
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.errors import UnsupportedError
@@ -31,23 +38,18 @@ class LateSteps:
     Args:
         accelerator: that of the trainer.
         dataset: reads and packs samples.
-
-    Raises:
-        UnsupportedError: ranks compute together.
     """
 
     def __init__(self, accelerator: Any, dataset: PackedDataset) -> None:
         ranks = DataRanks.of(accelerator)
-        if ranks.world_size < accelerator.num_processes:
-            raise UnsupportedError(
-                f"late_binding=True with {ranks.world_size} of {accelerator.num_processes} ranks that have samples of "
-                "their own: ranks that compute together would take different samples. Leave it out"
-            )
+        together = together_on(None if ranks.group is None else accelerator.torch_device_mesh["dp"])
+        self._num_partners = accelerator.num_processes // ranks.world_size
         self._reduce = accelerator.reduce
         self._device = accelerator.device
         self._dataset = dataset
         self._rank = ranks.rank
-        self._shares = Shares(Place(ranks.rank, ranks.world_size), "trainer", own_store())
+        place = Place(ranks.rank, ranks.world_size)
+        self._shares = Shares(place, "trainer", own_store(), together=together)
         self._num_steps = 0
         self._microbatches: LateMicrobatches[list[Microbatch]] | None = None
 
@@ -69,7 +71,7 @@ class LateSteps:
         counts = np.zeros((2, late.samples.size), dtype=np.int64)
         counts[:, mine] = late.counts
         summed: torch.Tensor = self._reduce(torch.from_numpy(counts).to(self._device), "sum")
-        made = _Made(self._dataset, late.samples, summed.cpu().numpy())
+        made = _Made(self._dataset, late.samples, summed.cpu().numpy() // self._num_partners)
         rows = iter(bundle.microbatches)
         batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
         planned = PlannedMinibatch(np.arange(late.samples.size), plan)

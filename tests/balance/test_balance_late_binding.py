@@ -19,13 +19,14 @@ from late_ranks import BusyStore, Clock, run_at_random, run_timed
 
 from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, TransformerCost, even_lengths, get_policy
 from odc.balance.checks import FloatArray
-from odc.balance.data import late_binding
+from odc.balance.data import iteration, late_binding
 from odc.balance.data import loader as loader_module
 from odc.balance.data.late_binding import LateMicrobatches, Shares, Times, falling
 from odc.balance.data.learned_speeds import LearnedSpeeds
 from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place, Together
 from odc.balance.plan import PlannedMinibatch
+from odc.errors import PeerSilentError
 
 WORLD_SIZE = 4
 COST = TransformerCost.from_config("qwen2.5-1.5b")
@@ -202,6 +203,17 @@ def test_partners_run_what_their_leader_chooses(behind: int, monkeypatch: pytest
     if not behind:
         assert [shares.num_taken for shares in partners[::2]] == [shares.num_taken for shares in leaders]
     assert ranks.store.num_keys() < 45 + 30 * behind  # what all have heard is gone
+
+
+def test_a_leader_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration, "_LONGEST_WAIT_S", 0.05)
+    shares = Shares(Place(0, 2), "", dist.HashStore(), together=Together([4, 5], 1, ""))
+    shares.expect("0.0/1")
+    shares.open("0.0/1", [[0]])
+    with pytest.raises(
+        PeerSilentError, match=r"rank 4 was silent for 0.05 s, which was to leave the choice of a micro"
+    ):
+        shares.hear()
 
 
 # Loaders

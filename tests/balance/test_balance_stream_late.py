@@ -167,6 +167,16 @@ def test_a_sample_that_is_another_one_where_it_is_taken_is_refused() -> None:
         late_streams(slow_rank(0.5), length=lambda index: LENGTHS[index] + rng.randint(0, 1))
 
 
+def test_one_rank_has_nobody_to_take_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "own_store", dist.HashStore)
+    loader = make_loader(late_binding=True, **OPTIONS)
+    for _ in range(2):
+        found = [(list(minibatch.microbatches), minibatch.loss_scale) for minibatch in loader]
+        assert samples_of([found]) == list(range(len(LENGTHS)))
+    with pytest.raises(RuntimeError, match="this minibatch is over"):
+        list(next(minibatch for minibatch in list(loader)).microbatches)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node 4 tests/rigs/mesh_script.py FOLDER TRAINER MESH [CHECKPOINTS]
 
-TRAINER: "hf", "trl", or "loop", on accelerate. MESH: "tp", tensor parallelism beside FSDP2, both by transformers;
-"accelerate", the same by accelerate, of a model whose layers torch has parallelized; "replicas", HSDP by accelerate.
+TRAINER: "hf"; "slow", the same with two slow ranks; "trl"; or "loop", on accelerate. MESH: "tp", tensor parallelism
+beside FSDP2, both by transformers; "accelerate", the same by accelerate, of a model whose layers torch has
+parallelized; "replicas", HSDP by accelerate.
 With CHECKPOINTS, a folder, a trainer saves one there behind its second of four steps; or resumes from it, if it is
 there. Writes what each rank has trained on, and what it has logged, to FOLDER/RANK.json.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ class Recorder(TrainerCallback):
 
     def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if module.training:
+            time.sleep(0.05 * (sys.argv[2] == "slow" and PartialState().process_index > 1))
             self._rows.append([kwargs["input_ids"].tolist(), tiny_trainers.samples_in(kwargs)])
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -116,7 +119,7 @@ def trained(folder: Path, model: Any, recorder: Recorder, options: dict[str, Any
         options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         if "fsdp_config" in options:
             options["fsdp_config"] = {**options["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}
-    make: Any = tiny_trainers.hf_trainer if sys.argv[2] == "hf" else tiny_trainers.sft_trainer
+    make: Any = tiny_trainers.sft_trainer if sys.argv[2] == "trl" else tiny_trainers.hf_trainer
     trainer: Trainer = make(folder, built=model, **options)
     trainer.add_callback(recorder)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint and checkpoint.exists() else None)

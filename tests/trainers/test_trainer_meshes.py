@@ -81,6 +81,17 @@ def test_odc_run_does_not_change_losses_on_a_mesh(launch: Launch, trainer: str, 
         assert any(len(row) > 1 for found in ours for step in found["steps"] for _, row in step)  # packed
 
 
+@pytest.mark.parametrize("mesh", ["tp", further("accelerate"), further("replicas")])
+def test_of_partners_in_a_trainer_one_takes_for_both(launch: Launch, mesh: str) -> None:
+    """Ranks 2 and 3 are slow; of a mesh of partners, these are two."""
+    plain, _ = launch("hf", mesh, with_odc=False)
+    ours, said = launch("slow", mesh, *BALANCED, "--late-binding")
+    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert logged(ours[0], name) == pytest.approx(logged(plain[0], name), rel=rel)
+    assert_shared_out(ours, mesh)
+    assert "samples taken from other ranks" in said
+
+
 def assert_shared_out(ranks: list[Any], mesh: str) -> None:
     """Ranks that differ in the tensor parallel dimension have the same rows, others different ones."""
     steps = [found["steps"] for found in ranks]

@@ -121,14 +121,6 @@ def test_a_collator_that_makes_something_else_each_time_is_refused(monkeypatch: 
 # Where it is not offered
 
 
-def test_ranks_that_compute_together_are_refused() -> None:
-    mesh = {"dp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2, get_group=lambda: None)}
-    config = SimpleNamespace(cp_enabled=False, sp_enabled=False, dp_dim_names=["dp"])
-    accelerator = SimpleNamespace(num_processes=4, parallelism_config=config, torch_device_mesh=mesh)
-    with pytest.raises(UnsupportedError, match="late_binding=True with 2 of 4 ranks that have samples of their own"):
-        LateSteps(accelerator, Any)
-
-
 def test_rollouts_are_refused(tmp_path: Path) -> None:
     trainer = hf_trainer(tmp_path)
     with pytest.raises(UnsupportedError, match="late_binding=True, but it trains on"):
