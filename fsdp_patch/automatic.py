@@ -70,6 +70,8 @@ class AutomaticPatching(Listener):
         self._agree = agree
         self._on_patched = on_patched
         self._sessions: list[weakref.ref[Session]] = []
+        self.learned = ""
+        """By loaders, what they say of it."""
         self._roots = FsdpRoots(self._on_root)
         # From the start: the first closure of optimizer.step(closure) contains the first forward.
         self._undo = listen(self)

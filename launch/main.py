@@ -192,7 +192,7 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
     if not accounts:
         say("odc: nothing was patched: no FSDP model computed anything in this script")
         return
-    _report(launch, accounts)
+    _report(launch, accounts, patching.learned)
 
 
 def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) -> NoReturn:
@@ -205,8 +205,8 @@ def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) 
     raise SystemExit(1 if is_left and options.launcher_tells else line)
 
 
-def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> None:
-    """A training that has succeeded does not fail for want of a report."""
+def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account], learned: str) -> None:
+    """A training that has succeeded does not fail for want of a report. ``learned``: by loaders, on each rank alike."""
     try:
         store = report.open_store(launch)
         lines = report.leave(store, launch, accounts) if store is not None else None
@@ -215,6 +215,8 @@ def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account]) -> No
         return
     for line in lines or []:
         _print(line)
+    if lines and learned:
+        _print(f"odc: {learned}")
 
 
 def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:

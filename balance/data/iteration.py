@@ -94,6 +94,13 @@ def wait_for_rank(is_there: Callable[[], bool], what: str, rank: int) -> None:
         pause_s = min(2 * pause_s, _PAUSES_S[1])
 
 
+def report_learned(text: str) -> None:
+    """What loaders have learned, for the report of `odc run`."""
+    for one in _listening():
+        if hasattr(one, "learned"):
+            one.learned = text
+
+
 def _listening() -> Sequence[Any]:
     """Who of ODC listens for the ends of minibatches: sessions, and `odc run`, which makes sessions later."""
     # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work.

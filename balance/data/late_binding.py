@@ -17,7 +17,6 @@ import copy
 import hashlib
 import itertools
 import json
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,15 +24,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order, wait_for_rank
-from odc.balance.data.learned_speeds import LearnedSpeeds
+from odc.balance.data.estimates import LearnedEstimates, Times
+from odc.balance.data.iteration import ranks_go_in_step, report_learned, sums_are_in_order, wait_for_rank
 from odc.balance.data.place import Place, Together
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan, PlannedMinibatch
@@ -48,8 +46,6 @@ OVERDUE = 0.1
 """What is left of a microbatch that should be through already, of its whole time."""
 LEAST_EXCESS = 0.02
 """Of a rank's share: who will be late by less begins nothing in parts."""
-NUM_TIMES = 64
-"""Microbatches whose times tell how fast a rank is."""
 
 _num_loaders = itertools.count()
 
@@ -181,52 +177,6 @@ class Outlook:
         return found
 
 
-class Times:
-    """How fast this rank is, from the times of its last microbatches.
-
-    On a GPU a host is ahead of its device. So the next microbatch is bound when the device has begun the last one, not
-    when that was submitted.
-    """
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=NUM_TIMES)
-        self._submitted: deque[tuple[float, Any, Any]] = deque()
-        self._running: tuple[float, Any] | None = None
-
-    def begin(self, cost: float) -> None:
-        """A microbatch is handed out."""
-        self._running = cost, self._mark()
-
-    def end(self) -> None:
-        """All of it is submitted."""
-        if self._running is None:
-            return
-        (cost, begun), self._running = self._running, None
-        ended = self._mark()
-        self._submitted.append((cost, begun, ended))
-        while len(self._submitted) > isinstance(ended, torch.cuda.Event):
-            cost, begun, ended = self._submitted.popleft()
-            if isinstance(ended, torch.cuda.Event):
-                ended.synchronize()
-                seconds = 1e-3 * begun.elapsed_time(ended)
-            else:
-                seconds = ended - begun
-            if cost and seconds > 0:
-                self._rates.append(cost / seconds)
-
-    @property
-    def rate(self) -> float:
-        """Cost per second, the median; 0: not known."""
-        return statistics.median(self._rates) if self._rates else 0.0
-
-    def _mark(self) -> Any:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
 class Shares:
     """The shares of all ranks in the minibatches of one loader, in the store of ``torch.distributed``.
 
@@ -236,7 +186,7 @@ class Shares:
         store: of all ranks, a connection of this loader's own.
         together: ranks that compute the same microbatches. The first one of them begins and takes; the others are told
             by it. None: each is at a place of its own.
-        speeds: of the ranks, (world_size,), as far as they are known; None: all are equally fast.
+        speeds, microbatch_cost: what plans begin to count with, see :class:`LearnedEstimates`.
 
     Raises:
         ValueError: another process has a loader at this place.
@@ -249,6 +199,7 @@ class Shares:
         store: Store,
         speeds: FloatArray | None = None,
         together: Together | None = None,
+        microbatch_cost: float = 0.0,
     ) -> None:
         self.rank = place.rank
         self._together = together or Together([place.rank], 0, f"{place.ranks}")
@@ -263,7 +214,9 @@ class Shares:
                 "ranks compute together, give mesh=, the data-parallel dimensions of the mesh of all ranks"
             )
         self.times = Times()
-        self.speeds = LearnedSpeeds(place.rank, place.world_size, self._store, speeds)
+        self.estimates = LearnedEstimates(
+            place.rank, place.world_size, self._store, speeds, microbatch_cost, report_learned
+        )
         self.num_taken = 0
         """Samples that this rank, or the one that leads, has taken from others."""
         self._expected = ""
@@ -517,7 +470,7 @@ class LateMicrobatches(Generic[BatchT]):
 
     def close(self) -> None:
         """Read no more of it: what is made already is dropped."""
-        self._shares.speeds.tell(self._shares.times.rate)
+        self._shares.estimates.tell(self._shares.times)
         while self._unread:
             self._next_made()
 
@@ -533,11 +486,10 @@ class LateMicrobatches(Generic[BatchT]):
                 parts = outlook.split(parts, list(shares.of_others().values()))
             cost = outlook.cost(parts[0])
             if shares.begin(parts, cost):
-                yield from self._timed(parts[0], cost)
+                yield from self._timed(parts[0])
         while part := self._taken():
-            cost = Outlook(plan, 0.0, 0.0).cost(part)
-            shares.is_through(cost)
-            yield from self._timed(part, cost)
+            shares.is_through(float(plan.costs[part].sum()) + plan.microbatch_cost)
+            yield from self._timed(part)
         shares.is_through()
         shares.tell([])
 
@@ -547,10 +499,11 @@ class LateMicrobatches(Generic[BatchT]):
             self._shares.num_taken += len(set(part) - own)
             yield self._change(self._read(part))
 
-    def _timed(self, part: list[int], cost: float) -> Iterator[BatchT]:
+    def _timed(self, part: list[int]) -> Iterator[BatchT]:
         self._shares.tell(part)
         batch = self._change(self._read(part))
-        self._shares.times.begin(cost)
+        plan = self._planned.plan
+        self._shares.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
         yield batch
         self._shares.times.end()
 

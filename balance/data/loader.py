@@ -272,7 +272,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         if late_binding:
             self._check_late_binding()
             together = together_on(mesh)
-            self._shares = Shares(place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds, together)
+            self._shares = Shares(
+                place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds, together, microbatch_cost
+            )
 
     def __len__(self) -> int:
         """Number of minibatches of an epoch."""
@@ -349,7 +351,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         plans = self.sampler.starting_at(start)
         for number in range(start, len(self)):
             if self._shares is not None:
-                self.sampler.speeds = self._shares.speeds.plan_with(self.sampler.epoch, number)
+                estimates = self._shares.estimates.plan_with(self.sampler.epoch, number)
+                self.sampler.count_with(estimates.speeds, estimates.microbatch_cost)
             planned = next(plans)
             found = replace(planned, plan=filled_up(planned.plan)) if self.comm == "collective" else planned
             if self._shares is not None:

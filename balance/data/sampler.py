@@ -108,9 +108,14 @@ class MinibatchSampler:
         """Of each rank, (world_size,), in the minibatches that are planned next; None: all are equally fast."""
         return self._job.speeds
 
-    @speeds.setter
-    def speeds(self, speeds: FloatArray | None) -> None:
-        self._job = replace(self._job, speeds=None if speeds is None else as_speeds(speeds, self.world_size))
+    def count_with(self, speeds: FloatArray | None, microbatch_cost: float | None = None) -> None:
+        """Plan what comes next for ranks that are so fast, and microbatches that take so much beside their samples
+        (None: as before)."""
+        self._job = replace(
+            self._job,
+            speeds=None if speeds is None else as_speeds(speeds, self.world_size),
+            microbatch_cost=self._job.microbatch_cost if microbatch_cost is None else microbatch_cost,
+        )
 
     def identity(self) -> dict[str, int | str]:
         """What another sampler must have in common with this one for the same samples in each minibatch.

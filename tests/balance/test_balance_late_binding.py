@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_ranks import BusyStore, Clock, run_at_random, run_timed
+from late_ranks import BusyStore, Clock, keep_time, run_at_random, run_timed
 
 from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, TransformerCost, even_lengths, get_policy
 from odc.balance.checks import FloatArray
-from odc.balance.data import iteration, late_binding
+from odc.balance.data import iteration
 from odc.balance.data import loader as loader_module
-from odc.balance.data.late_binding import LateMicrobatches, Shares, Times, falling
-from odc.balance.data.learned_speeds import LearnedSpeeds
+from odc.balance.data.estimates import Estimates, LearnedEstimates, Times
+from odc.balance.data.late_binding import LateMicrobatches, Shares, falling
 from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place, Together
 from odc.balance.plan import PlannedMinibatch
@@ -35,11 +35,16 @@ COST = TransformerCost.from_config("qwen2.5-1.5b")
 class Ranks:
     """A loader's ranks, each in a loop that takes as long for a microbatch as it is told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int = WORLD_SIZE) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, world_size: int = WORLD_SIZE, microbatch_cost: float = 0.0
+    ) -> None:
         self.clock = Clock()
-        monkeypatch.setattr(late_binding, "time", self.clock)
+        keep_time(monkeypatch, self.clock)
         self.store = BusyStore()
-        self.shares = [Shares(Place(rank, world_size), "", self.store) for rank in range(world_size)]
+        self.shares = [
+            Shares(Place(rank, world_size), "", self.store, microbatch_cost=microbatch_cost)
+            for rank in range(world_size)
+        ]
         self.num_minibatches = 0
 
     def begin(
@@ -55,12 +60,18 @@ class Ranks:
         key = f"0.{number}/1"
         return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in given or self.shares]
 
-    def run(self, plan: Plan, seconds: FloatArray, speeds: FloatArray) -> tuple[float, list[list[list[int]]]]:
-        """A minibatch: how long until the last rank is through, and the microbatches of each."""
+    def run(
+        self, plan: Plan, seconds: FloatArray, speeds: FloatArray, fixed: float | None = None
+    ) -> tuple[float, list[list[list[int]]]]:
+        """A minibatch: how long until the last rank is through, and the microbatches of each.
+
+        ``fixed``: what a microbatch takes beside its samples; None: what the plan says.
+        """
+        beside = plan.microbatch_cost if fixed is None else fixed
         return run_timed(
             self.begin(plan),
             self.clock,
-            lambda rank, part: (float(seconds[part].sum()) + plan.microbatch_cost) / float(speeds[rank]),
+            lambda rank, part: (float(seconds[part].sum()) + beside) / float(speeds[rank]),
         )
 
 
@@ -124,32 +135,33 @@ def test_noise_and_a_slow_device_cost_less(
     law: str, least: float, microbatch_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By so much where a microbatch costs 5 % more than its samples; by less where it costs more."""
-    ranks = Ranks(monkeypatch, 8)
     rng = np.random.default_rng(0)
     speeds = np.ones(8)
     speeds[3] = 0.85
     by_plan = bound_late = 0.0
     first = plans_of(law, 24, microbatch_cost=0.0)
     mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
-    for number, plan in enumerate(plans_of(law, 24, microbatch_cost=microbatch_share * mean)):
+    fixed = microbatch_share * mean
+    ranks = Ranks(monkeypatch, 8, fixed)
+    for number, plan in enumerate(plans_of(law, 24, microbatch_cost=fixed)):
         seconds = plan.costs * np.exp(rng.normal(0.0, 0.2, plan.num_samples))
         by_plan += planned_time(plan, seconds, speeds)
         for shares in ranks.shares:
-            learned = shares.speeds.plan_with(0, number)
+            learned = shares.estimates.plan_with(0, number)
         plan = get_policy("lb-mini").plan(
             plan.lengths,
             world_size=8,
             max_tokens=plan.max_tokens,
             cost=COST,
-            microbatch_cost=plan.microbatch_cost,
-            speeds=learned,
+            microbatch_cost=learned.microbatch_cost,
+            speeds=learned.speeds,
         )
-        took, done = ranks.run(plan, seconds, speeds)
+        took, done = ranks.run(plan, seconds, speeds, fixed)
         for shares in ranks.shares:
-            shares.speeds.tell(shares.times.rate)
+            shares.estimates.tell(shares.times)
         bound_late += took
         assert sorted(itertools.chain(*itertools.chain(*done))) == list(range(plan.num_samples))
-        assert learned[3] == pytest.approx(0.85, abs=0.06) or number < 20
+        assert learned.speeds[3] == pytest.approx(0.85, abs=0.06) or number < 20
     assert by_plan / bound_late > (least if microbatch_share < 0.1 else 1.07)
 
 
@@ -363,31 +375,115 @@ def test_a_device_has_begun_one_microbatch_before_the_next_is_bound(monkeypatch:
     assert times.rate == pytest.approx(3000.0)
 
 
-# Speeds
+# What plans count with
+
+
+def measured(rate: float, microbatch_cost: float = 0.0, of_all: float = 100.0) -> Times:
+    """Times that tell this."""
+    times = Times()
+    times.tell = lambda: [rate, microbatch_cost, of_all]  # type: ignore[method-assign]
+    return times
 
 
 def test_whoever_plans_first_decides_and_all_take_that() -> None:
     store = dist.HashStore()
-    ranks = [LearnedSpeeds(rank, 3, store, None) for rank in range(3)]
+    ranks = [LearnedEstimates(rank, 3, store, None) for rank in range(3)]
     for rank, learned in enumerate(ranks):
-        learned.tell([1.0, 0.5, 1.02][rank])
+        learned.tell(measured([1.0, 0.5, 1.02][rank]))
     rng = random.Random(0)
     plans: list[list[list[float]]] = [[] for _ in ranks]
     while any(len(plan) < 40 for plan in plans):
         rank = rng.choice([rank for rank, plan in enumerate(plans) if len(plan) < 40])
-        plans[rank].append(ranks[rank].plan_with(0, len(plans[rank])).tolist())
+        plans[rank].append(ranks[rank].plan_with(0, len(plans[rank])).speeds.tolist())
         if len(plans[0]) == 20:
-            ranks[1].tell(1.0)
+            ranks[1].tell(measured(1.0))
     assert plans[0] == plans[1] == plans[2]
     assert plans[0][0] == [1.0, 1.0, 1.0]
     assert [1.0, 0.5, 1.0] in plans[0]  # 2 % are noise
     assert plans[0][-1] == [1.0, 1.0, 1.0]
 
 
-def test_speeds_of_which_not_all_are_known_stay() -> None:
+def test_what_not_all_have_measured_stays() -> None:
     store = dist.HashStore()
-    ranks = [LearnedSpeeds(rank, 2, store, np.array([2.0, 1.0])) for rank in range(2)]
-    ranks[0].tell(5.0)
+    ranks = [LearnedEstimates(rank, 2, store, np.array([2.0, 1.0]), 7.0) for rank in range(2)]
+    ranks[0].tell(measured(5.0, 30.0))
+    ranks[1].tell(Times())
     for minibatch in range(20):
-        assert ranks[0].plan_with(0, minibatch).tolist() == pytest.approx([4 / 3, 2 / 3])
-        assert ranks[1].plan_with(0, minibatch).tolist() == pytest.approx([4 / 3, 2 / 3])
+        for rank in ranks:
+            found = rank.plan_with(0, minibatch)
+            assert found.speeds.tolist() == pytest.approx([4 / 3, 2 / 3])
+            assert found.microbatch_cost == 7.0
+
+
+def test_what_a_microbatch_takes_is_learned_where_it_is_more_than_noise() -> None:
+    said = list[str]()
+    store = dist.HashStore()
+    ranks = [LearnedEstimates(rank, 3, store, None, 20.0, said.append) for rank in range(3)]
+    for rank, learned in enumerate(ranks):
+        learned.tell(measured(1.0, [23.0, 24.0, 90.0][rank]))
+    for minibatch in range(24):
+        found = [rank.plan_with(0, minibatch) for rank in ranks]
+        assert {one.microbatch_cost for one in found} == {20.0}  # 4 % of a microbatch less
+    for learned in ranks:
+        learned.tell(measured(1.0, 30.0))
+    for minibatch in range(24, 48):
+        found = [rank.plan_with(0, minibatch) for rank in ranks]
+    assert [one.microbatch_cost for one in found] == [30.0] * 3
+    assert Estimates.decode(found[0].encode()).microbatch_cost == 30.0
+    assert len(said) == 3
+    assert "speeds alike; a microbatch takes 30 beside the costs of its samples" in said[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(fixed=st.floats(0.0, 50.0), noise=st.floats(0.0, 0.2), seed=st.integers(0, 2**32 - 1))
+def test_what_a_microbatch_takes_is_told_from_times_of_several_sizes(fixed: float, noise: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        keep_time(patch, clock)
+        times = Times()
+        for number in range(64):
+            cost = float(rng.uniform(10.0, 190.0))
+            times.begin(cost, 5.0)
+            clock.now += (cost + fixed) / 40.0 * float(np.exp(rng.normal(0.0, noise)))
+            times.end()
+            if number == 10:
+                assert times.tell()[1] == 5.0  # too few
+        rate, found, of_all = times.tell()
+    assert found == pytest.approx(fixed, abs=1e-3 + 200.0 * noise)
+    assert of_all == pytest.approx(100.0 + fixed, abs=25.0 + 200.0 * noise)
+    if not noise:
+        assert rate == pytest.approx(40.0 * 105.0 / (100.0 + fixed), rel=0.3)
+
+
+def test_nothing_is_told_of_what_a_microbatch_takes_by_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    keep_time(monkeypatch, clock)
+    times = Times()
+    for _ in range(64):
+        times.begin(100.0, 5.0)
+        clock.now += 3.0
+        times.end()
+    assert times.tell() == [35.0, 5.0, 105.0]
+
+
+def test_a_cost_of_microbatches_that_nobody_told_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of an average microbatch, all ranks alike: plans that count with it have fewer and fuller ones."""
+    ranks = Ranks(monkeypatch, 8)
+    first = plans_of("swesmith", 24, microbatch_cost=0.0)
+    mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
+    for number, plan in enumerate(first):
+        learned, *_ = [shares.estimates.plan_with(0, number) for shares in ranks.shares]
+        plan = get_policy("lb-mini").plan(
+            plan.lengths,
+            world_size=8,
+            max_tokens=plan.max_tokens,
+            cost=COST,
+            microbatch_cost=learned.microbatch_cost,
+            speeds=learned.speeds,
+        )
+        ranks.run(plan, plan.costs, np.ones(8), 0.25 * mean)
+        for shares in ranks.shares:
+            shares.estimates.tell(shares.times)
+    assert learned.microbatch_cost == pytest.approx(0.25 * mean, rel=0.05)
+    assert learned.speeds.tolist() == [1.0] * 8

@@ -14,12 +14,11 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_ranks import BusyStore, Clock, run_at_random, run_timed
+from late_ranks import BusyStore, Clock, keep_time, run_at_random, run_timed
 from stream_ranks import run_streams
 from test_balance_stream import COST, LENGTHS, Indices, Sequence, make_loader, samples_of, summary
 
 from odc.balance import StreamLoader
-from odc.balance.data import late_binding
 from odc.balance.data import stream as stream_module
 
 WORLD_SIZE = 3
@@ -60,7 +59,7 @@ def late_streams(
         return found, loader.state_dict(), loader.num_taken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(late_binding, "time", clock)
+        keep_time(patch, clock)
         patch.setattr(stream_module, "own_store", lambda: store)
         ranks = run_streams(
             WORLD_SIZE,

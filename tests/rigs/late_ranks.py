@@ -7,7 +7,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import pytest
 import torch.distributed as dist
+
+from odc.balance.data import estimates, late_binding
 
 BatchT = TypeVar("BatchT")
 
@@ -23,6 +26,12 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Let late binding read this clock."""
+    for module in (late_binding, estimates):
+        patch.setattr(module, "time", clock)
 
 
 class BusyStore(dist.HashStore):

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from late_ranks import Clock, run_timed
+from late_ranks import Clock, keep_time, run_timed
 from tiny_trainers import hf_trainer, losses, model, pad, samples
 from torch.utils.data import DataLoader
 
 from odc.balance import LinearCost
-from odc.balance.data import late_binding
 from odc.errors import UnsupportedError
 from odc.trainers import BalanceOptions, balance, install, minibatches
 from odc.trainers import late as late_module
@@ -38,7 +37,7 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, collate: Any = pad) -> None:
         self.clock, store = Clock(), dist.HashStore()
-        monkeypatch.setattr(late_binding, "time", self.clock)
+        keep_time(monkeypatch, self.clock)
         monkeypatch.setattr(late_module, "own_store", lambda: store)
         planner = BalanceOptions(max_tokens=MAX_TOKENS, cost=LinearCost()).planner(COUNTS[0], 2, None)
         example = collate_alone(pad, DATA[0])
