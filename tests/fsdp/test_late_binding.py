@@ -113,7 +113,7 @@ def train_together(rank: int, world_size: int) -> dict[str, Any]:
         computed = []
         with odc.patch_fsdp(steps.model):
             loader = make(mesh=mesh["dp"])
-            for epoch in range(8):
+            for epoch in range(5):
                 loader.set_epoch(epoch)
                 for minibatch in loader:
                     mine = []
