@@ -71,7 +71,7 @@ class LateSteps:
         counts = np.zeros((2, late.samples.size), dtype=np.int64)
         counts[:, mine] = late.counts
         summed: torch.Tensor = self._reduce(torch.from_numpy(counts).to(self._device), "sum")
-        made = _Made(self._dataset, late.samples, summed.cpu().numpy() // self._num_partners)
+        made = _Made(self._dataset, late.samples, summed // self._num_partners)
         rows = iter(bundle.microbatches)
         batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
         planned = PlannedMinibatch(np.arange(late.samples.size), plan)
@@ -97,10 +97,10 @@ class _Made:
         UnsupportedError: a sample is not collated as it was where it was planned.
     """
 
-    def __init__(self, dataset: PackedDataset, samples: IntArray, counts: IntArray) -> None:
+    def __init__(self, dataset: PackedDataset, samples: IntArray, counts: torch.Tensor) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._counts = counts
+        self._counts = counts  # on the device: nobody waits for it before something is taken
 
     def __getitem__(self, positions: list[int]) -> list[Microbatch]:
         with random_states_kept():  # whatever is taken, the model's random numbers are the same
