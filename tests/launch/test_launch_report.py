@@ -13,7 +13,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odc.balance.data.iteration import report_learned
 from odc.config import LaunchEnvironment
+from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.launch import main as launch_main
 from odc.launch import report
 from odc.launch.report import Account, describe, leave, savings, summarise
@@ -179,8 +181,23 @@ def test_a_store_that_is_gone_does_not_fail_the_run(
         raise dist.DistNetworkError("connection refused")
 
     monkeypatch.setattr(report, "open_store", gone)
-    launch_main._report(environment(1), [account()])
+    launch_main._report(environment(1), [account()], "")
     assert "no report from rank 1: DistNetworkError: connection refused" in capsys.readouterr().err
+
+
+def test_what_loaders_have_learned_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = FakeStore()
+    monkeypatch.setattr(report, "open_store", lambda launch: store)
+    patching = AutomaticPatching(lambda module: None, lambda text: None)
+    report_learned("a microbatch takes 3")
+    patching.close()
+    for rank in range(3):
+        launch_main._report(environment(rank), [account()], patching.learned)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[1] == "odc: a microbatch takes 3"
 
 
 def test_a_closed_stderr_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
