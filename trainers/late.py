@@ -2,7 +2,7 @@
 
 The trainer takes all bundles of a step before it runs one, and counts the labels in them. So a rank's bundles have its
 share of the plan, collated by the loader's workers; all of it is in the last one. When that is run, its microbatches
-are chosen one by one (:mod:`odc.balance.data.late_binding`). What is taken is read and collated here. The number of
+are chosen one by one (:mod:`odc.balance.late_binding`). What is taken is read and collated here. The number of
 labels, by which the trainer divides losses, is that of all ranks, whoever runs what.
 """
 
@@ -16,15 +16,10 @@ import numpy as np
 import torch
 
 from odc.balance.checks import IntArray
-from odc.balance.data.late_binding import (
-    LateMicrobatches,
-    Shares,
-    check_late_binding,
-    own_store,
-    packed_falling,
-    together_on,
-)
 from odc.balance.data.place import Place
+from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
+from odc.balance.late_binding.outlook import packed_falling
+from odc.balance.late_binding.shares import Shares, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.errors import UnsupportedError
 from odc.trainers.batches import Bundle, Microbatch
@@ -49,7 +44,8 @@ class LateSteps:
         self._dataset = dataset
         self._rank = ranks.rank
         place = Place(ranks.rank, ranks.world_size)
-        self._shares = Shares(place, "trainer", own_store(), together=together)
+        fixed = dataset.planner.job.microbatch_cost
+        self._shares = Shares(place, "trainer", own_store(), together=together, microbatch_cost=fixed)
         self._num_steps = 0
         self._microbatches: LateMicrobatches[list[Microbatch]] | None = None
 
@@ -66,7 +62,10 @@ class LateSteps:
         planner = self._dataset.planner
         job = planner.job.of(late.samples)
         microbatches = packed_falling(late.shares, job.lengths, job.costs, job.max_tokens)
-        plan = Plan(microbatches, job.lengths, job.costs, job.max_tokens, planner.policy.name, job.microbatch_cost)
+        estimates = self._shares.estimates.plan_with(0, self._num_steps)
+        plan = Plan(
+            microbatches, job.lengths, job.costs, job.max_tokens, planner.policy.name, estimates.microbatch_cost
+        )
         mine = list(itertools.chain(*microbatches[self._rank]))
         counts = np.zeros((2, late.samples.size), dtype=np.int64)
         counts[:, mine] = late.counts

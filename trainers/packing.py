@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, get_worker_info
 from odc.balance.checks import IntArray
 from odc.balance.data.ahead import Later
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
-from odc.balance.data.late_binding import falling, shares_of
 from odc.balance.data.reader import name_samples
+from odc.balance.late_binding.outlook import falling, shares_of
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.batches import Bundle, LateStep, Microbatch, Part, StepEnd, cut
 from odc.trainers.options import Planner

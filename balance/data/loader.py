@@ -18,12 +18,14 @@ from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
 from odc.balance.data.iteration import Iterations, check_state
-from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, falling, own_store, together_on
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
 from odc.balance.data.place import Place
 from odc.balance.data.reader import Reader
 from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
+from odc.balance.late_binding.outlook import falling
+from odc.balance.late_binding.shares import Shares, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import LBMini, Policy
 from odc.balance.random_numbers import random_generator

@@ -15,8 +15,6 @@ from odc.balance.costs import CostModel, LinearCost
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
-from odc.balance.data.late_binding import LateMicrobatches, Shares, check_late_binding, own_store, together_on
-from odc.balance.data.late_stream import ChosenSamples, chosen_by_all, planned_of
 from odc.balance.data.loader import Minibatch, loss_scale
 from odc.balance.data.loss_tokens import check_batch
 from odc.balance.data.microbatches import BatchT, SampleT
@@ -31,6 +29,9 @@ from odc.balance.grouping.alignment import Name as Align
 from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.quota import num_minibatches
 from odc.balance.grouping.rounds import Entry, Step
+from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
+from odc.balance.late_binding.shares import Shares, own_store, together_on
+from odc.balance.late_binding.stream import ChosenSamples, chosen_by_all, planned_of
 from odc.balance.random_numbers import random_generator
 from odc.errors import shown
 
@@ -281,7 +282,13 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._shares: Shares | None = None
         if late_binding:
             self._check_late_binding(mesh)
-            self._shares = Shares(self._place, f"{self._shared_identity()}", own_store(), together=together_on(mesh))
+            self._shares = Shares(
+                self._place,
+                f"{self._shared_identity()}",
+                own_store(),
+                together=together_on(mesh),
+                microbatch_cost=self.microbatch_cost,
+            )
         elif self.microbatch_cost:
             raise ValueError(
                 f"microbatch_cost={shown(microbatch_cost)} without late_binding=True: quotas do not count microbatches"
@@ -416,7 +423,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         stream = StepStream(partial(self.alignment.rounds, known), source, exchange, quota)
         for number, (step, position) in enumerate(stream.run(start)):
             if self._shares is not None:
-                yield self._late_minibatch(step, source, exchange, f"{self.epoch}.{number}/{iteration}"), position
+                yield self._late_minibatch(step, source, exchange, number, iteration), position
                 continue
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
@@ -434,13 +441,14 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _late_minibatch(
-        self, step: Step, source: Source, exchange: VectorExchange | None, key: str
+        self, step: Step, source: Source, exchange: VectorExchange | None, number: int, iteration: str
     ) -> Minibatch[BatchT]:
         assert self._shares is not None
         assert isinstance(source, IndexedSource)
         mine = entries_of([step])
         chosen = [mine] if exchange is None else chosen_by_all(mine, step.counts, exchange.gather)
-        planned = planned_of(chosen, self.grouping.max_tokens, self.microbatch_cost)
+        estimates = self._shares.estimates.plan_with(self.epoch, number)
+        planned = planned_of(chosen, self.grouping.max_tokens, estimates.microbatch_cost)
         own = {entry.place: source.take(entry) for entry in mine}
 
         def tell_failure(error: BaseException) -> None:
@@ -448,7 +456,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 exchange.tell_failure(error)
 
         samples = ChosenSamples(chosen, own, source, self._samples, self._batch, tell_failure)
-        late = LateMicrobatches(self._shares, key, planned, None, samples)
+        late = LateMicrobatches(self._shares, f"{self.epoch}.{number}/{iteration}", planned, None, samples)
         # Not that of own samples: a rank without any may take some.
         scale = loss_scale(self.world_size, step.num_loss_tokens)
         return Minibatch(late, scale, step.num_loss_tokens, step.num_samples, planned.plan)

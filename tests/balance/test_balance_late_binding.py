@@ -21,10 +21,12 @@ from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, Tra
 from odc.balance.checks import FloatArray
 from odc.balance.data import iteration
 from odc.balance.data import loader as loader_module
-from odc.balance.data.estimates import Estimates, LearnedEstimates, Times
-from odc.balance.data.late_binding import LateMicrobatches, Shares, falling
 from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place, Together
+from odc.balance.late_binding.estimates import Estimates, LearnedEstimates, Times
+from odc.balance.late_binding.microbatches import LateMicrobatches
+from odc.balance.late_binding.outlook import falling
+from odc.balance.late_binding.shares import Shares
 from odc.balance.plan import PlannedMinibatch
 from odc.errors import PeerSilentError
 

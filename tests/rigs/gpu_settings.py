@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odc.balance.data.late_binding import Shares
+from odc.balance.late_binding.shares import Shares
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes, register_prompt_fakes
 from odc.bench.gpu.setting import Setting

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from odc.balance.data import estimates, late_binding
+from odc.balance.late_binding import estimates, microbatches, shares
 
 BatchT = TypeVar("BatchT")
 
@@ -30,7 +30,7 @@ class Clock:
 
 def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Let late binding read this clock."""
-    for module in (late_binding, estimates):
+    for module in (estimates, microbatches, shares):
         patch.setattr(module, "time", clock)
 
 

@@ -9,11 +9,11 @@ from typing import Any, Generic
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.data.late_binding import packed_falling
 from odc.balance.data.microbatches import BatchT
 from odc.balance.data.samples import Chunk, Read, SampleDataset
 from odc.balance.data.sources import IndexedSource
 from odc.balance.grouping.rounds import Entry
+from odc.balance.late_binding.outlook import packed_falling
 from odc.balance.plan import Plan, PlannedMinibatch
 
 

@@ -1,0 +1,155 @@
+"""The microbatches of a rank, each chosen when it is asked for. (Needs torch.)"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
+from odc.balance.late_binding.outlook import Outlook
+from odc.balance.late_binding.shares import Shares
+from odc.balance.plan import PlannedMinibatch
+
+BatchT = TypeVar("BatchT")
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+
+
+def check_late_binding(comm: str) -> None:
+    """Refuse minibatches that are bound late where that is not at work which they need.
+
+    Raises:
+        RuntimeError: gradients are added up in one order, or ranks have to go in step (``comm="auto"``).
+    """
+    if sums_are_in_order():
+        raise RuntimeError(
+            "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
+            "with it the order in which gradients are added. Leave one of them out"
+        )
+    if comm == "auto" and ranks_go_in_step():
+        raise RuntimeError(
+            "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
+            "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
+            "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
+            "communicate once per minibatch in another way"
+        )
+
+
+class MakesMicrobatches(Protocol[BatchT_co]):
+    """Gives the microbatch of some samples."""
+
+    def __getitem__(self, samples: list[int], /) -> BatchT_co: ...
+
+
+class LateMicrobatches(Generic[BatchT]):
+    """The microbatches of one rank and minibatch, each chosen when it is asked for: those of the plan, but for what
+    others have taken; then what this rank takes. To be iterated once, and how many there will be nobody knows before.
+
+    Args:
+        shares: of all ranks.
+        key: of the minibatch, the same on all ranks: epoch, a dot, its number, a slash, the iteration that it is of.
+        planned: its plan, :func:`falling`.
+        batches: gives the microbatches of this rank's share, in the order of the plan, which workers make ahead; None:
+            nobody does.
+        dataset: makes any other microbatch of what ``planned`` knows its samples by.
+    """
+
+    def __init__(
+        self,
+        shares: Shares,
+        key: str,
+        planned: PlannedMinibatch,
+        batches: Iterator[BatchT] | None,
+        dataset: MakesMicrobatches[BatchT],
+    ) -> None:
+        shares.expect(key)
+        self._shares = shares
+        self._key = key
+        self._planned = planned
+        self._batches = batches
+        self._dataset = dataset
+        self._unread = [] if batches is None else list(planned.plan.microbatches[shares.rank])
+        self._change: Callable[[BatchT], Any] = _as_it_is
+
+    def __iter__(self) -> Iterator[BatchT]:
+        return self._run()
+
+    def __len__(self) -> int:
+        raise TypeError("with late_binding=True nobody knows the number of microbatches before they are through")
+
+    def changed(self, change: Callable[[BatchT], BatchT]) -> LateMicrobatches[BatchT]:
+        """The same, to be iterated in place of these, each changed when it is asked for."""
+        found = copy.copy(self)
+        found._change = lambda batch: change(self._change(batch))
+        return found
+
+    def close(self) -> None:
+        """Read no more of it: what is made already is dropped."""
+        while self._unread:
+            self._next_made()
+
+    def _run(self) -> Iterator[BatchT]:
+        shares, plan, times = self._shares, self._planned.plan, self._shares.times
+        shares.open(self._key, plan.microbatches[shares.rank])
+        if not shares.leads:
+            yield from self._as_told()
+            return
+        while parts := shares.mine(self._key).microbatches:
+            outlook = Outlook(plan, time.time(), times.rate)
+            if outlook.may_split(parts):
+                parts = outlook.split(parts, list(shares.of_others().values()))
+            cost = outlook.cost(parts[0])
+            if shares.begin(parts, cost):
+                yield from self._timed(parts[0])
+        while part := self._taken():
+            shares.is_through(float(plan.costs[part].sum()) + plan.microbatch_cost)
+            yield from self._timed(part)
+        shares.is_through()
+        shares.tell([])
+        shares.estimates.tell(times)
+
+    def _as_told(self) -> Iterator[BatchT]:
+        own = {sample for part in self._planned.plan.microbatches[self._shares.rank] for sample in part}
+        while part := self._shares.hear():
+            self._shares.num_taken += len(set(part) - own)
+            yield self._change(self._read(part))
+
+    def _timed(self, part: list[int]) -> Iterator[BatchT]:
+        self._shares.tell(part)
+        batch = self._change(self._read(part))
+        plan = self._planned.plan
+        self._shares.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
+        yield batch
+        self._shares.times.end()
+
+    def _read(self, part: list[int]) -> BatchT:
+        if part not in self._unread:
+            return self._dataset[self._planned.samples[part].tolist()]
+        while self._unread[0] != part:  # others have taken it, or some of it
+            self._next_made()
+        return self._next_made()
+
+    def _next_made(self) -> BatchT:
+        assert self._batches is not None
+        del self._unread[0]
+        return next(self._batches)
+
+    def _taken(self) -> list[int]:
+        """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""
+        shares = self._shares
+        while shares.times.rate:
+            outlook = Outlook(self._planned.plan, time.time(), shares.times.rate)
+            found = shares.of_others()
+            for rank in sorted(found, key=lambda rank: -outlook.end(found[rank])):
+                if part := outlook.take(found[rank]):
+                    if shares.take(rank, found[rank], part):
+                        return part
+                    break  # it has begun more meanwhile, or another rank was faster: look again
+            else:
+                return []
+        return []
+
+
+def _as_it_is(batch: BatchT) -> BatchT:
+    return batch

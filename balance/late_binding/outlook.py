@@ -1,0 +1,146 @@
+"""What ranks tell of their shares, and what should go from one to another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from odc.balance.checks import FloatArray, IntArray
+from odc.balance.partition.differencing import Parts
+from odc.balance.plan import PackedOnDemand, Plan
+from odc.balance.policies.packing import first_fit_decreasing, pack
+
+OVERDUE = 0.1
+"""What is left of a microbatch that should be through already, of its whole time."""
+LEAST_EXCESS = 0.02
+"""Of a rank's share: who will be late by less begins nothing in parts."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank tells of its part of a minibatch."""
+
+    microbatches: Parts
+    """Not begun; positions of samples in the minibatch."""
+    running: float
+    """Cost of what it has begun last; 0: it is through."""
+    since: float
+    """When it began that, in seconds of the wall clock."""
+    rate: float
+    """Cost per second that it was found to compute; 0: not known yet."""
+    takers: list[int]
+    """Ranks that have taken something from it, one for each time; so no two words are alike."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(word: bytes) -> Share:
+        return Share(**json.loads(word))
+
+
+def falling(plan: Plan) -> Plan:
+    """The plan with the same samples on each rank, in the microbatches of :func:`packed_falling`."""
+    return replace(plan, microbatches=packed_falling(shares_of(plan), plan.lengths, plan.costs, plan.max_tokens))
+
+
+def shares_of(plan: Plan) -> Parts:
+    """The samples of each rank."""
+    shares = plan.microbatches
+    return shares.ranks if isinstance(shares, PackedOnDemand) else [list(itertools.chain(*mine)) for mine in shares]
+
+
+def packed_falling(ranks: Parts, lengths: IntArray, costs: FloatArray, max_tokens: int) -> PackedOnDemand:
+    """Microbatches of which the first are as full as can be and the last one small: that is left to take when a rank
+    turns out to be late. Not where that needs more microbatches.
+
+    Args:
+        ranks: the samples of each rank.
+        lengths, costs: of all samples.
+    """
+
+    def packed(mine: list[int]) -> Parts:
+        samples = np.array(mine, dtype=np.int64)
+        fewest = pack(lengths[samples], costs[samples], max_tokens)
+        filled = first_fit_decreasing(lengths[samples], max_tokens)
+        parts: Parts = [samples[part].tolist() for part in (filled if len(filled) <= len(fewest) else fewest)]
+        return sorted(parts, key=lambda part: -float(costs[part].sum()))
+
+    return PackedOnDemand(ranks, packed)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """When ranks will be through with a minibatch, as seen at one moment, and what should go from one to another."""
+
+    plan: Plan
+    now: float
+    """In seconds of the wall clock."""
+    rate: float
+    """Of this rank; taken for those of which none is known."""
+
+    def cost(self, part: list[int]) -> float:
+        """Of a microbatch of these samples."""
+        return float(self.plan.costs[part].sum()) + self.plan.microbatch_cost
+
+    def rate_of(self, share: Share) -> float:
+        return share.rate or self.rate
+
+    def end(self, share: Share) -> float:
+        """When a rank will be through, if nothing is taken from it."""
+        rate = self.rate_of(share)
+        left_s = max(share.since + share.running / rate - self.now, OVERDUE * share.running / rate)
+        return self.now + left_s + sum(map(self.cost, share.microbatches)) / rate
+
+    def may_split(self, parts: Parts) -> bool:
+        """Whether it is worth a look at the others: something can be split, and little lies behind it."""
+        first, *behind = parts
+        return bool(self.rate) and len(first) > 1 and sum(map(self.cost, behind)) <= self.cost(first)
+
+    def split(self, parts: Parts, others: list[Share]) -> Parts:
+        """``parts`` of this rank, the first of them in two if others can then take the second half of it.
+
+        It is if this rank will be later than the mean by more than what a further microbatch costs, and what it would
+        not have begun is less than that.
+        """
+        first, *behind = parts
+        left = sum(map(self.cost, behind))
+        end = self.now + (self.cost(first) + left) / self.rate
+        mean = (end + sum(map(self.end, others))) / (1 + len(others))
+        excess = (end - mean) * self.rate
+        share = float(self.plan.costs.sum()) / self.plan.world_size
+        if left >= excess or excess - left <= self.plan.microbatch_cost + LEAST_EXCESS * share:
+            return parts
+        half = float(self.plan.costs[first].sum()) / 2
+        least = self._cheapest(first)
+        later = self._largest(first, min(excess - left, half)) or ([least] if self.plan.costs[least] <= half else [])
+        now = [sample for sample in first if sample not in later]
+        return [now, later, *behind] if now and later else parts
+
+    def take(self, share: Share) -> list[int]:
+        """What this rank should take of another one's last microbatch, so that both end as early as can be; none if
+        that one would be through earlier by itself."""
+        if not self.rate or not share.microbatches:
+            return []
+        last, rate, end = share.microbatches[-1], self.rate_of(share), self.end(share)
+        # Both end at the same time with this much.
+        even = (end - self.now - self.plan.microbatch_cost / self.rate) / (1 / self.rate + 1 / rate)
+        if taken := self._largest(last, even):
+            return taken
+        least = self._cheapest(last)
+        return [least] if self.now + self.cost([least]) / self.rate < end else []
+
+    def _cheapest(self, part: list[int]) -> int:
+        return min(part, key=lambda sample: float(self.plan.costs[sample]))
+
+    def _largest(self, part: list[int], most: float) -> list[int]:
+        """Samples that cost at most ``most`` in all, the costliest that fit first."""
+        found, left = [], most
+        for sample in sorted(part, key=lambda sample: -float(self.plan.costs[sample])):
+            if (cost := float(self.plan.costs[sample])) <= left:
+                found.append(sample)
+                left -= cost
+        return found
