@@ -77,6 +77,8 @@ class Rollouts(Form):
     pads_left = True
     whole_step = ("cispo", "dapo", "vespo")
     _MEANS = ("grpo", "sapo", "dr_grpo", "luspo")
+    _PADDED_BY: ClassVar[Mapping[str, int]] = {"tool_mask": 1, "importance_sampling_ratio": 1}
+    """As TRL does, whose loss multiplies the ratios of whole rows ("vespo"); by 0 what is not here."""
 
     def option_in_the_way(self, trainer: Any) -> str | None:
         if trainer.loss_type == "bnpo":
@@ -137,7 +139,7 @@ class Rollouts(Form):
                 found[name] = torch.stack(values)
             else:
                 left = name in ("prompt_ids", "prompt_mask")
-                found[name] = _padded(values, 1 if name == "tool_mask" else 0, left=left)
+                found[name] = _padded(values, self._PADDED_BY.get(name, 0), left=left)
         return found
 
 
@@ -210,6 +212,7 @@ class Comparisons(Pairs):
     def option_in_the_way(self, trainer: Any) -> str | None:
         model = base_model(trainer.model)
         head = getattr(model, "score", None)
+        head = getattr(head, "original_module", head)  # of which peft trains a copy
         if not isinstance(head, nn.Linear) or head.out_features != 1:
             return (
                 f"{type(model).__name__} has no linear layer 'score' of one output, which packed sequences are scored "

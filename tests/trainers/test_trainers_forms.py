@@ -63,6 +63,9 @@ def test_rollouts_are_taken_apart_and_put_together() -> None:
     assert shorter["completion_ids"].shape == (2, 1)
     assert shorter["prompt_ids"].tolist() == [[3, 4, 5], [0, 0, 8]]
     assert shorter["num_items_in_batch"] == 7
+    for sample, number in zip(samples, (4, 1, 2), strict=True):
+        sample["importance_sampling_ratio"] = torch.full((number,), 0.5)  # of tokens
+    assert form.batch_of(samples[:2])["importance_sampling_ratio"].tolist() == [[0.5] * 4, [0.5, 1, 1, 1]]
 
 
 def pairs() -> dict[str, torch.Tensor]:
