@@ -57,6 +57,7 @@ def main() -> None:
     timeline = start_timeline(model, session) if args.timeline else None
     record = RunRecord(args.untimed, timeline, alone=True)
     rewards: list[float] = []
+    moved: list[int] = []  # bytes of rollouts
 
     with Progress(args.minibatches) as progress:
         while len(record.losses) < args.minibatches:
@@ -74,6 +75,7 @@ def main() -> None:
                         max_tokens=args.max_tokens,
                         policy=args.policy,
                     )
+                moved.append(batch.sent_bytes)
                 loss = torch.zeros(())
                 with session.minibatch() if session else nullcontext():
                     for microbatch, weights in record.microbatches(weighted(batch)):
@@ -89,8 +91,11 @@ def main() -> None:
             progress.show(record.losses)
 
     record.save(args.out)
+    of_all = torch.tensor(moved)
+    dist.all_reduce(of_all)
     if rank == 0:
-        (args.out / "rewards.json").write_text(json.dumps(rewards))
+        rollouts = {"rewards": rewards, "moved_bytes": of_all.tolist()}  # of each step
+        (args.out / "rollouts.json").write_text(json.dumps(rollouts))
     if session:
         session.close()
     dist.destroy_process_group()
@@ -247,7 +252,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     model.add_argument("--seed", type=int, default=0, help="of the weights and of the rollouts")
     out = parser.add_argument_group("output")
-    out.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder for result.json and rewards.json")
+    out.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder for result.json and rollouts.json")
     out.add_argument("--untimed", type=int, default=2, help="first steps left out of the timing")
     out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
     args = parser.parse_args(words)

@@ -63,6 +63,9 @@ class BalancedBatch(Generic[SampleT]):
     """Of all ranks. Its samples are numbered by their place on the rank that had them: the first of each rank, the
     second of each, and so on."""
 
+    sent_bytes: int
+    """Of the samples that this rank has given to others for this batch."""
+
     _known: _Known
     _own: dict[int, SampleT]
 
@@ -187,7 +190,7 @@ class _Known:
         plans = [self._plan(part) for part in parts]
         wanted = [[part[mine] for mine in samples_of(plan)] for part, plan in zip(parts, plans, strict=True)]
         target = [np.concatenate(mine) for mine in zip(*wanted, strict=True)]
-        mine = self._moved(target, own)
+        mine, sent = self._moved(target, own)
         found = []
         for part, plan, has in zip(parts, plans, wanted, strict=True):
             known = replace(
@@ -199,7 +202,8 @@ class _Known:
             )
             microbatches = [[mine[int(part[i])] for i in one] for one in plan.microbatches[self.rank]]
             kept = {i: mine[int(part[i])] for i in known.home[self.rank].tolist()}
-            found.append(BalancedBatch(microbatches, plan, known, kept))
+            num_bytes = sum(sent.get(i, 0) for i in part.tolist())
+            found.append(BalancedBatch(microbatches, plan, num_bytes, known, kept))
         return found
 
     def _plan(self, part: IntArray) -> Plan:
@@ -211,18 +215,20 @@ class _Known:
             check_counts(plan, "this batch")
         return filled_up(plan) if self.comm == "collective" else plan
 
-    def _moved(self, target: Sequence[IntArray], own: dict[int, T]) -> dict[int, T]:
-        """The samples that this rank shall have, by number; those that stay are the same objects."""
+    def _moved(self, target: Sequence[IntArray], own: dict[int, T]) -> tuple[dict[int, T], dict[int, int]]:
+        """The samples that this rank shall have, by number, those that stay as the same objects; and the bytes of those
+        that it gave away."""
         route = Rearrangement.between(self.home, target)
         if self.meeting is None or route.is_at_rest:
-            return own
+            return own, {}
         stays = owners(route.source) == owners(route.target)
         device = self.meeting.devices[-1]  # an accelerator, if the group communicates on one
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        given = [nothing if stays[i] else to_row(own[i], device) for i in route.source[self.rank].tolist()]
-        numbers = route.target[self.rank].tolist()
-        came = exchange(given, route, self.meeting.group)
-        return {i: own[i] if stays[i] else from_row(row) for i, row in zip(numbers, came, strict=True)}
+        had, gets = route.source[self.rank].tolist(), route.target[self.rank].tolist()
+        given = {i: nothing if stays[i] else to_row(own[i], device) for i in had}
+        came = exchange([*given.values()], route, self.meeting.group)
+        found = {i: own[i] if stays[i] else from_row(row) for i, row in zip(gets, came, strict=True)}
+        return found, {i: row.nbytes for i, row in given.items()}
 
 
 def balance_batch(

@@ -3,7 +3,8 @@
 Runs ``examples/grpo.py`` of the repository, from its root: FSDP2's collectives and ODC with equal numbers of
 microbatches, and ODC with balanced rollouts. They take turns, so that a drift of the machine's speed meets all of them.
 All start from the same weights and generate the same rollouts, to rounding: rewards and losses are compared. What is
-timed is the training part of each step, sharing the rollouts out included; generating them is not.
+timed is the training part of each step, sharing the rollouts out included; generating them is not. "Moved" are the
+bytes of rollouts that changed ranks, of all ranks together.
 
 Not covered: GPUs, several hosts, an engine for rollouts, training while rollouts are made.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +22,7 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, train_in_turns
-from odc.bench.training.summary import quietest, runs_table, summarize
+from odc.bench.training.summary import quietest, runs_table, spread, summarize
 
 SCRIPT = Path("examples/grpo.py")
 
@@ -65,16 +67,21 @@ def measure(
 
 def _summarize(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
     summary = summarize(runs)
-    reference = _rewards(next(iter(runs.values()))[0])
+    reference = _rollouts(next(iter(runs.values()))[0])["rewards"]
     for row in summary:
-        rewards = [_rewards(each) for each in runs[row["name"]]]
-        differences = [abs(a - b) for mine in rewards for a, b in zip(mine, reference, strict=True)]
-        row |= {"rewards": rewards[0], "max_reward_difference": max(differences)}
+        found = [_rollouts(each) for each in runs[row["name"]]]
+        differences = [abs(a - b) for one in found for a, b in zip(one["rewards"], reference, strict=True)]
+        row |= {
+            "rewards": found[0]["rewards"],
+            "max_reward_difference": max(differences),
+            "moved_bytes": found[0]["moved_bytes"],
+            "moved_bytes_per_step": mean(found[0]["moved_bytes"]),
+        }
     return summary
 
 
-def _rewards(run: Run) -> list[float]:
-    found: list[float] = json.loads((run.folder / "rewards.json").read_text())
+def _rollouts(run: Run) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = json.loads((run.folder / "rollouts.json").read_text())
     return found
 
 
@@ -83,6 +90,8 @@ BENCHMARK = Benchmark(
     "8 min, quick 50 s",
     (
         runs_table(
+            Column("samples/s range", lambda row: spread(row, "samples_per_s", ".1f")),
+            Column("moved a step", lambda row: f"{row['moved_bytes_per_step'] / 1000:.1f} kB"),
             Column("final reward", lambda row: f"{row['rewards'][-1]:.3f}"),
             Column("reward diff.", "max_reward_difference", ".1e"),
         ),

@@ -74,9 +74,10 @@ def quietest(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
     return dict(zip(runs, best, strict=True))
 
 
-def _spread(entry: Mapping[str, Any], key: str) -> str:
+def spread(entry: Mapping[str, Any], key: str, form: str = ".2f") -> str:
+    """The median of the repetitions, the lowest and the highest."""
     values = [repetition[key] for repetition in entry["repetitions"]]
-    return f"{entry[key]:.2f} ({min(values):.2f}-{max(values):.2f})"
+    return f"{entry[key]:{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
 def runs_table(*columns: Column) -> Table:
@@ -88,7 +89,7 @@ def runs_table(*columns: Column) -> Table:
         (
             Column("samples/s", "samples_per_s", ".1f"),
             Column("speedup", "speedup", ".2f"),
-            Column("range", lambda row: _spread(row, "speedup")),
+            Column("range", lambda row: spread(row, "speedup")),
             Column("tokens/s", "tokens_per_s", ".0f"),
             Column("bubble rate", "bubble_rate", ".1%"),
             Column("transfer", "transfer_rate", ".1%"),

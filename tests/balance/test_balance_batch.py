@@ -183,6 +183,10 @@ def random_case(rank: int, world_size: int, seed: int, policy: str) -> int:
     num_minibatches = rng.randrange(1, min(4, len(everything)) + 1)
     for epoch in range(2):
         minibatches = batch.split(num_minibatches, seed=epoch)
+        had = {id(sample) for sample in batch.samples}
+        came = [sample for minibatch in minibatches for sample in minibatch.samples if id(sample) not in had]
+        sent = sum(minibatch.sent_bytes for minibatch in minibatches)
+        assert sum(everywhere(sent, world_size)) == sum(everywhere(num_bytes(came), world_size))
         assert len(minibatches) == num_minibatches
         seen: Counter[int] = Counter()
         for minibatch in minibatches:
@@ -195,6 +199,11 @@ def random_case(rank: int, world_size: int, seed: int, policy: str) -> int:
                 assert_same(without_reference(sample), without_reference(everything[sample["number"]]))
         assert seen == Counter(range(len(everything)))
     return moved
+
+
+def num_bytes(samples: list[dict[str, Any]]) -> int:
+    """As they travel."""
+    return sum(to_row(sample, torch.device("cpu")).nbytes for sample in samples)
 
 
 def without_reference(sample: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +221,7 @@ def check_samples(
     assert numbers == list(range(len(everything)))
     stayed = {id(sample) for sample in made[rank]}
     moved = [sample for sample in batch.samples if id(sample) not in stayed]
+    assert sum(everywhere(batch.sent_bytes, world_size)) == sum(everywhere(num_bytes(moved), world_size))
     for sample in batch.samples:
         assert_same(sample, everything[sample["number"]])
     assert not {s["number"] for s in moved} & {s["number"] for s in made[rank]}  # what stays is not copied

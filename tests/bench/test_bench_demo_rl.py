@@ -30,6 +30,7 @@ def test_three_ways_have_the_same_rewards_and_losses(tmp_path: Path) -> None:
         assert row["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5, abs=1e-6)
         assert row["rewards"] == pytest.approx(runs[0]["rewards"], abs=1e-9)
         assert 0 <= row["bubble_rate"] < 1
+        assert row["moved_bytes_per_step"] == sum(row["moved_bytes"]) / 4 > 0
     for picture in ("losses.png", "timeline.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
 
