@@ -91,8 +91,9 @@ class Column:
     """A column of a table."""
 
     heading: str
-    key: str | Callable[[Row], str]
-    """The value of a row, with dots into what is nested ("time_s", "operations.push.cpu_us"), or a text made of it."""
+    key: str | Callable[[Row], str | dict[str, float]]
+    """The value of a row, with dots into what is nested ("time_s", "operations.push.cpu_us"), or a text or summary made
+    of it."""
     form: str = ""
     """How a number is written, as in ``format``."""
     scale: float = 1.0

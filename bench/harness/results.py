@@ -89,7 +89,7 @@ def compare(before: Entries, after: Entries) -> Iterator[RichTable]:
             key = _key(table, row)
             for number, column in enumerate(table.columns if key in old else ()):
                 values = column.value(old[key]), column.value(row)
-                if callable(column.key) or not all(isinstance(v, Mapping | int | float) for v in values):
+                if not all(isinstance(v, Mapping | int | float) for v in values):
                     continue
                 names = key if number == 0 else [""] * len(key)
                 made.add_row(*names, column.heading, *(column.written(v) for v in values), _change(*values))

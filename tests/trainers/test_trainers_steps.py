@@ -232,7 +232,7 @@ ALONE = {
         "grpo",
         {"given": "sampled", "loss_type": "grpo", "vllm_importance_sampling_mode": "sequence_mask"},
     ),
-    # Under plain FSDP1 a part of what the callback writes into the reference is lost.
+    # Plain FSDP1 has other losses here than one process.
     "reference-that-follows-fsdp1": (
         "grpo",
         {"fsdp_version": 1, "dtype": "float32", "sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 1.0},
