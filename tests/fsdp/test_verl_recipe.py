@@ -1,4 +1,7 @@
-"""Layer 3: docs/verl.md on a stand-in for verl's actor, which makes the same calls in the same order."""
+"""Layer 3: what ODC does inside verl, on a stand-in for its actor that makes the same calls in the same order.
+
+tests/trainers/test_trainers_verl.py has verl's own, where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class Actor:
 
 
 class OdcActor(Actor):
-    """The recipe."""
+    """As odc/trainers/verl.py enters an engine."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,11 +14,14 @@ from documents import IMPORTED, Prepared, example, failure, on_rank
 from process_ranks import run_ranks, start_ranks
 
 PAGES = Path(__file__).parents[2] / "docs" / "api"
-PACKAGES = ("odc", "odc.balance", "odc.trainers")
+PACKAGES = ("odc", "odc.balance", "odc.trainers", "odc.trainers.verl")
 _ENTRY = re.compile(r"^\.\. auto\w+:: ([\w.]+)(?:\(\))?$", re.MULTILINE)
 _ENDS = [f"odc.{name}" for name in ("AbortedError", "PeerClosedError", "PeerDiedError", "PeerSilentError")]
 """What these show ends the job, on rank 0."""
-_IN_TRAINERS = [f"odc.trainers.{name}" for name in ("Launched", "Minibatches", "balance", "install", "minibatches")]
+_IN_TRAINERS = [
+    *(f"odc.trainers.{name}" for name in ("Launched", "Minibatches", "balance", "install", "minibatches")),
+    *(f"odc.trainers.verl.{name}" for name in ("BalancedEngine", "Installed", "balance", "install")),
+]
 """Run by tests/trainers, where the libraries are."""
 _TIMEOUT_S = 240.0
 

@@ -171,7 +171,6 @@ class Prepared(dict[str, Any]):
             "encode_audio": lambda: self["model"].encode_audio,
             "language_loss": lambda: self["model"].language_loss,
             "hidden_size": lambda: WIDTH,
-            "FSDPEngineWithLMHead": lambda: object,  # of verl; tests/fsdp/test_verl_recipe.py runs the recipe
         }
 
     def __missing__(self, name: str) -> Any:

@@ -1,0 +1,378 @@
+"""On-demand communication and balanced minibatches inside verl's FSDP engine: its SFT trainer, actor and critic.
+
+The engine's loop is left alone. It prepares the microbatches of a minibatch by one function, and gets others from it:
+those of a plan for all ranks, whose samples have changed ranks before. What surrounds the loop stays verl's, too: the
+number of loss tokens of the minibatch on all ranks, by which its losses divide, the clipping, the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odc.balance import CostModel, Plan, balance_batch
+from odc.errors import UnsupportedError
+from odc.fsdp_patch.patching import patch_fsdp
+from odc.fsdp_patch.session import Session
+from odc.trainers.options import BalanceOptions, default_cost
+from odc.trainers.overrides import Overrides
+
+__all__ = ["BalancedEngine", "Installed", "balance", "install"]
+
+_MARK = "_odc_balanced"
+_PREPARE, _LOAD = "prepare_micro_batches", "load_fsdp_model_to_gpu"
+_READS_THE_MODEL = ("save_checkpoint", "get_per_tensor_param", "get_per_tensor_param_shard")
+_OF_A_MICROBATCH = ("clip_cov", "geo_mean", "kl_cov")
+"""Policy losses that choose tokens among those of a microbatch, or are a mean over its samples."""
+
+
+def balance(
+    target: Any,
+    policy: str = "lb-mini",
+    *,
+    max_tokens: int | None = None,
+    cost: CostModel | None = None,
+    microbatch_cost: float = 0.0,
+    **patch_options: Any,
+) -> BalancedEngine:
+    """Let an engine of verl run balanced minibatches with on-demand communication. Collective.
+
+    Each minibatch (of the SFT trainer, or of the actor's or critic's update) trains on the same samples and has the
+    same loss and gradients as before, to rounding. Which rank runs which of them, packed into which microbatches, is
+    the policy's choice; ranks may get different numbers, also none. Metrics that are means over microbatches are means
+    over those of all ranks, as before. Passes without gradient (validation, log-probabilities) are verl's own; they
+    gather on demand.
+
+    Args:
+        target: a ``SFTTrainer``, ``TrainingWorker`` or ``ActorRolloutRefWorker`` of verl, or the engine itself, after
+            it was initialised (``reset()``). For engines that another process builds see :func:`install`.
+        policy: see :func:`odc.balance.get_policy`.
+        max_tokens: most tokens in a microbatch; default: verl's ``max_token_len_per_gpu``.
+        cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`.
+        patch_options: of :func:`odc.patch_fsdp`.
+
+    Raises:
+        UnsupportedError: the engine does something that cannot be balanced; names it. So does a minibatch.
+        ValueError: the policy is not known, or an argument is out of range.
+
+    Example:
+        >>> with balance(trainer, "lb-mini") as balanced:  # trainer: verl's SFTTrainer
+        ...     trainer.fit()
+        >>> balanced.plan.peak_tokens <= trainer.config.data.max_token_len_per_gpu
+        True
+    """
+    options = BalanceOptions.choose(
+        policy, online=False, max_tokens=max_tokens, cost=cost, microbatch_cost=microbatch_cost
+    )
+    engine = _engine_of(target)
+    given = vars(engine).get(_MARK)
+    if given is not None:
+        given.close()
+    check_engine(engine)
+    return BalancedEngine(engine, options, patch_fsdp(engine.module, **patch_options))
+
+
+class BalancedEngine:
+    """What :func:`balance` did to an engine; :meth:`close`, or leaving its ``with`` block, undoes it.
+
+    Example:
+        >>> balanced = balance(trainer, "lb-mini")
+        >>> balanced.session.transport
+        'shm'
+        >>> balanced.close()
+    """
+
+    def __init__(self, engine: Any, options: BalanceOptions, session: Session) -> None:
+        self.session = session
+        """Of the engine's model."""
+
+        self.plan: Plan | None = None
+        """Of the last minibatch that was trained."""
+
+        self._group: dist.ProcessGroup | None = None
+        self._options = options
+        self._cost = options.cost or default_cost(engine.model_config.hf_config)
+        self._forward_backward_batch = engine.forward_backward_batch
+        self._to = engine.to
+        self._globals = globals_of_loop(engine)
+        self._overrides = Overrides(engine)
+        self._overrides.set(_MARK, self)
+        self._overrides.set("forward_backward_batch", self.forward_backward_batch)
+        self._overrides.set("to", self.to)
+        for name in _READS_THE_MODEL:
+            self._overrides.set(name, self._in_place(getattr(engine, name)))
+
+    def close(self) -> None:
+        """Give the engine back to verl and plain FSDP. Idempotent."""
+        self._overrides.undo()
+        self.session.close()
+
+    def __enter__(self) -> BalancedEngine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._overrides.undo()
+        self.session.__exit__(kind, error, trace)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves of the optimizer's state; parameters stay where other ranks find them."""
+        if model:
+            raise UnsupportedError(
+                f"to({device!r}, model=True) would move parameters that other ranks read; pass model=False"
+            )
+        self._to(device=device, model=model, optimizer=optimizer, grad=grad)
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """A minibatch: when this returns, its gradients are final on all ranks."""
+        if forward_only:
+            return self._forward_backward_batch(data, loss_function, forward_only=True)
+        with self.session.minibatch(), self._replaced(_PREPARE, self._prepared):
+            check_minibatch(data, loss_function)
+            output = self._forward_backward_batch(data, loss_function)
+            output["metrics"] = self._merged(output["metrics"])
+        return output
+
+    @contextmanager
+    def _replaced(self, name: str, function: Callable[..., Any]) -> Iterator[None]:
+        """A function that the engine calls, for a while."""
+        original = self._globals[name]
+        self._globals[name] = function
+        try:
+            yield
+        finally:
+            self._globals[name] = original
+
+    def _in_place(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, without moving the model to its GPU first: it is there, and torch cannot move a patched one."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._replaced(_LOAD, lambda module: None):
+                return method(*args, **kwargs)
+
+        return call
+
+    def _prepared(self, data: Any, dp_group: dist.ProcessGroup | None = None, **_: Any) -> tuple[list[Any], None]:
+        """In place of verl's function: the microbatches of this rank. (None: where verl keeps their order, for outputs
+        that are dropped.)"""
+        samples, lengths = samples_of(data)
+        batch = balance_batch(
+            samples,
+            lengths,
+            cost=self._cost,
+            max_tokens=self._max_tokens(data),
+            policy=self._options.policy,
+            microbatch_cost=self._options.microbatch_cost,
+            group=dp_group,
+            comm="odc",
+        )
+        self.plan, self._group = batch.plan, dp_group
+        return [microbatch_of(data, microbatch) for microbatch in batch.microbatches], None
+
+    def _max_tokens(self, data: Any) -> int:
+        if self._options.max_tokens is not None:
+            return self._options.max_tokens
+        if not _option(data, "use_dynamic_bsz", True):
+            raise UnsupportedError(
+                "use_dynamic_bsz=False counts the samples of a microbatch, not its tokens: give max_tokens, or "
+                "max_token_len_per_gpu with use_dynamic_bsz=True"
+            )
+        return int(_option(data, "max_token_len_per_gpu", 0)) * int(_option(data, "sp_size", 1))
+
+    def _merged(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Each of verl's ``Metric`` with one value per rank: it aggregates ranks only if they have as many values."""
+        from verl.utils.metric import AggregationType, Metric
+
+        assert self.plan is not None
+        counts = self.plan.num_microbatches
+        kinds = {name: metric.aggregation for name, metric in metrics.items() if isinstance(metric, Metric)}
+        if 0 in counts:  # a rank that had nothing to compute does not know what others have measured
+            everyone: list[Any] = [None] * len(counts)
+            dist.all_gather_object(everyone, kinds, group=self._group)
+            kinds = {name: kind for one in everyone for name, kind in one.items()}
+        reduced: dict[Any, Callable[[Sequence[float]], float]] = {
+            AggregationType.SUM: sum,
+            # verl takes the mean over ranks of what they have here: that of all microbatches then.
+            AggregationType.MEAN: lambda values: sum(values) * len(counts) / sum(counts),
+            AggregationType.MIN: lambda values: min(values, default=float("inf")),
+            AggregationType.MAX: lambda values: max(values, default=float("-inf")),
+        }
+        merged = dict(metrics)
+        for name, kind in kinds.items():
+            values = metrics[name].values if name in metrics else []
+            merged[name] = Metric(aggregation=kind, value=reduced[kind](values))
+        return merged
+
+
+def install(policy: str = "lb-mini", **options: Any) -> Installed:
+    """Balance every FSDP engine that verl initialises for training in this process from now on.
+
+    For engines that other processes build: Ray's workers, or ``python -m verl.trainer.sft_trainer``. verl imports the
+    module that ``model.external_lib`` names in each of them, and that module calls this.
+
+    Args:
+        policy, options: of :func:`balance`.
+
+    Raises:
+        UnsupportedError: this version of verl has no engine that can be balanced. Initialising an engine raises it,
+            too, as :func:`balance` does.
+        ValueError: the policy is not known, or an option is out of range.
+
+    Example:
+        >>> installed = install("lb-mini")  # then verl makes engines, and trains
+        >>> installed.close()
+    """
+    return Installed(policy, options)
+
+
+class Installed:
+    """What :func:`install` did to this process; :meth:`close` undoes it, but for engines that are there.
+
+    Example:
+        >>> installed = install("lb-mini", max_tokens=24)
+        >>> installed.close()
+    """
+
+    def __init__(self, policy: str, options: Mapping[str, Any]) -> None:
+        from verl.workers.engine.fsdp import FSDPEngine
+
+        names = {"max_tokens", "cost", "microbatch_cost"} & set(options)
+        BalanceOptions.choose(policy, online=False, **{name: options[name] for name in names})
+        original = FSDPEngine.initialize
+
+        def initialize(engine: Any) -> None:
+            given = vars(engine).get(_MARK)
+            if given is not None:
+                given.close()
+            original(engine)
+            if not engine.engine_config.forward_only:
+                balance(engine, policy, **options)
+
+        self._overrides = Overrides(FSDPEngine)
+        self._overrides.set("initialize", initialize)
+
+    def close(self) -> None:
+        """Leave the class as it was. Idempotent."""
+        self._overrides.undo()
+
+
+def _engine_of(target: Any) -> Any:
+    """The engine in a trainer or worker of verl."""
+    from verl.workers.engine.fsdp import FSDPEngine
+
+    found = target
+    while not isinstance(found, FSDPEngine):
+        parts = getattr(found, "__dict__", {})
+        found = parts.get("engine", parts.get("actor"))
+        if found is None:
+            raise UnsupportedError(
+                f"{type(target).__name__} has no FSDP engine of verl: balanced minibatches need strategy fsdp or fsdp2"
+            )
+    return found
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what would move parameters behind the shards that other ranks read.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    if getattr(engine, "module", None) is None:
+        raise UnsupportedError("verl's engine has no model yet: call balance after reset(), or install before it")
+    if engine.is_param_offload_enabled:
+        raise UnsupportedError(
+            "param_offload=True moves parameters between steps, while other ranks read them: set param_offload=False "
+            "(optimizer_offload may stay)"
+        )
+
+
+def globals_of_loop(engine: Any) -> dict[str, Any]:
+    """Of the module that has the engine's loop over microbatches.
+
+    Raises:
+        UnsupportedError: the loop does not prepare its microbatches as that of verl 0.9.
+    """
+    for cls in type(engine).__mro__:
+        loop = inspect.unwrap(vars(cls).get("forward_backward_batch", len))
+        if (
+            inspect.isfunction(loop)
+            and _PREPARE in loop.__code__.co_names
+            and {_PREPARE, _LOAD} <= set(loop.__globals__)
+        ):
+            return loop.__globals__
+    raise UnsupportedError(
+        f"{type(engine).__name__}.forward_backward_batch of this version of verl does not call {_PREPARE}, by which "
+        "balanced microbatches come in; tested with verl 0.9.1"
+    )
+
+
+def check_minibatch(data: Any, loss_function: Any) -> None:
+    """Refuse what would make the loss depend on how samples share microbatches, or verl's outputs be others'.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    if _option(data, "return_model_output", False):
+        raise UnsupportedError("return_model_output=True: the samples of this rank have run on other ranks")
+    if int(_option(data, "force_group_size", 1)) > 1:
+        raise UnsupportedError("force_group_size: groups of samples that share a microbatch are not kept together")
+    config = getattr(loss_function, "keywords", {}).get("config")
+    mode = (getattr(config, "policy_loss", None) or {}).get("loss_mode")
+    if mode in _OF_A_MICROBATCH:
+        raise UnsupportedError(f"loss_mode={mode!r} depends on which samples share a microbatch, and here others do")
+    mask = data["loss_mask"]
+    if mask.is_nested and bool(mask.values()[mask.offsets()[:-1]].any()):
+        raise UnsupportedError(
+            "a sample's loss_mask begins with 1: verl would predict its first token from the sample before it in the "
+            "microbatch, which is another one here. Make the first entry 0"
+        )
+
+
+def samples_of(data: Any) -> tuple[list[dict[str, Any]], list[int]]:
+    """The samples of this rank's part of a minibatch, and their tokens."""
+    columns = {name: _rows(value) for name, value in data.items() if _is_per_sample(value)}
+    names = list(columns)
+    samples = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return samples, data["input_ids"].offsets().diff().tolist()
+
+
+def microbatch_of(data: Any, samples: Sequence[Mapping[str, Any]]) -> Any:
+    """These samples, with what all samples of ``data`` have in common."""
+    from verl.utils.tensordict_utils import get_tensordict, nested_tensor_from_tensor_list
+
+    columns: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for name, value in data.items():
+        if not _is_per_sample(value):
+            shared[name] = value.data
+            continue
+        rows = [sample[name] for sample in samples]
+        if not isinstance(value, torch.Tensor):
+            columns[name] = rows
+        elif value.is_nested:
+            columns[name] = nested_tensor_from_tensor_list(rows, ragged_idx=value._ragged_idx)  # type: ignore[attr-defined]
+        else:
+            columns[name] = torch.stack(rows)
+    return get_tensordict(columns, shared)
+
+
+def _is_per_sample(value: Any) -> bool:
+    """Of an entry of a TensorDict: what belongs to the whole batch is no stack."""
+    from tensordict.tensorclass import NonTensorStack
+
+    return isinstance(value, torch.Tensor | NonTensorStack)
+
+
+def _rows(value: Any) -> list[Any]:
+    return list(value.unbind()) if isinstance(value, torch.Tensor) else value.tolist()
+
+
+def _option(data: Any, name: str, default: Any) -> Any:
+    """What verl's configuration has put beside the tensors."""
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    return get_non_tensor_data(data=data, key=name, default=default)
