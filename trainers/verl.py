@@ -106,6 +106,8 @@ class BalancedEngine:
         self._overrides.set("to", self.to)
         for name in _READS_THE_MODEL:
             self._overrides.set(name, self._in_place(getattr(engine, name)))
+        if engine.model_config.lora_rank > 0:
+            self._overrides.set("get_per_tensor_param", self.adapters)
 
     def close(self) -> None:
         """Give the engine back to verl and plain FSDP. Idempotent."""
@@ -126,6 +128,13 @@ class BalancedEngine:
                 f"to({device!r}, model=True) would move parameters that other ranks read; pass model=False"
             )
         self._to(device=device, model=model, optimizer=optimizer, grad=grad)
+
+    def adapters(self, *_: Any, **__: Any) -> Any:
+        """Of LoRA, for rollouts."""
+        raise UnsupportedError(
+            "lora_rank: verl collects adapters for rollouts by moving the model, which other ranks read. Fine-tune "
+            "adapters with verl's SFTTrainer, or take lora_rank=0"
+        )
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """A minibatch: when this returns, its gradients are final on all ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -62,7 +64,9 @@ def note_plans(balanced: Any) -> list[tuple[int, ...]]:
 
 
 def weights_of(engine: Any) -> list[torch.Tensor]:
-    """As verl sends them to what generates rollouts. Collective."""
+    """As verl sends them to what generates rollouts. Collective. Of LoRA: this rank's shards."""
+    if engine.model_config.lora_rank:
+        return [parameter.detach().clone() for parameter in engine.module.parameters()]
     parameters, _ = engine.get_per_tensor_param()
     return [(t.full_tensor() if isinstance(t, DTensor) else t).clone() for _, t in sorted(parameters)]
 
@@ -127,6 +131,40 @@ def test_supervised_fine_tuning_is_verls_with_unequal_numbers_of_microbatches(tm
     assert resumed["val/loss"] == pytest.approx(plain["val/loss"], rel=1e-5)
     for run in (found, other):
         assert max(run[name]["difference"] for name in ("balanced", "resumed")) < 1e-4
+
+
+OPTIONS = {
+    "fsdp": ("engine.use_orig_params=True", "engine.fsdp_size=2", "model.lora_rank=4"),
+    "fsdp2": ("engine.reshard_after_forward=False", "model.use_remove_padding=False", "model.lora_rank=4"),
+}
+BOTH = ("engine.use_no_sync_for_gradient_accumulation=True", "engine.optimizer_offload=True")
+
+
+def with_options(rank: int, world_size: int, folder: Path, strategy: str) -> dict[str, dict[str, Any]]:
+    enter(rank, world_size, folder)
+    import odc.trainers.verl as with_odc
+
+    found = {}
+    for option in (*OPTIONS[strategy], *BOTH):
+        more = (f"engine.strategy={strategy}", option, "trainer.total_epochs=1")
+        runs = []
+        for entered in (lambda _: None, with_odc.balance):
+            torch.manual_seed(0)  # adapters are new
+            runs.append(fine_tune(folder, entered, *more))
+        runs[1]["difference"] = differences(*(run.pop("weights") for run in runs))
+        found[option] = {"plain": runs[0], "balanced": runs[1]}
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_options_of_verl_work(tmp_path: Path, strategy: str) -> None:
+    found, _ = run_ranks(2, with_options, tmp_path, strategy, timeout_s=400)
+    for plain, balanced in (runs.values() for runs in found.values()):
+        for name in ("train/loss", "train/grad_norm"):
+            assert balanced[name] == pytest.approx(plain[name], rel=1e-5)
+        assert len(balanced["train/loss"]) == 2
+        assert balanced["difference"] < 1e-4
+        assert any(a != b for a, b in balanced["plans"])
 
 
 def actor_loss(**options: Any) -> Any:
@@ -223,6 +261,31 @@ def test_updates_of_actor_and_critic_are_verls_with_unequal_numbers_of_microbatc
     assert [min(counts) for counts in found["alone"][3]] == [0, 0]
 
 
+LOSSES = {"dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo"}
+AGGREGATIONS = {"seq-mean-token-sum", "seq-mean-token-mean", "token-sum", "seq-mean-token-sum-norm"}
+
+
+def other_losses(rank: int, world_size: int, folder: Path) -> dict[str, list[Any]]:
+    enter(rank, world_size, folder)
+    losses = {name: partial(actor_loss, loss_mode=name) for name in LOSSES - {"gspo"}}
+    losses["gspo"] = partial(actor_loss, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
+    losses |= {name: partial(actor_loss, loss_agg_mode=name) for name in AGGREGATIONS}
+    return {
+        name: updated(folder, rank, "language_model", losses[name], "engine.strategy=fsdp2", epochs=1)
+        for name in sorted(losses)
+    }
+
+
+def test_other_losses_of_actors_are_verls(tmp_path: Path) -> None:
+    found, _ = run_ranks(2, other_losses, tmp_path, timeout_s=400)
+    assert set(found) == LOSSES | AGGREGATIONS
+    for plain, metrics, difference, plans in found.values():
+        for name in ("loss", "grad_norm"):
+            assert metrics[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7)
+        assert difference < 1e-4
+        assert all(a != b for a, b in plans)
+
+
 def refused(rank: int, world_size: int, folder: Path) -> list[str]:
     enter(rank, world_size, folder)
     from verl.utils import tensordict_utils as tu
@@ -255,6 +318,9 @@ def refused(rank: int, world_size: int, folder: Path) -> list[str]:
         attempt(lambda: balanced._max_tokens(data))
         again = with_odc.balance(worker)  # of the same engine: the first one ends
         again.close()
+    adapted = training_worker(folder, "language_model", None, "engine.strategy=fsdp2", "model.lora_rank=4")
+    with with_odc.balance(adapted):
+        attempt(adapted.engine.get_per_tensor_param)
     engine._is_offload_param = True
     attempt(lambda: with_odc.balance(engine))
     del engine.module
@@ -265,7 +331,7 @@ def refused(rank: int, world_size: int, folder: Path) -> list[str]:
 def test_what_cannot_be_balanced_is_refused(tmp_path: Path) -> None:
     said, _ = run_ranks(2, refused, tmp_path)
     words = ["loss_mode='clip_cov'", "return_model_output", "force_group_size", "begins with 1", "no FSDP engine"]
-    words += ["model=False", "use_dynamic_bsz=False", "param_offload=False", "after reset"]
+    words += ["model=False", "use_dynamic_bsz=False", "lora_rank", "param_offload=False", "after reset"]
     for sentence, word in zip(said, words, strict=True):
         assert word in sentence
 
@@ -274,7 +340,14 @@ def examples(rank: int, world_size: int, folder: Path) -> list[str]:
     enter(rank, world_size, folder)
     from verl.trainer.sft_trainer import SFTTrainer
 
-    names = {"trainer": SFTTrainer(sft_config(folder, "engine.strategy=fsdp2", "trainer.save_freq=-1"))}
+    trainer = SFTTrainer(sft_config(folder, "engine.strategy=fsdp2", "trainer.save_freq=-1"))
+    fit, names = trainer.fit, {"trainer": trainer}
+
+    def fit_quietly() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            fit()
+
+    trainer.fit = fit_quietly
     shown = [
         example(f"odc.trainers.verl.{name}", names) for name in ("balance", "BalancedEngine", "install", "Installed")
     ]
@@ -313,3 +386,28 @@ def test_the_command_of_verl_takes_it_by_its_configuration(tmp_path: Path) -> No
         assert "2 ranks, transport shm" in (tmp_path / f"said-by-rank-{rank}").read_text()
     assert len(losses[0]) == 4
     assert list(map(float, losses[1])) == pytest.approx(list(map(float, losses[0])), rel=1e-5)
+
+
+def merged(rank: int, world_size: int) -> list[dict[str, float]]:
+    """What verl says of a metric of each kind: of three microbatches of both ranks, and of two of rank 0 alone."""
+    enter_verl(rank, world_size)
+    from verl.utils.metric import AggregationType, Metric
+
+    from odc.trainers.verl import BalancedEngine
+
+    said = []
+    for values in ([[1.0, 3.0], [8.0]], [[1.0, 3.0], []]):
+        balanced: Any = BalancedEngine.__new__(BalancedEngine)
+        balanced._group, balanced.plan = None, SimpleNamespace(num_microbatches=tuple(map(len, values)))
+        mine = {kind.value: Metric(aggregation=kind, value=values[rank]) for kind in AggregationType if values[rank]}
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, balanced._merged(mine))
+        said.append({kind: float(Metric.aggregate_dp([one[kind] for one in everyone])) for kind in everyone[0]})
+    return said
+
+
+def test_metrics_are_those_of_all_microbatches_of_all_ranks() -> None:
+    """verl refuses those of ranks with different numbers. Sums it divides by the ranks, as it scales losses by them."""
+    of_both, of_one = run_ranks(2, merged)[0]
+    assert of_both == {"mean": 4.0, "sum": 6.0, "min": 1.0, "max": 8.0}
+    assert of_one == {"mean": 2.0, "sum": 2.0, "min": 1.0, "max": 3.0}
