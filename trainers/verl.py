@@ -227,8 +227,7 @@ def install(policy: str = "lb-mini", **options: Any) -> Installed:
         policy, options: of :func:`balance`.
 
     Raises:
-        UnsupportedError: this version of verl has no engine that can be balanced. Initialising an engine raises it,
-            too, as :func:`balance` does.
+        UnsupportedError: not here, but where an engine is initialised that cannot be balanced, as by :func:`balance`.
         ValueError: the policy is not known, or an option is out of range.
 
     Example:
@@ -285,10 +284,10 @@ def _engine_of(target: Any) -> Any:
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse what would move parameters behind the shards that other ranks read.
+    """Refuse what would move parameters behind the shards that other ranks read, and unknown versions of verl.
 
     Raises:
-        UnsupportedError: names the option.
+        UnsupportedError: names the option, or what the engine does not have.
     """
     if getattr(engine, "module", None) is None:
         raise UnsupportedError("verl's engine has no model yet: call balance after reset(), or install before it")
@@ -297,6 +296,7 @@ def check_engine(engine: Any) -> None:
             "param_offload=True moves parameters between steps, while other ranks read them: set param_offload=False "
             "(optimizer_offload may stay)"
         )
+    globals_of_loop(engine)
 
 
 def globals_of_loop(engine: Any) -> dict[str, Any]:
