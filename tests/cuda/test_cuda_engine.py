@@ -243,14 +243,26 @@ SLICES: dict[str, list[int]] = {
 }
 
 
+def of_slices(*cases: tuple[torch.dtype, int]) -> list[Any]:
+    """Each with all slices. More than a table has rows for take long: in every run with the first case only."""
+    return [
+        pytest.param(
+            numels, *case, id=f"{name}-{case[0]}", marks=pytest.mark.extended if number and name == "300" else ()
+        )
+        for name, numels in SLICES.items()
+        for number, case in enumerate(cases)
+    ]
+
+
 def launches_of(rig: Rig, kernel: str, numels: Sequence[int]) -> bool:
     """One, or two if no table has rows for all."""
     return rig.cuda.launches.count(kernel) == (1 if len(numels) <= 256 else 2)
 
 
 @pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
-@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize(("dtype", "before"), [(BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("numels", "dtype", "before"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5))
+)
 def test_copy_parts(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, before: int) -> None:
     memory = [some(before + sum(numels) + 5, dtype, 10 + rank) for rank in range(3)]
 
@@ -297,8 +309,9 @@ def parts_of(
 
 
 @pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
-@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize(("dtype", "gap"), [(BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 1), (FP8, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("numels", "dtype", "gap"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 1), (FP8, 3))
+)
 def test_copy_parts_to_peers(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, gap: int) -> None:
     size = dtype.itemsize
     buffers = [torch.full((size * (sum(numels) + gap * len(numels) + 9),), 77, dtype=torch.uint8) for _ in range(3)]
@@ -329,18 +342,19 @@ def test_what_a_row_lacks_is_zeros() -> None:
     assert all((buffer[:2] == 7).all() for buffer in buffers)
 
 
-@pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, torch.int32], ids=str)
-def test_add_parts_to_peers(rig: Rig, numels: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("numels", "dtype", "gap"), of_slices(*((dtype, 4) for dtype in (BF16, FP16, FP32, FP64, torch.int32)))
+)
+def test_add_parts_to_peers(rig: Rig, numels: list[int], dtype: torch.dtype, gap: int) -> None:
     missing = [0, 2, 4200]
-    sums = [some(sum(numels) + 4 * len(numels) + 9, FP32, 50 + rank) for rank in range(3)]
+    sums = [some(sum(numels) + gap * len(numels) + 9, FP32, 50 + rank) for rank in range(3)]
     ours = [rig.put(total, 4) for total in sums]
-    parts = parts_of(numels, dtype, 4, rig.put, missing, 4)
+    parts = parts_of(numels, dtype, 4, rig.put, missing, gap)
     rig.engine.add_parts_to_peers([one.view(torch.uint8) for one in ours], parts, 2)
     del parts  # what the engine has cast is nobody's
     rig.cuda.run()
     for rank, (mine, total) in enumerate(zip(ours, sums, strict=True)):
-        for grads, offset_bytes, numel in parts_of(numels, dtype, 4, torch.Tensor.clone, missing, 4):
+        for grads, offset_bytes, numel in parts_of(numels, dtype, 4, torch.Tensor.clone, missing, gap):
             row = grads[rank * numel : (rank + 1) * numel].float()
             total[offset_bytes // 4 : offset_bytes // 4 + len(row)] += row
         assert torch.equal(rig.cuda.read(mine), total)

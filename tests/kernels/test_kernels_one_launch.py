@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted
+from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted, some_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32, FP64)
+PLACES = ((9600, 0, 0, 0), (9600, 16, 8, 0), (9601, 5, 3, 0), (9600, 8, 1, 3))
+"""Stride, start, offset in the sums, and how far off alignment."""
 SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 9001)
 GIB = 1 << 30
 PAIRS = [(total, addend) for total in (FP32, FP64) for addend in FLOATS if addend.itemsize <= total.itemsize]
@@ -43,14 +45,9 @@ class TestScatterAccumulateParts:
             assert torch.equal(total, twin)
         return sums
 
-    @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-    @pytest.mark.parametrize("numel", SIZES)
-    @pytest.mark.parametrize(
-        ("stride", "start", "offset", "shift"), [(9600, 0, 0, 0), (9600, 16, 8, 0), (9601, 5, 3, 0), (9600, 8, 1, 3)]
-    )
-    def test_parts(
-        self, k: SimpleNamespace, dtype: torch.dtype, numel: int, stride: int, start: int, offset: int, shift: int
-    ) -> None:
+    @pytest.mark.parametrize(("dtype", "numel", "place"), some_of([BF16, FP16, FP32], SIZES, PLACES), ids=str)
+    def test_parts(self, k: SimpleNamespace, dtype: torch.dtype, numel: int, place: tuple[int, int, int, int]) -> None:
+        stride, start, offset, shift = place
         grads = shifted(numbers(3 * stride, dtype, 9), shift)
         sums = self.both(k, grads, rank=1, offset=offset, stride=stride, start=start, numel=numel)
         for owner, total in enumerate(sums):
@@ -85,12 +82,13 @@ class TestScatter:
         for buffer, twin in zip(buffers, twins, strict=True):
             assert torch.equal(buffer, twin)
 
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    @pytest.mark.parametrize("numel", SIZES)
-    @pytest.mark.parametrize(("elements", "shift"), [(0, 0), (8, 0), (1, 0), (8, 3), (3, 1)])
+    @pytest.mark.parametrize(
+        ("dtype", "numel", "place"), some_of(FLOATS, SIZES, [(0, 0), (8, 0), (1, 0), (8, 3), (3, 1)]), ids=str
+    )
     def test_bytes_arrive_as_they_are(
-        self, k: SimpleNamespace, dtype: torch.dtype, numel: int, elements: int, shift: int
+        self, k: SimpleNamespace, dtype: torch.dtype, numel: int, place: tuple[int, int]
     ) -> None:
+        elements, shift = place
         source = shifted(numbers(3 * numel, dtype), shift)
         bits(source)[::7] = -1  # NaN with a payload, which no conversion would keep
         buffers = [shifted(torch.full(((numel + elements) * 8 + 16,), 7, dtype=torch.uint8), 0) for _ in range(3)]

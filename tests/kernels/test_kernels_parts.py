@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted
+from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted, some_of
 
 BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
 FLOATS = (BF16, FP16, FP32, FP64)
@@ -94,8 +94,7 @@ class TestGather:
             twin.expect(wanted)
             low += numel
 
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    @pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], FLOATS), ids=str)
     def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
         self.check(k, rows, numels, dtype)
 
@@ -175,6 +174,9 @@ MISSING: dict[str, list[int]] = {
 }
 
 
+SHORT = [[4097], [ALIGNED, 4096, 8200], [5, 4099, 0, 1, 9001]]
+
+
 class TestScatterAccumulate:
     def check(
         self, k: SimpleNamespace, rows: Any, push: Push, *, rank: int = 1, before: int = 0, shift: int = 0, **how: Any
@@ -197,14 +199,11 @@ class TestScatterAccumulate:
             found[owner].expect(total)
             twins[owner].expect(total)
 
-    @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-    @pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], [BF16, FP16, FP32]), ids=str)
     def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
         self.check(k, rows, Push(numels, dtype))
 
-    @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-    @pytest.mark.parametrize("numels", [[4097], [ALIGNED, 4096, 8200], [5, 4099, 0, 1, 9001]], ids=str)
-    @pytest.mark.parametrize("missing", MISSING.values(), ids=MISSING)
+    @pytest.mark.parametrize(("numels", "missing", "dtype"), some_of(SHORT, [*MISSING.values()], [BF16, FP32]), ids=str)
     def test_short_rows(
         self, k: SimpleNamespace, rows: Any, numels: list[int], missing: list[int], dtype: torch.dtype
     ) -> None:
@@ -269,14 +268,11 @@ class TestScatter:
             found[owner].expect(wanted)
             twins[owner].expect(wanted)
 
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    @pytest.mark.parametrize("numels", SLICES.values(), ids=SLICES)
+    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], FLOATS), ids=str)
     def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
         self.check(k, rows, Push(numels, dtype))
 
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    @pytest.mark.parametrize("numels", [[4097], [ALIGNED, 4096, 8200], [5, 4099, 0, 1, 9001]], ids=str)
-    @pytest.mark.parametrize("missing", MISSING.values(), ids=MISSING)
+    @pytest.mark.parametrize(("numels", "missing", "dtype"), some_of(SHORT, [*MISSING.values()], FLOATS), ids=str)
     def test_short_rows_end_in_zeros(
         self, k: SimpleNamespace, rows: Any, numels: list[int], missing: list[int], dtype: torch.dtype
     ) -> None:

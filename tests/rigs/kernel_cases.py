@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,17 @@ class FakePes:
         for transfer in reversed(self.pending.pop(self.program(), [])):
             transfer()
         self.log.append((self.program(), "quiet"))
+
+
+def some_of(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations, for ``parametrize``. Every run has those in which each value comes, and of three axes each pair
+    of values; the others are extended."""
+    fewest = min(map(len, axes))
+    return [
+        pytest.param(*(value for _, value in combination), marks=pytest.mark.extended if sum(places) % fewest else ())
+        for combination in itertools.product(*map(enumerate, axes))
+        for places in [[place for place, _ in combination]]
+    ]
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
