@@ -139,6 +139,14 @@ def warm_launcher() -> Iterator[WarmLauncher]:
         yield launcher
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Collections, and looks at all objects, take the longer the more there are: what was there before a file is left
+    out of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No file in /dev/shm, no rank process, no daemon thread, no descriptor of ours after a test."""

@@ -70,10 +70,19 @@ def norm_of_a_map(run: Run) -> Outcome:
     return {"norms": torch.stack(norms)}
 
 
+def few_trained(run: Run) -> tuple[Net, list[nn.Parameter]]:
+    """A model of two units, and the one parameter of each that is trained."""
+    model: Net = build(num_blocks=1).requires_grad_(False)
+    model.embed.weight.requires_grad_()
+    model.blocks[0].down.weight.requires_grad_()
+    model = run.shard(model)
+    run.patch(model)
+    return model, [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def compiled_scaling(run: Run) -> None:
     """Gradients are first read inside a function that is compiled. (Few: the compiler unrolls the loop.)"""
-    model = run.shard(build(num_blocks=1))
-    run.patch(model)
+    model, trained = few_trained(run)
     optimizer = optimizer_of(model)
 
     def scale(parameters: list[nn.Parameter], factor: torch.Tensor) -> None:
@@ -85,7 +94,7 @@ def compiled_scaling(run: Run) -> None:
     for step in range(STEPS):
         for microbatch in range(2):
             run.backward(model, step, microbatch)
-        compiled(list(model.parameters()), torch.tensor(1.0 / (step + 3)))
+        compiled(trained, torch.tensor(1.0 / (step + 3)))
         optimizer.step()
         optimizer.zero_grad()
     torch._dynamo.reset()
@@ -93,12 +102,11 @@ def compiled_scaling(run: Run) -> None:
 
 def compiled_step(run: Run) -> None:
     """With what comes before it and behind it. (Few parameters and a plain optimizer: the compiler unrolls both.)"""
-    model = run.shard(build(num_blocks=1))
-    run.patch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, trained = few_trained(run)
+    optimizer = torch.optim.SGD(trained, lr=0.1)
 
     def update() -> None:
-        clip_grad_norm_(model.parameters(), 0.5)
+        clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
 
