@@ -2,7 +2,8 @@
 
 No script says that it does. On two ranks all numbers are bit-equal; on four, which pose as two hosts, gradients are
 sums in another order. What torch has not counted as written is noticed on a GPU by a comparison that the host waits
-for: here on ranks that compare as there.
+for: here on ranks that compare as there. Every run has both ways to communicate, and the comparison of a GPU, with the
+scripts that such a change is noticed in.
 """
 
 from __future__ import annotations
@@ -21,18 +22,34 @@ from training import BOTH, TOLERANCE
 
 from odc.fsdp_patch import guard
 
+NOTICED = (
+    *("sharded teacher, data", "sharded teacher, data of the shard", "averages swapped in, data"),
+    *("averages swapped in, data of the shard", "clamped", "clamped on one rank", "clamped to no effect"),
+    *("adapters merged", "stepped by hand"),
+)
+OTHERS = tuple(name for name in changing.CASES if name not in NOTICED)
 OF_HOSTS = (
     "sharded teacher, in place",
     "averages swapped in, data of the shard",
-    "schedule-free optimizer",
     "clamped on one rank",
-    "outer steps",
     "stepped by hand",
 )
+FURTHER_OF_HOSTS = ("schedule-free optimizer", "outer steps")
+
+
+def named(names: Sequence[str], others: Sequence[str]) -> pytest.MarkDecorator:
+    """Names of scripts, of which ``others`` are extended."""
+    further = [pytest.param(name, marks=pytest.mark.extended) for name in others]
+    return pytest.mark.parametrize("name", [*names, *further])
+
+
+def read_at_once(flag: torch.Tensor) -> guard.Verdict:
+    is_set = bool(flag)
+    return lambda: is_set
 
 
 def find_differences(
-    rank: int, world_size: int, names: Sequence[str], sharding: str
+    rank: int, world_size: int, names: Sequence[str], sharding: str, ways: Sequence[str], on_device: bool
 ) -> dict[str, dict[str, float | str]]:
     """Per script and way: the largest difference between plain and patched, or how it failed."""
     if world_size == 4:
@@ -42,47 +59,48 @@ def find_differences(
     else:
         mesh = init_device_mesh("cpu", (world_size,))
     make_run = functools.partial(Run, rank, world_size, mesh=mesh)
-    ways = BOTH if world_size == 2 else BOTH[:1]
-    return {name: differences(changing.CASES[name], make_run, ways) for name in names}
-
-
-def find_differences_as_on_a_device(rank: int, world_size: int) -> dict[str, dict[str, float | str]]:
-    def read_at_once(flag: torch.Tensor) -> guard.Verdict:
-        is_set = bool(flag)
-        return lambda: is_set
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "comparison_for", lambda device: guard.DeviceComparison(read_at_once))
-        make_run = functools.partial(Run, rank, world_size, mesh=init_device_mesh("cpu", (world_size,)))
-        return {name: differences(case, make_run, BOTH[:1]) for name, case in changing.CASES.items()}
+        if on_device:
+            patch.setattr(guard, "comparison_for", lambda device: guard.DeviceComparison(read_at_once))
+        return {name: differences(changing.CASES[name], make_run, ways) for name in names}
 
 
 @functools.cache
-def found_as_on_a_device() -> list[dict[str, dict[str, float | str]]]:
-    return run_ranks(2, find_differences_as_on_a_device, timeout_s=300)
+def found(
+    world_size: int,
+    names: tuple[str, ...],
+    sharding: str = "full",
+    ways: Sequence[str] = BOTH[:1],
+    on_device: bool = False,
+) -> list[dict[str, dict[str, float | str]]]:
+    return run_ranks(world_size, find_differences, names, sharding, ways, on_device, timeout_s=300)
 
 
-@functools.cache
-def found(world_size: int, names: tuple[str, ...], sharding: str = "full") -> list[dict[str, dict[str, float | str]]]:
-    return run_ranks(world_size, find_differences, names, sharding, timeout_s=300)
+def check(name: str, names: tuple[str, ...], ways: Sequence[str], on_device: bool = False) -> None:
+    for of_rank in found(2, names, ways=ways, on_device=on_device):
+        assert of_rank[name] == dict.fromkeys(ways, 0.0), of_rank[name]
 
 
 @pytest.mark.parametrize("name", changing.CASES)
 def test_what_is_changed_between_steps_is_what_all_ranks_compute_with(name: str) -> None:
-    for of_rank in found(2, tuple(changing.CASES)):
-        assert of_rank[name] == dict.fromkeys(BOTH, 0.0), of_rank[name]
+    check(name, *((NOTICED, BOTH) if name in NOTICED else (OTHERS, BOTH[:1])))
 
 
-@pytest.mark.parametrize("name", changing.CASES)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_in_the_other_way(name: str) -> None:
+    check(name, OTHERS, BOTH[1:])
+
+
+@named(NOTICED, OTHERS)
 def test_the_same_where_elements_are_compared_by_a_device(name: str) -> None:
-    for of_rank in found_as_on_a_device():
-        assert of_rank[name] == dict.fromkeys(BOTH[:1], 0.0), of_rank[name]
+    check(name, NOTICED if name in NOTICED else OTHERS, BOTH[:1], on_device=True)
 
 
-@pytest.mark.parametrize("name", OF_HOSTS)
+@named(OF_HOSTS, FURTHER_OF_HOSTS)
 @pytest.mark.parametrize("sharding", [pytest.param("full", marks=pytest.mark.extended), "hybrid"])
 def test_the_same_over_two_hosts(name: str, sharding: str) -> None:
-    for of_rank in found(4, OF_HOSTS, sharding):
+    for of_rank in found(4, OF_HOSTS if name in OF_HOSTS else FURTHER_OF_HOSTS, sharding):
         (worst,) = of_rank[name].values()
         assert not isinstance(worst, str), worst
         assert worst <= TOLERANCE

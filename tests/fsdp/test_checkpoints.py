@@ -44,7 +44,7 @@ from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, 
 import odc
 
 KINDS = ["fsdp2", "fsdp1-orig", "fsdp1-flat"]
-SAVED_AT, STEPS = 2, 4
+SAVED_AT, STEPS = 1, 3
 
 
 @dataclass

@@ -75,7 +75,7 @@ def train(rank: int, make: Make, kind: str, mode: str, idle: bool = False) -> li
     """
     torch._dynamo.reset()
     patching = AutomaticPatching(odc.patch_fsdp, lambda text: None) if mode == "run" else None
-    model = make(build(num_blocks=2), kind)
+    model = make(build(), kind)
     root = getattr(model, "_orig_mod", model) if make is around_fsdp else model
     session = odc.patch_fsdp(root) if mode == "patch" else None
     optimizer = optimizer_of(model)

@@ -33,7 +33,7 @@ import odc
 from odc.bench.proof.chaos.script import AllTokens
 from odc.fsdp_patch.compat import torch_version
 
-DIM, HEADS, TOKENS, NUM_BLOCKS, WORLD_SIZE = 8, 2, 8, 2, 4
+DIM, HEADS, TOKENS, NUM_BLOCKS, WORLD_SIZE, STEPS = 8, 2, 8, 2, 4, 3
 TOLERANCE = 1e-9 if torch_version() >= (2, 10) else 1e-7  # plain FSDP2 of 2.9 is as far from one process
 WAYS = ("gather", "functional", "ulysses", "ring", "torch")
 ALL_GATHER = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)  # torch 2.13
@@ -211,12 +211,11 @@ def all_runs(rank: int, world_size: int) -> tuple[dict[str, float], dict[str, An
     """How far the same training is from plain torch's, and what uneven ones come to."""
     differences, uneven = {}, {}
     for way in WAYS:
-        steps = 20 if way == WAYS[0] else 5
-        theirs, ours = (run(rank, way, (1, 1), steps, torch.float32, use_odc) for use_odc in (False, True))
+        theirs, ours = (run(rank, way, (1, 1), STEPS, torch.float32, use_odc) for use_odc in (False, True))
         differences[way] = largest_difference(ours, theirs)
     for name, (way, counts, hosts) in CASES.items():
         os.environ["ODC_HOST_ID"] = f"host-{hosts[rank] if hosts else 0}"
-        uneven[name] = run(rank, way, counts, 5, torch.float64)
+        uneven[name] = run(rank, way, counts, STEPS, torch.float64)
     return differences, uneven
 
 
@@ -236,7 +235,7 @@ def test_uneven_groups_that_share_samples_train_as_one_process(case: str, found:
     model = build(way, dtype=torch.float64)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / WORLD_SIZE)  # as FSDP divides
-    norms = train(model, way, counts, range(len(counts)), 5, False)
+    norms = train(model, way, counts, range(len(counts)), STEPS, False)
     expected = {name: value.detach().numpy() for name, value in {**norms, **dict(model.named_parameters())}.items()}
     for _, uneven in found:
         assert largest_difference(uneven[case], expected) < TOLERANCE

@@ -24,7 +24,7 @@ def evaluate(model: nn.Module) -> None:
 
 def train(rank: int, world_size: int, evaluates: Callable[[int], str], clip: str, patched: bool = True) -> Any:
     """``evaluates``: where a rank does, "inside" the minibatch or "behind" the step."""
-    model = shard(build(num_blocks=2), world_size)
+    model = shard(build(), world_size)
     session = odc.patch_fsdp(model) if patched else None
     optimizer = optimizer_of(model)
     for step in range(4):

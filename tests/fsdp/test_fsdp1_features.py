@@ -397,7 +397,7 @@ def misused(rank: int, world_size: int, how: str) -> None:
     ("how", "words"),
     [
         ("unsynchronized", "still holds gradients of backward passes under no_sync()"),
-        ("changed", "'blocks.2.norm.weight' was changed after it was published"),
+        ("changed", "'blocks.1.norm.weight' was changed after it was published"),
     ],
 )
 def test_misuse_is_named(how: str, words: str) -> None:
@@ -463,11 +463,11 @@ def largest_error(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | N
     return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
 
 
-def kept_gradients(rank: int, world_size: int, use_orig_params: bool) -> list[str]:
-    """What differs."""
+def kept_gradients(rank: int, world_size: int, use_orig_params: bool, half: int) -> list[str]:
+    """What differs, in every second one of all combinations."""
     wrong = []
-    for name, precision in PRECISIONS.items():
-        for how, clear in CLEARINGS.items():
+    for i, (name, precision) in enumerate(PRECISIONS.items()):
+        for how, clear in list(CLEARINGS.items())[(i + half) % 2 :: 2]:
             for strategy in STRATEGIES if name == "both" else STRATEGIES[:1]:
                 options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
                 theirs = gradients_of_steps(rank, False, precision, clear, **options)
@@ -486,7 +486,14 @@ def kept_gradients(rank: int, world_size: int, use_orig_params: bool) -> list[st
     return wrong
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-def test_gradients_that_stay_over_a_step_are_those_of_plain_fsdp1(use_orig_params: bool) -> None:
-    for wrong in run_ranks(2, kept_gradients, use_orig_params, timeout_s=300):
+@pytest.mark.parametrize(
+    ("use_orig_params", "half"),
+    [
+        pytest.param(use_orig_params, half, marks=() if use_orig_params == half else pytest.mark.extended)
+        for use_orig_params in (True, False)
+        for half in (0, 1)
+    ],
+)
+def test_gradients_that_stay_over_a_step_are_those_of_plain_fsdp1(use_orig_params: bool, half: int) -> None:
+    for wrong in run_ranks(2, kept_gradients, use_orig_params, half, timeout_s=300):
         assert not wrong, wrong

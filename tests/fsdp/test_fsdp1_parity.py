@@ -32,6 +32,7 @@ from training import (
     full_parameters_of_fsdp1,
     largest_difference,
     loss_of,
+    mixed_modules,
     num_tokens,
     optimizer_of,
     reference,
@@ -152,7 +153,7 @@ def script(
     rank: int, world_size: int, use_odc: bool, case: Case, options: dict[str, Any], transport: str = "auto"
 ) -> tuple[Gradients, Any]:
     """Train; returns this rank's ``.grad`` after the first minibatch and the parameters in the end."""
-    model = build(num_blocks=2)
+    model = build()
     case.before(model)
     model = wrap(model, **{**case.options, **options})
     case.after(model)
@@ -298,15 +299,6 @@ UNEVEN: list[dict[str, Any]] = [
     {"deterministic": True},
     {"accumulate": "daemon", "deterministic": True},
 ]
-
-
-def mixed_modules(step: int, rank: int, microbatch: int) -> dict[str, Any]:
-    """Other modules per rank and microbatch: an unused block, the opposite order, one twice and one never."""
-    if rank == 0 and microbatch == 0:
-        return {"skip": [1]}
-    if rank == 1:
-        return {"order": [2, 1, 0] if step % 2 else [0, 2, 1]}
-    return {"order": [0, 0, 2]}
 
 
 def uneven(

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 from fsdp_scripts import by_unit, changing, kept, reading
-from fsdp_scripts.pairs import PAIRS, pairs_of
+from fsdp_scripts.pairs import PAIRS
 from fsdp_scripts.run import Run, difference
 from process_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
 
-OTHERS = pairs_of("fsdp2")
 CASES = {**reading.CASES, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
+FURTHER = ("gradients scaled in a compiled function", *PAIRS)
+"""With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py)."""
 
 
 class Fsdp1Run(Run):
@@ -40,15 +41,15 @@ def differences(rank: int, world_size: int, names: Sequence[str]) -> dict[str, f
 
 
 @functools.cache
-def found(others: bool) -> list[dict[str, float | str]]:
-    return run_ranks(2, differences, [name for name in CASES if (name in OTHERS) == others], timeout_s=300)
+def found(further: bool) -> list[dict[str, float | str]]:
+    return run_ranks(2, differences, [name for name in CASES if (name in FURTHER) == further], timeout_s=300)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended) if name in OTHERS else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.extended) if name in FURTHER else name for name in CASES]
 )
 def test_scripts_keep_their_numbers(name: str) -> None:
-    for of_rank in found(name in OTHERS):
+    for of_rank in found(name in FURTHER):
         worst = of_rank[name]
         assert not isinstance(worst, str), worst
         assert worst <= CASES[name].tolerance

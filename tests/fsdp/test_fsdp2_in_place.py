@@ -230,7 +230,7 @@ class Trained:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self.model = shard(build(num_blocks=2), world_size)
+        self.model = shard(build(), world_size)
         self.optimizer = optimizer_of(self.model)
         self.steps = 0
 

@@ -51,7 +51,7 @@ class Raise(torch.autograd.Function):
 
 
 def make(kind: str, model: Net | None = None) -> Any:
-    model = model or build(num_blocks=2)
+    model = model or build()
     if kind.startswith("fsdp2"):
         if kind == "fsdp2-bare-root":
             for module in (model.embed, model.head):
@@ -395,7 +395,7 @@ def never_synchronized(rank: int, world_size: int, kind: str, low: bool) -> None
     """All microbatches of rank 1 are without synchronization, not all of rank 0."""
     if kind == "fsdp2" and low:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # gradients wait in another dtype then
-        model: Any = shard(build(num_blocks=2), 2, mp_policy=policy)
+        model: Any = shard(build(), 2, mp_policy=policy)
     else:
         model = make(kind)
     session = odc.patch_fsdp(model, timeout_s=60)

@@ -57,7 +57,7 @@ class Steps:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         self.norms: list[float] = []
 
     def backward(self, rows: torch.Tensor, scale: float) -> None:

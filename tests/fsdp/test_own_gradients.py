@@ -19,7 +19,7 @@ KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
 
 
 def model_of(kind: str, world_size: int) -> nn.Module:
-    net = build(num_blocks=2)
+    net = build()
     return shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=kind == "fsdp1")
 
 

@@ -31,7 +31,7 @@ from training import largest_difference
 
 import odc
 
-DIM, HEADS, HIDDEN, VOCABULARY, TOKENS, NUM_LAYERS, STEPS = 16, 4, 24, 32, 8, 2, 2
+DIM, HEADS, HIDDEN, VOCABULARY, TOKENS, NUM_LAYERS, STEPS = 16, 4, 24, 32, 8, 1, 2
 
 
 class Attention(nn.Module):

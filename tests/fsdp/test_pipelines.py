@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from process_ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as schedules_of_torch
@@ -35,7 +35,7 @@ REST = [case for case in PRODUCT if case not in PAIRS]
 
 def blocks(num_stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(Block(WIDTH), Block(WIDTH)).to(dtype) for _ in range(num_stages)]
+    return [nn.Sequential(Block(WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype) for _ in range(num_stages)]
 
 
 def rows(step: int, replica: int, number: int, seed: int = 0) -> torch.Tensor:
@@ -53,10 +53,15 @@ def stages_here(name: str, rank: int) -> list[int]:
     return [rank, 3 - rank] if "ZBV" in name else [rank, rank + 2]
 
 
+@functools.cache
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+
 def train(rank: int, name: str, scale_grads: bool, num_microbatches: int, patched: bool, uneven: bool = False) -> Any:
     """Two pipelines of two ranks; the ranks of a stage share its parameters. ``uneven``: the second pipeline runs its
     schedule twice a step, the first once. What the ranks are left with, and their norms."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = make_mesh()
     replica, place = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
     numbers = stages_here(name, place)
     num_stages = 2 * len(numbers)

@@ -72,7 +72,7 @@ def closing(rank: int, world_size: int) -> list[str]:
 
 def test_closing_in_the_middle_of_a_minibatch_warns_of_what_is_lost() -> None:
     for middle, *others in run_ranks(2, closing):
-        assert "closed in the middle of a minibatch: gradients of 4 units" in middle
+        assert "closed in the middle of a minibatch: gradients of 3 units" in middle
         assert others == ["", "", ""]
 
 

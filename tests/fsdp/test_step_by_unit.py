@@ -42,7 +42,7 @@ from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit
 from odc.launch.dry_run import DryRun
 
-STEPS, WEIGHT = 4, 0.02
+STEPS, WEIGHT = 3, 0.02
 
 
 def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight: float = WEIGHT) -> None:
@@ -163,8 +163,8 @@ def beside_tensor_parallelism(rank: int, world_size: int, counts: Sequence[int])
     model = partners.shard(partners.build(), partners.make_mesh(world_size))
     norms = []
     with odc.patch_fsdp(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(5):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(partners.STEPS):
             for m in range(counts[rank // 2]):
                 (model(partners.batch(step, rank // 2, m)).square().sum() / 10).backward()
             norms.append(float(odc.step_by_unit(model, optimizer, max_norm=1.0)))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def with_others(rank: int, world_size: int, by_unit: bool) -> dict[str, Any]:
     """Patched where it is first used, which is the step of a rank without a microbatch. Then one rank after the other
     evaluates, and a minibatch is thrown away."""
     patching = AutomaticPatching(odc.patch_fsdp, lambda text: None)
-    model = shard(build(num_blocks=2), world_size)
+    model = shard(build(), world_size)
     optimizer = optimizer_of(model)
     for step in range(5):
         if rank == 0 or step:
@@ -375,7 +375,7 @@ def applied_in_backward(rank: int, world_size: int) -> list[float]:
     """FSDP1's own way."""
     found: list[Any] = []
     for patched in (False, True):
-        model = wrap(build(num_blocks=2), use_orig_params=True)
+        model = wrap(build(), use_orig_params=True)
         options = {"lr": 1e-2, "momentum": 0.9}
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options, register_hook=False)
         session = odc.patch_fsdp(model) if patched else None
@@ -388,7 +388,7 @@ def applied_in_backward(rank: int, world_size: int) -> list[float]:
         found.append(full_parameters_of_fsdp1(model))
     return [
         largest_difference(found[1], found[0]),
-        largest_difference(found[1], dict(build(num_blocks=2).state_dict())),
+        largest_difference(found[1], dict(build().state_dict())),
     ]
 
 
@@ -487,7 +487,7 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str, float]]:
     expected = None
     found = []
     for prepare, options, _, _ in [(lambda *_: None, {}, "", ""), *REFUSED]:
-        model = shard(build(num_blocks=2), world_size)
+        model = shard(build(), world_size)
         session, kind, text = odc.patch_fsdp(model), "nothing raised", ""
         optimizers = prepare(model, world_size)  # type: ignore[no-untyped-call]
         backward(model, 0, rank)
@@ -537,7 +537,7 @@ def test_a_step_by_unit_at_the_wrong_place_says_so(how: str, words: str) -> None
 
 
 def fails_half_way(rank: int, world_size: int) -> None:
-    model = shard(build(num_blocks=2), world_size)
+    model = shard(build(), world_size)
     odc.patch_fsdp(model, timeout_s=60)
     optimizers = [torch.optim.SGD(block.parameters(), lr=0.1) for block in model.blocks]
     held = {id(p) for block in model.blocks for p in block.parameters()}

@@ -29,7 +29,7 @@ UNFROZEN = {2: ("blocks.1.",), 4: ("embed.",)}
 
 def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: bool) -> tuple[Any, Any]:
     """``idle``: rank 1 has no microbatch where parameters are unfrozen."""
-    net = build(num_blocks=2)
+    net = build()
     net.blocks[1].up.weight.requires_grad_(False)
     if fsdp == 2:  # FSDP1 does not train a flat parameter that was frozen as a whole
         net.blocks[1].requires_grad_(False)

@@ -36,7 +36,7 @@ KINDS = ["fsdp2", "fsdp1-orig", "fsdp1-flat"]
 
 
 def make(kind: str, world_size: int) -> Any:
-    model = build(num_blocks=2)
+    model = build()
     if kind == "fsdp2":
         return shard(model, world_size)
     return wrap(model, use_orig_params=kind == "fsdp1-orig")

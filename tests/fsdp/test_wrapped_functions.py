@@ -130,7 +130,7 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = build(num_blocks=2)
+        self.inner = build()
 
     def forward(self, *, module: torch.Tensor, wrapper: int, state: int, args: int, kwargs: int) -> torch.Tensor:
         logits: torch.Tensor = self.inner(module) * (wrapper + state + args + kwargs)

@@ -229,7 +229,7 @@ if {hosts} > 1:
     os.environ["ODC_HOST_ID"] = f"host{{rank}}"
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if attempt == "0":
-    os.environ["ODC_FAULT"] = "rank=1,point=scatter.after_chunk,at=30,do=kill"
+    os.environ["ODC_FAULT"] = "rank=1,point=scatter.after_chunk,at=15,do=kill"
 counts = {counts}
 model = shard(build(), world_size)
 session = odc.patch_fsdp(model) if {patch} else None

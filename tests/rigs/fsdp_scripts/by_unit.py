@@ -73,7 +73,7 @@ def loop(run: Run, make: Make, max_norm: float | None = None) -> Outcome:
 
 def frozen(run: Run) -> Outcome:
     """A unit is frozen, and a part of another one; there is a scheduler."""
-    model = build(num_blocks=2)
+    model = build()
     model.blocks[0].requires_grad_(False)
     model.blocks[1].up.requires_grad_(False)
     model = run.shard(model)
@@ -135,7 +135,7 @@ def unsharded_rest(run: Run) -> None:
     """Only the blocks are units. The script reduces the rest itself, and one optimizer has it all."""
     from torch.distributed.fsdp import fully_shard
 
-    model = build(num_blocks=2)
+    model = build()
     for block in model.blocks:
         fully_shard(block, mesh=run.mesh)
     run.patch(model)

@@ -21,7 +21,7 @@ Kind = Callable[[torch.Tensor], Extended]
 
 def net(run: Run, kind: Kind, *, frozen: bool = False, **options: Any) -> nn.Module:
     """Those that are divided evenly, where what travels has no padding."""
-    model = build(num_blocks=2)
+    model = build()
     if frozen:
         for block in model.blocks:
             block.up.weight.requires_grad_(False)

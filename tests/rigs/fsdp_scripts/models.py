@@ -39,7 +39,7 @@ def checkpointing(run: Run, use_reentrant: bool) -> None:
 
 
 def wrapped_checkpointing(run: Run, **options: Any) -> None:
-    model = build(num_blocks=2)
+    model = build()
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block, **options)
     run.patch(run.shard(model))
@@ -90,7 +90,7 @@ def root_without_parameters(run: Run) -> None:
 
 def units_without_a_root(run: Run) -> None:
     """Only the blocks are sharded; the script reduces the rest itself, as for a small head."""
-    model = build(num_blocks=2)
+    model = build()
     for block in model.blocks:
         fully_shard(block, mesh=run.mesh)
     run.patch(model)
@@ -255,7 +255,7 @@ def offloaded(run: Run) -> None:
 
 def with_ignored_parameters(run: Run) -> None:
     """A parameter that FSDP leaves alone: the script reduces its gradient itself."""
-    model = build(num_blocks=2)
+    model = build()
     ignored = model.head.bias
     for block in model.blocks:
         fully_shard(block, mesh=run.mesh)
@@ -272,7 +272,7 @@ def with_ignored_parameters(run: Run) -> None:
 
 
 def from_meta(run: Run, assign: bool) -> None:
-    weights = build(num_blocks=2).state_dict()
+    weights = build().state_dict()
     with torch.device("meta"):
         model = Net(num_blocks=2)
     run.shard(model)
@@ -299,7 +299,7 @@ def loaded_after_patching(run: Run, assign: bool) -> None:
     """``assign=True`` puts other parameters into the model."""
     model = run.net()
     run.patch(model)
-    weights = {name: value * 1.5 for name, value in build(num_blocks=2).state_dict().items()}
+    weights = {name: value * 1.5 for name, value in build().state_dict().items()}
     state = sharded_like(model, weights, run.mesh)
     model.load_state_dict({n: nn.Parameter(v) for n, v in state.items()} if assign else state, assign=assign)
     train(run, model)
@@ -338,7 +338,7 @@ def weight_averages(run: Run) -> Outcome:
 
 
 def compiled(run: Run, backend: str) -> None:
-    model = build(num_blocks=2)
+    model = build()
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend=backend)  # type: ignore[assignment]
     run.shard(model)
