@@ -1,11 +1,12 @@
 """Launches of training scripts without the seconds of importing: ranks are forks of a process that has the libraries.
 
 What ``torchrun`` and ``odc run`` do with their options is not part of it: each rank does what ``torchrun script.py`` or
-``torchrun -m odc.run script.py`` has it do, in a process of its own that ends like any other interpreter.
+``torchrun -m odc.run script.py`` has it do, in a process of its own that ends like any other interpreter, or sooner.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -15,12 +16,13 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -53,6 +55,7 @@ class WarmLauncher:
         folder: Path,
         *,
         with_odc: bool = False,
+        ends_at_once: bool = False,
         world_size: int = 2,
         cwd: Path | None = None,
         limit_s: float = LIMIT_S,
@@ -64,6 +67,8 @@ class WarmLauncher:
         Args:
             arguments: the script's path and its arguments; ``with_odc``, those of ``odc.run``.
             folder: each rank's output goes to :func:`output_of` it there.
+            ends_at_once: once threads and exit handlers are through. An interpreter then takes apart all that has been
+                imported, which takes half a second of a core with training libraries.
             cwd: where the script runs; by default in ``folder``.
             limit_s: how long the ranks may take together.
             environment: variables of the ranks, besides those of the process that has the libraries.
@@ -82,6 +87,7 @@ class WarmLauncher:
             "folder": str(folder.resolve()),
             "cwd": str((cwd or folder).resolve()),
             "odc": with_odc,
+            "at_once": ends_at_once,
             "ranks": world_size,
             "port": store.port,
             "limit_s": limit_s,
@@ -183,6 +189,12 @@ def _main() -> None:
         return
     die_with_parent()  # a fork is not told by what its parent has asked for
     _enter(job)
+    if job["at_once"]:
+        _end_at_once(job)
+    _run(job)
+
+
+def _run(job: Mapping[str, Any]) -> None:
     from odc.launch.main import main
     from odc.launch.script import run_script
 
@@ -190,6 +202,27 @@ def _main() -> None:
         main(job["arguments"])
     else:
         run_script(job["arguments"][0], job["arguments"][1:])
+
+
+def _end_at_once(job: Mapping[str, Any]) -> NoReturn:
+    """Run it, and end with its exit code and its last words; what an interpreter does behind these is left out."""
+    code = 0
+    try:
+        _run(job)
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            code = ended.code
+        elif ended.code is not None:
+            print(ended.code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def train(
         codes = launcher.run(
             arguments,
             folder,
+            ends_at_once=True,
             world_size=num_ranks,
             cwd=Path(),
             limit_s=RUN_LIMIT_S,

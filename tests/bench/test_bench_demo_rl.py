@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from odc.bench.training.runs import CONFIGURATIONS
+from odc.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_three_ways_have_the_same_rewards_and_losses(tmp_path: Path) -> None:
-    sizes = ["--minibatches", "4", "--max-completion", "28", "--hidden-size", "64", "--num-layers", "2"]
-    command = [sys.executable, "-m", "odc", "bench", "demo-rl", "--out", str(tmp_path), "--repetitions", "1", *sizes]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_three_ways_have_the_same_rewards_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--minibatches", "4", "--max-completion", "28", "--hidden-size", "64", "--num-layers", "1"]
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["bench", "demo-rl", "--out", str(tmp_path), "--repetitions", "1", *sizes])
+    assert done.exit_code == 0, done.output
     runs = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert [row["name"] for row in runs] == [configuration.name for configuration in CONFIGURATIONS]
     for row in runs:

@@ -66,3 +66,29 @@ def test_variables_of_one_launch(warm_launcher: WarmLauncher, tmp_path: Path) ->
     for environment, said in (({"ODC_STAGING": "on"}, "on"), ({}, "None")):
         assert warm_launcher.run([str(script)], tmp_path, environment=environment) == [0, 0]
         assert [output_of(tmp_path, rank).read_text().strip() for rank in range(2)] == [said] * 2
+
+
+ENDS = {
+    "pass": (0, ""),
+    "sys.exit(3)": (3, ""),
+    "sys.exit('no more')": (1, "no more"),
+    "raise ValueError": (1, "ValueError"),
+}
+"""Of a script: the exit code, and the last words."""
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_a_launch_ends_as_an_interpreter_does(warm_launcher: WarmLauncher, tmp_path: Path, ends_at_once: bool) -> None:
+    """Behind its threads and exit handlers."""
+    script = tmp_path / "script.py"
+    last = (
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\natexit.register(print, 'handler')"
+    )
+    script.write_text(f"import atexit, os, sys, threading, time\n{last}\nexec({list(ENDS)}[int(os.environ['RANK'])])")
+    codes = warm_launcher.run([str(script)], tmp_path, world_size=len(ENDS), ends_at_once=ends_at_once)
+    assert codes == [code for code, _ in ENDS.values()]
+    for rank, (_, words) in enumerate(ENDS.values()):
+        text = output_of(tmp_path, rank).read_text()
+        assert text.count("thread\n") == text.count("handler\n") == 1
+        assert text.index("thread\n") < text.index("handler\n")
+        assert words in text

@@ -45,7 +45,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
     def run(out: Path, *words: str, script: str = "long_context_sft") -> dict[str, Any]:
         out.mkdir(exist_ok=True)
-        codes = launcher.run([str(EXAMPLES / f"{script}.py"), "--out", str(out), *words], out)
+        codes = launcher.run([str(EXAMPLES / f"{script}.py"), "--out", str(out), *words], out, ends_at_once=True)
         assert codes == [0, 0], output_of(out, 0).read_text() + output_of(out, 1).read_text()
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
         return result

@@ -116,7 +116,7 @@ def test_workers_of_ray_train_as_the_plain_loop_does(tmp_path: Path, whole: dict
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with closing(WarmLauncher(libraries, environment)) as launcher:
         words = [str(EXAMPLES / "long_context_sft.py"), "--out", str(tmp_path), *WORDS, "--no-odc"]
-        codes = launcher.run(words, tmp_path)
+        codes = launcher.run(words, tmp_path, ends_at_once=True)
         assert codes == [0, 0], output_of(tmp_path, 0).read_text() + output_of(tmp_path, 1).read_text()
     plain = json.loads((tmp_path / "result.json").read_text())
     assert (whole["ranks"], len(whole["losses"])) == (2, STEPS)

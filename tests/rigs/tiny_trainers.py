@@ -31,7 +31,7 @@ def model(**options: Any) -> LlamaForCausalLM:
             vocab_size=VOCAB_SIZE,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=2,
             **options,

@@ -38,7 +38,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
         folder = tmp_path_factory.mktemp(f"{kind}-{mode}")
         ranks = range(4 if kind == "tp" else 2)
         words = [str(SCRIPT), kind, mode, str(folder), *more]
-        codes = launcher.run(words, folder, with_odc=with_odc, world_size=len(ranks))
+        codes = launcher.run(words, folder, with_odc=with_odc, ends_at_once=True, world_size=len(ranks))
         text = "".join(output_of(folder, rank).read_text() for rank in ranks)
         assert not any(codes), text
         return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in ranks], text

@@ -92,7 +92,7 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path, make: Any) -> None:
     made = trainer.model
     made.config.use_cache = False
     made.train()
-    made.model.layers[1].mlp.eval()
+    made.model.layers[0].mlp.eval()
     torch.manual_seed(7)
     random_state, modes = torch.get_rng_state(), [module.training for module in made.modules()]
     called: list[bool] = []
