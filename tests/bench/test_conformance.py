@@ -43,12 +43,13 @@ def latin_square() -> list[Cell]:
     return [cell for cell in CELLS if cell.name in names]
 
 
-STEPS = 4
+STEPS, NUM_BLOCKS = 3, 1
 
 
 def shorten(rank: int, prepare: launch.Prepare | None = None) -> None:
-    """In a rank: train for fewer steps than the committed table was made with."""
+    """In a rank: train a smaller model for fewer steps than the committed table was made with."""
     training.STEPS = comparison.STEPS = STEPS
+    training.NUM_BLOCKS = NUM_BLOCKS
     if prepare is not None:
         prepare(rank)
 
