@@ -42,7 +42,7 @@ from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit
 from odc.launch.dry_run import DryRun
 
-STEPS, WEIGHT = 3, 0.02
+STEPS, MESH_STEPS, WEIGHT = 3, 2, 0.02
 
 
 def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight: float = WEIGHT) -> None:
@@ -104,7 +104,7 @@ def on_meshes(rank: int, layout: str, counts: Sequence[int], by_unit: bool, max_
     norms: list[float] = []
     with odc.patch_fsdp(model):
         optimizer = meshes.optimizer_of(model)
-        for step in range(3):
+        for step in range(MESH_STEPS):
             for m in range(counts[rank]):
                 meshes.loss_of(model, meshes.batch(step, rank, m)).backward()
             if by_unit:
@@ -130,7 +130,7 @@ def on_several_meshes(rank: int, world_size: int) -> Any:
 def test_units_on_several_meshes() -> None:
     found = run_ranks(4, on_several_meshes, env={"ODC_TIMEOUT": "60"})
     for number, counts in enumerate((meshes.UNEVEN, meshes.IDLE)):
-        meshes.check([clipped[number] for clipped, _ in found], "dtensor", counts, range(3))
+        meshes.check([clipped[number] for clipped, _ in found], "dtensor", counts, range(MESH_STEPS))
     for _, differences in found:
         assert max(differences) < TOLERANCE
 
@@ -282,7 +282,7 @@ def with_one_of_torch(rank: int, world_size: int) -> dict[str, float]:
                 parameter.requires_grad_(parameter.ndim == 2)
             optimizer = make(shard(model, world_size).parameters())
             with odc.patch_fsdp(model):
-                for step in range(3):
+                for step in range(2):
                     backward(model, step, rank)
                     if is_by_unit:
                         odc.step_by_unit(model, optimizer)
