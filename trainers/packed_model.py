@@ -14,6 +14,7 @@ from torch import nn
 
 from odc.balance.data.collate import IGNORED
 from odc.trainers.checks import base_model
+from odc.trainers.heads import gather_head
 from odc.trainers.probe import Identity, aside, refuse_packing, rounding, spread
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -48,6 +49,7 @@ class PackedModel:
         if labels is None:
             return self._scored(row, input_ids, mask, options)
         own = labels[mask][None].masked_fill(positions == 0, IGNORED)
+        gather_head(self._model)
         output = copy.copy(self._model(**row, labels=own, **options))
         for name in _PER_TOKEN:
             if (value := output.get(name)) is not None:

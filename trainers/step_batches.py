@@ -18,6 +18,7 @@ from odc.errors import UnsupportedError
 from odc.trainers.batches import Bundle, StepEnd, cut
 from odc.trainers.checks import check_rows, check_sharded, configs_of
 from odc.trainers.forms import Form, Sample
+from odc.trainers.heads import check_head
 from odc.trainers.options import BalanceOptions, Tally, default_cost
 from odc.trainers.overrides import Overrides, RankMetrics
 from odc.trainers.packed_model import PackedModel, check_packed_model
@@ -109,6 +110,7 @@ class StepBatches:
         if not self._checked:
             if not self._options.equal_counts and ranks.world_size > 1:
                 check_sharded(trainer.model_wrapped, self._options.name)
+                check_head(trainer.model_wrapped, self._options.name)
             check_packed_model(
                 trainer,
                 trainer.model_wrapped,

@@ -29,6 +29,7 @@ from odc.fsdp_patch.patching import patch_fsdp
 from odc.trainers.batches import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
 from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.forms import form_of
+from odc.trainers.heads import check_head, gather_head
 from odc.trainers.late import LateSteps
 from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
@@ -222,11 +223,13 @@ class _Balanced:
             assert self._late is not None
             inputs.microbatches = []  # from here on those that this rank has run
             for microbatch in self._late.rows():
+                gather_head(model)
                 total = total + self._training_step(model, microbatch, *args, **kwargs)
                 inputs.microbatches.append(microbatch)
             self._tally.num_taken = self._late.num_taken
         else:
             for microbatch in microbatches_of([inputs]):
+                gather_head(model)
                 total = total + self._training_step(model, microbatch, *args, **kwargs)
         self._tally.add_item(inputs)
         return total
@@ -235,6 +238,7 @@ class _Balanced:
         """All ranks come here at the same point, their first bundle, also with an empty one."""
         if not self._options.equal_counts and DataRanks.of(self._trainer.accelerator).world_size > 1:
             check_sharded(model, self._options.name)
+            check_head(model, self._options.name)
         check_packing(self._trainer, model, self._identity, self._example)
 
     def num_items(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:

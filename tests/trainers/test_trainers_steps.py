@@ -190,6 +190,31 @@ def test_balanced_pairs_have_the_same_losses(tmp_path: Path, warm: Warm, case: s
     assert bool(evaluations[0]) is (case == "dpo")
 
 
+# An output layer that nobody calls
+
+
+ADAPTED = {"sft-lora": "sft", "dpo-lora": "dpo", "grpo-lora": "grpo"}
+
+
+@pytest.mark.parametrize("case", [further(name) for name in ADAPTED])
+def test_uneven_ranks_do_not_wait_for_an_output_layer(tmp_path: Path, warm: Warm, case: str) -> None:
+    """With adapters it is a unit of its own, which TRL's fused head gathers by a collective."""
+    kind, options = ADAPTED[case], {"lora": True, "given": ADAPTED[case] == "grpo", "max_steps": 3}
+    most = {"sft": "130", "dpo": "300", "grpo": "64"}[kind]
+    plain, ours, _ = both(warm, tmp_path, kind, options, "--max-tokens", most, ranks=4)
+    assert_same(plain, ours)
+    counts = [json.loads((ours / f"forwards-{rank}.json").read_text()) for rank in range(4)]
+    assert any(len(set(of_step)) > 1 for of_step in zip(*counts, strict=True)), counts
+
+
+@pytest.mark.parametrize("case", [further("sft-lora"), further("dpo-lora")])
+def test_an_output_layer_of_its_own_that_is_trained_is_refused(tmp_path: Path, warm: Warm, case: str) -> None:
+    words = ["--balance", "lb-mini", SCRIPT, ADAPTED[case], json.dumps({"lora": "head"})]
+    text = warm(words, tmp_path, with_odc=True, code=1)
+    assert "odc: refused: balancing by 'lb-mini' gives ranks different numbers of microbatches, but the output" in text
+    assert "leave it out of modules_to_save" in text
+
+
 # Checkpoints, meshes
 
 

@@ -1,11 +1,12 @@
-"""A script of TRL's GRPOTrainer, DPOTrainer or RewardTrainer, for the tests of `odc run --balance`: it knows nothing of
-ODC.
+"""A script of TRL's GRPOTrainer, DPOTrainer, RewardTrainer or SFTTrainer, for the tests of `odc run --balance`.
 
-Arguments: a trainer ("grpo", "dpo", "reward"), and a JSON object for its configuration. Besides the options of TRL:
+It knows nothing of ODC.
+
+Arguments: a trainer ("grpo", "dpo", "reward", "sft"), and a JSON object for its configuration. Besides TRL's options:
 
 - "fsdp_version": 1, 2, or 0 for none;
 - "dtype": of the model;
-- "lora": train an adapter;
+- "lora": train an adapter; "head", and the output layer;
 - "given": rollouts are not generated, but made of their prompts: the same whatever rank has them; "sampled", by an
   engine like vLLM, whose log-probabilities differ;
 - "replicas": HSDP, of so many;
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig, PartialState
 from datasets import Dataset
 from transformers import Qwen2ForSequenceClassification, TrainerCallback, set_seed
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl_sft import NUM_WORDS, build_model, build_tokenizer, use_cpu_ranks
 
 NUM_PROMPTS = 64
@@ -83,10 +84,13 @@ def main() -> None:
         from peft import LoraConfig  # not among the extras
 
         task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
-        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], task_type=task)
+        adapted: dict[str, Any] = {"target_modules": ["q_proj", "up_proj", "down_proj"], "task_type": task}
+        if own["lora"] == "head":
+            adapted["modules_to_save"] = ["lm_head"]
+        more["peft_config"] = LoraConfig(r=4, **adapted)
     if own["given"]:
         more["rollout_func"] = given_rollouts
-    trainer = {"grpo": grpo, "dpo": dpo, "reward": reward}[kind](options, more)
+    trainer = {"grpo": grpo, "dpo": dpo, "reward": reward, "sft": sft}[kind](options, more)
     if own["given"] == "sampled":
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
@@ -225,6 +229,17 @@ def reward(options: dict[str, Any], more: dict[str, Any]) -> Any:
         train_dataset=pairs(),
         eval_dataset=pairs().select(range(16)),
         processing_class=tokenizer,
+        **more,
+    )
+
+
+def sft(options: dict[str, Any], more: dict[str, Any]) -> Any:
+    rng = np.random.default_rng(0)
+    return SFTTrainer(
+        model=saved_model(),
+        args=SFTConfig(max_length=None, **options),
+        train_dataset=Dataset.from_dict({"text": [words(rng, 4, 120) for _ in range(NUM_PROMPTS)]}),
+        processing_class=build_tokenizer(),
         **more,
     )
 
