@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,19 +133,21 @@ def test_supervised_fine_tuning_is_verls_with_unequal_numbers_of_microbatches(tm
         assert max(run[name]["difference"] for name in ("balanced", "resumed")) < 1e-4
 
 
-OPTIONS = {
-    "fsdp": ("engine.use_orig_params=True", "engine.fsdp_size=2", "model.lora_rank=4"),
-    "fsdp2": ("engine.reshard_after_forward=False", "model.use_remove_padding=False", "model.lora_rank=4"),
-}
 BOTH = ("engine.use_no_sync_for_gradient_accumulation=True", "engine.optimizer_offload=True")
+OPTIONS = {
+    "fsdp": (*BOTH, "engine.use_orig_params=True", "engine.fsdp_size=2", "model.lora_rank=4"),
+    "fsdp2": (*BOTH, "engine.reshard_after_forward=False", "model.use_remove_padding=False", "model.lora_rank=4"),
+}
 
 
-def with_options(rank: int, world_size: int, folder: Path, strategy: str) -> dict[str, dict[str, Any]]:
+def with_options(
+    rank: int, world_size: int, folder: Path, strategy: str, options: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     enter(rank, world_size, folder)
     import odc.trainers.verl as with_odc
 
     found = {}
-    for option in (*OPTIONS[strategy], *BOTH):
+    for option in options:
         more = (f"engine.strategy={strategy}", option, "trainer.total_epochs=1")
         runs = []
         for entered in (lambda _: None, with_odc.balance):
@@ -157,14 +159,17 @@ def with_options(rank: int, world_size: int, folder: Path, strategy: str) -> dic
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_options_of_verl_work(tmp_path: Path, strategy: str) -> None:
-    found, _ = run_ranks(2, with_options, tmp_path, strategy, timeout_s=400)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_options_of_verl_work(tmp_path: Path, strategy: str, world_size: int) -> None:
+    """On four ranks: two replicas of two shards each."""
+    options = OPTIONS[strategy] if world_size == 2 else ["engine.fsdp_size=2"]
+    found = run_ranks(world_size, with_options, tmp_path, strategy, options, timeout_s=400)[0]
     for plain, balanced in (runs.values() for runs in found.values()):
         for name in ("train/loss", "train/grad_norm"):
             assert balanced[name] == pytest.approx(plain[name], rel=1e-5)
         assert len(balanced["train/loss"]) == 2
         assert balanced["difference"] < 1e-4
-        assert any(a != b for a, b in balanced["plans"])
+        assert any(len(set(counts)) > 1 for counts in balanced["plans"])
 
 
 def actor_loss(**options: Any) -> Any:
@@ -399,7 +404,9 @@ def merged(rank: int, world_size: int) -> list[dict[str, float]]:
     for values in ([[1.0, 3.0], [8.0]], [[1.0, 3.0], []]):
         balanced: Any = BalancedEngine.__new__(BalancedEngine)
         balanced._group, balanced.plan = None, SimpleNamespace(num_microbatches=tuple(map(len, values)))
-        mine = {kind.value: Metric(aggregation=kind, value=values[rank]) for kind in AggregationType if values[rank]}
+        mine = {kind.value: Metric(aggregation=kind) for kind in AggregationType if values[rank]}
+        for metric in mine.values():
+            metric.extend(values[rank])
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, balanced._merged(mine))
         said.append({kind: float(Metric.aggregate_dp([one[kind] for one in everyone])) for kind in everyone[0]})
