@@ -26,18 +26,20 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc.balance import MinibatchLoader, even_lengths, law_names
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Run, Table
-from odc.bench.harness.ranks import BenchError, Rank
+from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.emulated import LAW_SAMPLES
 from odc.bench.training.emulated_model import SleepingModel
@@ -127,9 +129,21 @@ class Way:
         found.num_taken, found.speeds = self.loader.num_taken, self.loader.speeds
 
 
+def meet_as_under_torchrun(me: Rank) -> None:
+    """Have the process group's store be a server: a file takes several times as long for each word."""
+    options: dict[str, Any] = {"world_size": me.world_size, "timeout": timedelta(seconds=SILENCE_LIMIT_S)}
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **options) if me.rank == 0 else None
+    port = torch.tensor([0 if server is None else server.port])
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    store = server or TCPStore("127.0.0.1", int(port), is_master=False, **options)
+    dist.init_process_group(me.place.backend(me.world_size), store=store, rank=me.rank, world_size=me.world_size)
+
+
 def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
     """Both ways, a minibatch of each in turn, and the seconds of a minibatch of all ranks at the same time."""
     torch.manual_seed(0)
+    meet_as_under_torchrun(me)
     costs = paper_cost(case.model)(case.lengths())
     rng = np.random.default_rng(case.seed)
     actual = costs * np.exp(rng.normal(0.0, case.noise, costs.size) - case.noise**2 / 2)
