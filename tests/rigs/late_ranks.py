@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -29,21 +29,34 @@ class Clock:
 
 
 def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """Let late binding read this clock."""
+    """Let late binding read this clock, and look at each store through :class:`Prefixed`."""
+    patch.setattr(shares, "PrefixStore", Prefixed)
     for module in (estimates, microbatches, shares):
         patch.setattr(module, "time", clock)
 
 
 class BusyStore(dist.HashStore):
-    """A store on which, before some of the calls of a rank, another rank goes on."""
+    """A store on which, before each access of a rank, another rank may go on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.interrupt: Callable[[], None] = nothing
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.interrupt()
-        return super().compare_set(key, expected, desired)
+
+class Prefixed:
+    """In place of torch's ``PrefixStore``, which calls C++ whatever a subclass in Python says."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._prefix, self._store = prefix, store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(key: str | list[str], *args: Any) -> Any:
+            if isinstance(self._store, BusyStore):
+                self._store.interrupt()
+            keys = f"{self._prefix}/{key}" if isinstance(key, str) else [f"{self._prefix}/{one}" for one in key]
+            return getattr(self._store, name)(keys, *args)
+
+        return call
 
 
 def nothing() -> None:
