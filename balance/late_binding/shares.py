@@ -73,6 +73,8 @@ class Shares:
         self._expected = ""
         self._key = ""
         self._word = b""
+        self._is_known = False
+        """Whether the word is in the store: it is when the first microbatch is begun."""
         self._begun: deque[str] = deque()
         self._takers: dict[str, list[int]] = {}
         self._doubted: list[str] = []
@@ -83,13 +85,24 @@ class Shares:
     def expect(self, key: str) -> None:
         """The minibatch ``key`` is next, and the one before it is over: nobody takes anything more from it."""
         if self._key and self.leads:
-            while not self._put([], 0.0):
+            while Share.decode(self._word).microbatches and not self._put([], 0.0):
                 pass  # others were faster
             if takers := Share.decode(self._word).takers:
                 self._takers.setdefault(_minibatch(self._key), []).extend(takers)
+        self._forget()
         if _epoch(key) != _epoch(self._expected):
             self._takers.clear()  # of an earlier epoch nothing is begun anew
         self._key, self._expected = "", key
+
+    def _forget(self) -> None:
+        """Delete what nobody reads any more, here where no other rank waits for it."""
+        while self._told and self._store.add(f"{self._told[0][0]}/heard", 0) == len(self._together.ranks) - 1:
+            name, num_told = self._told.popleft()
+            for what in (*range(num_told), "heard"):
+                self._store.delete_key(f"{name}/{what}")
+        # Who has begun a minibatch looks at no word of the one before the last.
+        while len(self._begun) > 2:
+            self._store.delete_key(self._begun.popleft())
 
     def open(self, key: str, microbatches: Parts) -> None:
         """Tell of this rank's share of the minibatch ``key``.
@@ -116,16 +129,9 @@ class Shares:
         self._key = key
         self._doubted = [self._name(rank) for rank in self._takers.get(_minibatch(key), [])]
         self._word = Share(microbatches, 0.0, time.time(), self.times.rate, []).encode()
-        self._store.set(self._name(self.rank), self._word.decode())
+        self._is_known = False
         self._begun.append(self._name(self.rank))
         self._num_told = 0
-        while self._told and self._store.add(f"{self._told[0][0]}/heard", 0) == len(self._together.ranks) - 1:
-            name, num_told = self._told.popleft()
-            for what in (*range(num_told), "heard"):
-                self._store.delete_key(f"{name}/{what}")
-        # Who has begun this minibatch looks at no word of the one before the last.
-        while len(self._begun) > 2:
-            self._store.delete_key(self._begun.popleft())
 
     def mine(self, key: str) -> Share:
         """What is left of this rank's share."""
@@ -134,8 +140,12 @@ class Shares:
 
     def of_others(self) -> dict[int, Share]:
         """Of the ranks that have begun this minibatch."""
-        words = {rank: self._store.compare_set(self._name(rank), "", "") for rank in self.others}
-        return {rank: Share.decode(word) for rank, word in words.items() if word}
+        names = [self._name(rank) for rank in self.others]
+        if self._store.check(names):  # one round trip, and one for all words
+            words = self._store.multi_get(names)
+        else:
+            words = [self._store.compare_set(name, "", "") for name in names]
+        return {rank: Share.decode(word) for rank, word in zip(self.others, words, strict=True) if word}
 
     def begin(self, parts: Parts, cost: float) -> bool:
         """Begin the first of ``parts``, which are what was left of :meth:`mine`; False: others have taken some of it
@@ -195,8 +205,13 @@ class Shares:
 
     def _put(self, microbatches: Parts, running: float) -> bool:
         """Replace this rank's share; False: by then it was another one, which is known now."""
-        new = Share(microbatches, running, time.time(), self.times.rate, Share.decode(self._word).takers).encode()
-        self._word = self._replaced(self.rank, self._word, new)
+        old = Share.decode(self._word)
+        new = Share(microbatches, running, time.time(), self.times.rate, old.takers).encode()
+        if self._is_known and old.microbatches:
+            self._word = self._replaced(self.rank, self._word, new)
+        else:  # nobody else has anything to replace
+            self._store.set(self._name(self.rank), new.decode())
+            self._word, self._is_known = new, True
         return self._word == new
 
     def _replaced(self, rank: int, word: bytes, by: bytes) -> bytes:

@@ -227,8 +227,8 @@ def measure(
     ] = None,
     noise: Annotated[float, typer.Option(min=0.0, help="Of costs, beside cases without.")] = 0.2,
     slow: Annotated[float, typer.Option(min=0.1, max=1.0, help="Speed of one rank where there is noise.")] = 0.85,
-    minibatches: Annotated[int, typer.Option(min=1, help="Of each way.")] = 40,
-    scale: Annotated[float, typer.Option(min=0.01, help="Seconds of compute of a rank in a minibatch.")] = 0.8,
+    minibatches: Annotated[int, typer.Option(min=1, help="Of each way.")] = 16,
+    scale: Annotated[float, typer.Option(min=0.01, help="Seconds of compute of a rank in a minibatch.")] = 1.5,
     ranks: Annotated[int, typer.Option(min=1, help="That are started on this host.")] = 8,
     layers: Annotated[int, typer.Option(min=1, help="Of the model, a unit each.")] = 2,
     minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 8,
@@ -259,7 +259,7 @@ def _estimates(row: Row) -> str:
 
 BENCHMARK = Benchmark(
     measure,
-    "25 min, quick 1 min",
+    "20 min, quick 1 min",
     (
         Table(
             "runs",

@@ -172,7 +172,8 @@ def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytes
     ranks = Ranks(monkeypatch, 3)
     for shares in ranks.shares:
         shares.expect("0.0/1")
-        shares.open("0.0/1", [[3 * shares.rank, 3 * shares.rank + 1]])
+        shares.open("0.0/1", [[9], [3 * shares.rank, 3 * shares.rank + 1]])
+        shares.begin(shares.mine("0.0/1").microbatches, 1.0)
     seen = ranks.shares[1].of_others()[0]
     assert ranks.shares[1].take(0, seen, [1])
     assert not ranks.shares[2].take(0, seen, [1])
