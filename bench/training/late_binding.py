@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from odc.balance import MinibatchLoader, even_lengths, law_names
 from odc.balance.checks import FloatArray
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Run, Table
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table
 from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.emulated import LAW_SAMPLES
@@ -257,6 +257,14 @@ def _estimates(row: Row) -> str:
     return f"{row['noise']:.0%} noise, a rank at {row['slow']:.0%}" if row["noise"] else "exact"
 
 
+def figures(result: Entries) -> Figures:
+    """Rows of a table: the speedup by law and what a microbatch costs, where estimates are exact and where not."""
+    for law in dict.fromkeys(row["law"] for row in result["runs"]):
+        rows = [row for row in result["runs"] if row["law"] == law]
+        cells = [row["speedup"] for noise in (False, True) for row in rows if bool(row["noise"]) == noise]
+        yield f"| {law} |", " " + " | ".join(f"{cell:.3f}" for cell in cells) + " |"
+
+
 BENCHMARK = Benchmark(
     measure,
     "20 min, quick 1 min",
@@ -279,4 +287,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"minibatches": 12, "scale": 0.2, "law": ["swesmith"], "microbatch_cost": [5]},
+    figures=(("docs/policies.md", figures, ["late_binding"]),),
 )
