@@ -1,4 +1,4 @@
-"""The microbatches of a rank, each chosen when it is asked for. (Needs torch.)"""
+"""The microbatches of a rank, each chosen when it is asked for."""
 
 from __future__ import annotations
 

@@ -154,8 +154,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 WITHOUT_TORCH = ("__init__.py", "sampler.py")  # of the folder that makes batches
-# Of the folders that move tensors and run minibatches of them.
-WITH_TORCH = {"rearrange": ("exchange.py",), "multimodal": ("carriers.py", "loader.py", "payload.py", "run.py")}
+# Of the folders that move tensors, run minibatches of them, or tell through torch's store who runs what.
+WITH_TORCH = {
+    "late_binding": ("estimates.py", "shares.py"),
+    "rearrange": ("exchange.py",),
+    "multimodal": ("carriers.py", "loader.py", "payload.py", "run.py"),
+}
 LEAVES = ("odc._lazy", "odc._version", "odc.errors")
 """Which import nothing but the standard library: late imports, names, and how input is quoted."""
 

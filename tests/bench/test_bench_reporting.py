@@ -123,8 +123,8 @@ TABLES: dict[str, str] = {
 | rank 1 | odc | 100 (50-200) | 2 (1-4) |""",
     "demo": """\
 **2 ranks, medians of 1 runs (lowest-highest)**
-| way | samples/s | speedup | range | bubble rate | final loss |
-| odc-lb-mini | 7.0 | 1.30 | 1.30 (1.30-1.30) | 8.5% | 6.5000 |""",
+| way | samples/s | speedup | bubble rate | final loss |
+| odc-lb-mini | 7.0 (7.0-7.0) | 1.30 (1.30-1.30) | 8.5% | 6.5000 |""",
     # Throughput of the paper: 401.3 over 299.4 samples per second and device.
     "emulated": """\
 **throughput of ODC + LB-Mini over collectives + LB-Micro**
