@@ -134,5 +134,6 @@ BENCHMARK = Benchmark(
     figures=(
         ("docs/reliability.md", figures, ["chaos"]),
         ("docs/reliability.md", partial(figures, where="on meshes "), ["chaos_meshes"]),
+        ("docs/reliability.md", partial(figures, where="with late binding "), ["chaos_late_binding"]),
     ),
 )
