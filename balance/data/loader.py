@@ -275,7 +275,13 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             self._check_late_binding()
             together = together_on(mesh)
             self._shares = Shares(
-                place, f"{self.sampler.identity()}", own_store(), self.sampler.speeds, together, microbatch_cost
+                place,
+                f"{self.sampler.identity()}",
+                own_store(),
+                self.sampler.speeds,
+                together,
+                microbatch_cost,
+                learns_speeds=True,
             )
 
     def __len__(self) -> int:

@@ -126,6 +126,7 @@ class LearnedEstimates:
         speeds: what the plan begins with, (world_size,); None: all are equally fast.
         microbatch_cost: likewise.
         report: told what was learned, in words.
+        learns_speeds: whether plans can give ranks more or less by their speeds.
     """
 
     def __init__(
@@ -136,11 +137,14 @@ class LearnedEstimates:
         speeds: FloatArray | None,
         microbatch_cost: float = 0.0,
         report: Callable[[str], object] = lambda text: None,
+        *,
+        learns_speeds: bool = True,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._store = store
         self._report = report
+        self._learns_speeds = learns_speeds
         self.now = Estimates(np.ones(world_size) if speeds is None else speeds / np.median(speeds), microbatch_cost)
         """Of the minibatch planned last."""
 
@@ -197,6 +201,8 @@ class LearnedEstimates:
         speeds = np.where(abs(speeds - 1.0) < LEAST_DIFFERENCE, 1.0, speeds.round(2))
         now = self.now
         speeds = np.where(abs(speeds - now.speeds) < LEAST_DIFFERENCE * now.speeds, now.speeds, speeds)
+        if not self._learns_speeds:
+            speeds = now.speeds
         cost = float(f"{np.median(beside):.3g}")
         is_noise = abs(cost - now.microbatch_cost) < LEAST_DIFFERENCE * float(np.median(of_all))
         return Estimates(speeds, now.microbatch_cost if is_noise else cost)

@@ -37,7 +37,7 @@ class Shares:
         store: of all ranks, a connection of this loader's own.
         together: ranks that compute the same microbatches. The first one of them begins and takes; the others are told
             by it. None: each is at a place of its own.
-        speeds, microbatch_cost: what plans begin to count with, see :class:`LearnedEstimates`.
+        speeds, microbatch_cost, learns_speeds: what plans begin to count with, see :class:`LearnedEstimates`.
 
     Raises:
         ValueError: another process has a loader at this place.
@@ -51,6 +51,8 @@ class Shares:
         speeds: FloatArray | None = None,
         together: Together | None = None,
         microbatch_cost: float = 0.0,
+        *,
+        learns_speeds: bool = False,
     ) -> None:
         self.rank = place.rank
         self._together = together or Together([place.rank], 0, f"{place.ranks}")
@@ -66,7 +68,13 @@ class Shares:
             )
         self.times = Times()
         self.estimates = LearnedEstimates(
-            place.rank, place.world_size, self._store, speeds, microbatch_cost, report_learned
+            place.rank,
+            place.world_size,
+            self._store,
+            speeds,
+            microbatch_cost,
+            report_learned,
+            learns_speeds=learns_speeds,
         )
         self.num_taken = 0
         """Samples that this rank, or the one that leads, has taken from others."""

@@ -44,7 +44,7 @@ class Ranks:
         keep_time(monkeypatch, self.clock)
         self.store = BusyStore()
         self.shares = [
-            Shares(Place(rank, world_size), "", self.store, microbatch_cost=microbatch_cost)
+            Shares(Place(rank, world_size), "", self.store, microbatch_cost=microbatch_cost, learns_speeds=True)
             for rank in range(world_size)
         ]
         self.num_minibatches = 0
@@ -75,6 +75,18 @@ class Ranks:
             self.clock,
             lambda rank, part: (float(seconds[part].sum()) + beside) / float(speeds[rank]),
         )
+
+
+def counting_with(learned: Estimates, plan: Plan) -> Plan:
+    """The minibatch of ``plan``, planned anew."""
+    return get_policy("lb-mini").plan(
+        plan.lengths,
+        world_size=8,
+        max_tokens=plan.max_tokens,
+        cost=COST,
+        microbatch_cost=learned.microbatch_cost,
+        speeds=learned.speeds,
+    )
 
 
 def planned_time(plan: Plan, seconds: FloatArray, speeds: FloatArray) -> float:
@@ -150,14 +162,7 @@ def test_noise_and_a_slow_device_cost_less(
         by_plan += planned_time(plan, seconds, speeds)
         for shares in ranks.shares:
             learned = shares.estimates.plan_with(0, number)
-        plan = get_policy("lb-mini").plan(
-            plan.lengths,
-            world_size=8,
-            max_tokens=plan.max_tokens,
-            cost=COST,
-            microbatch_cost=learned.microbatch_cost,
-            speeds=learned.speeds,
-        )
+        plan = counting_with(learned, plan)
         took, done = ranks.run(plan, seconds, speeds, fixed)
         for shares in ranks.shares:
             shares.estimates.tell(shares.times)
@@ -418,6 +423,16 @@ def test_what_not_all_have_measured_stays() -> None:
             assert found.microbatch_cost == 7.0
 
 
+def test_speeds_that_plans_cannot_count_with_are_not_learned() -> None:
+    store = dist.HashStore()
+    ranks = [LearnedEstimates(rank, 2, store, None, learns_speeds=False) for rank in range(2)]
+    for rank, learned in enumerate(ranks):
+        learned.tell(measured([1.0, 0.5][rank], 30.0))
+    for minibatch in range(24):
+        found = [rank.plan_with(0, minibatch) for rank in ranks]
+    assert [(one.speeds.tolist(), one.microbatch_cost) for one in found] == [([1.0, 1.0], 30.0)] * 2
+
+
 def test_what_a_microbatch_takes_is_learned_where_it_is_more_than_noise() -> None:
     said = list[str]()
     store = dist.HashStore()
@@ -477,14 +492,7 @@ def test_a_cost_of_microbatches_that_nobody_told_is_learned(monkeypatch: pytest.
     mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
     for number, plan in enumerate(first):
         learned, *_ = [shares.estimates.plan_with(0, number) for shares in ranks.shares]
-        plan = get_policy("lb-mini").plan(
-            plan.lengths,
-            world_size=8,
-            max_tokens=plan.max_tokens,
-            cost=COST,
-            microbatch_cost=learned.microbatch_cost,
-            speeds=learned.speeds,
-        )
+        plan = counting_with(learned, plan)
         ranks.run(plan, plan.costs, np.ones(8), 0.25 * mean)
         for shares in ranks.shares:
             shares.estimates.tell(shares.times)
