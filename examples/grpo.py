@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/grpo.py --comm collective --policy lb-micro --out runs/collective
     torchrun --nproc-per-node 2 examples/grpo.py --comm odc --policy lb-mini --out runs/odc
 
-It runs on CPU ranks and downloads nothing. At each step every rank generates completions with a copy of the model,
-whose lengths nobody knows before (1 to --max-completion tokens), and a rule scores them: the part of a completion's
-tokens that have the prompt's remainder by 4. Then the rollouts of all ranks are shared out anew and trained on. For one
-seed every run has the same rollouts, to rounding, whatever --comm and --policy are: rewards and losses can be compared.
+It runs on CPU ranks, or with a GPU for each, and downloads nothing. At each step every rank generates completions
+with a copy of the model, whose lengths nobody knows before (1 to --max-completion tokens), and a rule scores them: the
+part of a completion's tokens that have the prompt's remainder by 4. Then the rollouts of all ranks are shared out anew
+and trained on. For one seed every run has the same rollouts, to rounding, whatever --comm and --policy are: rewards and
+losses can be compared.
 
 What ODC changes is in main(): odc.patch_fsdp, balance_batch, and the `with session.minibatch()` around microbatches.
 """
@@ -44,12 +45,16 @@ Rollout = dict[str, Any]
 
 def main() -> None:
     args = parse_args()
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     torch.manual_seed(args.seed)  # the same weights on every rank and in every run
     rank = dist.get_rank()
 
-    model = build_model(args, packed_attention.register(), sharded=True)
-    generator = build_model(args, "sdpa", sharded=False).eval()
+    model = build_model(args, packed_attention.register(device=device), device, sharded=True)
+    generator = build_model(args, "sdpa", device, sharded=False).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     cost = TransformerCost.from_config(model.config)
 
@@ -76,10 +81,10 @@ def main() -> None:
                         policy=args.policy,
                     )
                 moved.append(batch.sent_bytes)
-                loss = torch.zeros(())
+                loss = torch.zeros((), device=device)
                 with session.minibatch() if session else nullcontext():
                     for microbatch, weights in record.microbatches(weighted(batch)):
-                        part = policy_loss(model, microbatch, weights)
+                        part = policy_loss(model, microbatch, weights, device)
                         part.backward()
                         loss += part.detach()
                 with record.span("finish", "loss"):
@@ -107,11 +112,16 @@ def weighted(batch: BalancedBatch[Rollout]) -> list[tuple[list[Rollout], torch.T
     return list(zip(batch.microbatches, batch.loss_weights("dapo"), strict=True))
 
 
-def policy_loss(model: torch.nn.Module, microbatch: Sequence[Rollout], weights: torch.Tensor) -> torch.Tensor:
+def policy_loss(
+    model: torch.nn.Module, microbatch: Sequence[Rollout], weights: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """PPO's clipped loss of the completions; 0 of a microbatch without rollouts."""
     packed = pack_collate(microbatch)
-    ids = packed["input_ids"][0]
-    logits = model(**{k: v for k, v in packed.items() if k != "labels"}, use_cache=False).logits[0].float()
+    del packed["labels"]
+    lengths = packed.pop("cu_seqlens")  # stay on the host: attention decides there what it launches
+    inputs = {name: tensor.to(device) for name, tensor in packed.items()}
+    logits = model(**inputs, cu_seqlens=lengths, use_cache=False).logits[0].float()
+    ids = inputs["input_ids"][0]
     logps = logits[:-1].log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0]  # of all tokens but the first
     old, advantages, factors = (torch.zeros(ids.numel()) for _ in range(3))
     start = 0
@@ -120,9 +130,10 @@ def policy_loss(model: torch.nn.Module, microbatch: Sequence[Rollout], weights: 
         completion = slice(start + PROMPT, end)
         old[completion], advantages[completion], factors[completion] = rollout["logps"], rollout["advantage"], weight
         start = end
-    ratio = (logps - old[1:]).where(factors[1:] > 0, 0.0).exp()
-    gain = torch.minimum(ratio * advantages[1:], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[1:])
-    return -(gain * factors[1:]).sum() + 0.0 * logps.sum()
+    old, advantages, factors = (of_tokens[1:].to(device) for of_tokens in (old, advantages, factors))
+    ratio = (logps - old).where(factors > 0, 0.0).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -(gain * factors).sum() + 0.0 * logps.sum()
 
 
 # Rollouts
@@ -147,13 +158,16 @@ def make_rollouts(args: argparse.Namespace, model: Qwen2ForCausalLM, seed: list[
 def generate(
     model: Qwen2ForCausalLM, prompts: torch.Tensor, max_completion: int, random: torch.Generator
 ) -> Iterator[Rollout]:
-    """A completion of each prompt, (num_prompts, PROMPT), until its end or ``max_completion`` tokens."""
+    """A completion of each prompt, (num_prompts, PROMPT), until its end or ``max_completion`` tokens; in host memory.
+
+    The random numbers are the host's: the same whatever device computes.
+    """
     cache, given = DynamicCache(config=model.config), prompts
     tokens, logps = [], []
     is_done = torch.zeros(len(prompts), dtype=torch.bool)
     while len(tokens) < max_completion and not is_done.all():
-        logits = model(given, past_key_values=cache, use_cache=True).logits[:, -1].float()
-        of_all = logits.log_softmax(dim=-1)
+        logits = model(given.to(model.device), past_key_values=cache, use_cache=True).logits[:, -1]
+        of_all = logits.float().log_softmax(dim=-1).cpu()
         drawn = torch.rand(len(prompts), 1, generator=random, dtype=torch.float64)
         given = (of_all.double().exp().cumsum(dim=-1) < drawn).sum(dim=-1, keepdim=True).clamp(max=VOCABULARY - 1)
         tokens.append(given)
@@ -192,7 +206,7 @@ def mean_of_all(values: list[float]) -> float:
 # The model
 
 
-def build_model(args: argparse.Namespace, attention: str, *, sharded: bool) -> Qwen2ForCausalLM:
+def build_model(args: argparse.Namespace, attention: str, device: torch.device, *, sharded: bool) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=args.hidden_size,
@@ -204,9 +218,9 @@ def build_model(args: argparse.Namespace, attention: str, *, sharded: bool) -> Q
         tie_word_embeddings=False,
         attn_implementation=attention,
     )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config).to(device)
     if sharded:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -173,6 +173,9 @@ def _problem_of_device(args: argparse.Namespace) -> str | None:
         return "this GPU has no bfloat16: give --dtype float32"
     if args.attention == "flash" and (not cuda or args.dtype == "float32"):
         return "--attention flash needs a GPU and bfloat16: take sdpa, which computes the same"
+    is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    if args.attention == "flash" and is_older and importlib.util.find_spec("flash_attn") is None:
+        return f"--attention flash needs flash-attn, or torch 2.12 in place of {torch.__version__}: or flex, or sdpa"
     return None
 
 

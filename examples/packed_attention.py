@@ -51,7 +51,7 @@ def _flash(
 ) -> torch.Tensor:
     """One launch for all samples. GPUs and 16-bit types only.
 
-    Of the package flash-attn where it is installed, else torch's own (2.10 and newer), which has no dropout.
+    Of the package flash-attn where it is installed, else torch's own (2.12 and newer), which has no dropout.
     """
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(query.device, non_blocking=True)
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, head_dim)
@@ -164,5 +164,6 @@ def register(name: str = "sdpa", device: torch.device | None = None) -> str:
     if name == "auto":
         on_gpu = device is not None and device.type == "cuda"
         name = "flash" if on_gpu and importlib.util.find_spec("flash_attn") else "sdpa"
-    AttentionInterface.register(f"packed_{name}", FUNCTIONS[name])
-    return f"packed_{name}"
+    known_as = f"packed_{name}".replace("flash", "varlen")  # transformers takes what is called flash for one of its own
+    AttentionInterface.register(known_as, FUNCTIONS[name])
+    return known_as

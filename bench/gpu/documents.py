@@ -23,9 +23,10 @@ def passed(*results: Entries) -> Figures:
     yield "", f"has passed {len(names)} of {len({check['name'] for check in rows})} checks"
 
 
-def measured(result: Entries, forms: Entries, of_bandwidth: Entries) -> Figures:
+def measured(result: Entries, *others: Entries) -> Figures:
     """Rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
-    yield from passed(result, forms)
+    *more, of_bandwidth = others
+    yield from passed(result, *more)
     ratios = _ratios(result)
     for kernel, by_size in ratios.items():
         yield f"| {kernel} |", " " + " | ".join(f"{by_size[num_bytes]:.2f}" for num_bytes in KERNEL_BYTES) + " |"

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
 
@@ -140,6 +141,23 @@ def test_wrong_options_are_refused(words: str, said: str, capsys: pytest.Capture
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.12.1", False)])
+def test_flash_attention_of_a_torch_without_it_is_refused(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without flash-attn
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch, "__version__", version)
+    words = ["--tiny", "--attention", "flash"]
+    if not is_refused:
+        assert options.parse_args("", words).attention == "flash"
+        return
+    with pytest.raises(SystemExit):
+        options.parse_args("", words)
+    assert "or torch 2.12 in place of 2.11.0+cu130: or flex" in capsys.readouterr().err
+
+
 def test_only_answers_have_a_loss() -> None:
     roles = [("system", "s"), ("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two"), ("user", "x")]
     record = {"messages": [{"role": role, "content": content} for role, content in roles]}
@@ -163,10 +181,20 @@ def test_flex_attention_computes_what_sdpa_does() -> None:
     assert not torch.allclose(leaking, expected)
 
 
+def tiny_model(attention: str) -> Any:
+    """As transformers make it, which have functions and rules of their own for some names."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**options.TINY_MODEL)
+    config._attn_implementation = packed_attention.register(attention)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def test_flash_attention_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel needs a GPU: here each sample's part is computed by SDPA, from the arguments that torch's takes."""
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 and newer have it")
     declared = inspect.signature(varlen.varlen_attn)
+    if "enable_gqa" not in declared.parameters:
+        pytest.skip("torch 2.12 and newer have it as it is called")
 
     def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         call = declared.bind(*args, **kwargs).arguments
@@ -194,5 +222,7 @@ def test_flash_attention_is_called_as_torch_declares_it(monkeypatch: pytest.Monk
     expected, _ = packed_attention.FUNCTIONS["sdpa"](*args, cu_seqlens=bounds, scaling=0.3)
     found, _ = packed_attention.FUNCTIONS["flash"](*args, cu_seqlens=bounds, scaling=0.3)
     torch.testing.assert_close(found, expected)
+    logits = [tiny_model(name)(torch.arange(9)[None], cu_seqlens=bounds).logits for name in ("flash", "sdpa")]
+    torch.testing.assert_close(*logits)
     with pytest.raises(ValueError, match="dropout=0.1"):
         packed_attention.FUNCTIONS["flash"](*args, dropout=0.1)

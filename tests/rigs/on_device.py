@@ -2,12 +2,13 @@
 
 Tests do not say on which device their models are. Here a mode puts what they make there, as
 ``torch.set_default_device`` does, but with the random numbers of a CPU: references are computed on one. Collectives of
-plain FSDP, for which gloo has no memory of devices, go through the host. Two posing hosts need NVSHMEM, so tests with
-more than one fail there.
+plain FSDP and of DTensor, for which gloo has no memory of devices, go through the host. Two posing hosts need NVSHMEM,
+so tests with more than one fail there.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ DEVICE = torch.device(f"{NAME}:0" if NAME == "cuda" else "cpu")
 _RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal}
 _RANDOM_IN_PLACE = {torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.random_, torch.Tensor.bernoulli_}
 _OF_HOSTS = {torch.Tensor.numpy, torch.Tensor.__array__}
+_KEPT: list[torch.library.Library] = []
 
 
 class OnDevice(TorchFunctionMode):
@@ -45,36 +47,43 @@ class OnDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Done:
-    def wait(self, *_: object) -> bool:
-        return True
+def through_the_host() -> torch.library.Library:
+    """From now on collectives of tensors on a GPU, of which gloo has few, are its collectives of copies on the host.
+
+    DTensor's too: what a process group calls is an operator, and this is another implementation of it. They end before
+    they return. It lasts as long as the returned object.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+            operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            library.impl(operator, functools.partial(_on_copies, operator), "CUDA")
+    return library
 
 
-def _through_the_host(collective: Callable[..., Any]) -> Callable[..., Any]:
-    def call(out: torch.Tensor, data: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        if not out.is_cuda:
-            return collective(out, data, *args, async_op=async_op, **kwargs)
-        there, here = torch.empty_like(out, device="cpu"), data.detach().cpu()
-        collective(there, here, *args, **kwargs)
-        out.copy_(there)
-        return _Done() if async_op else None
+def _on_copies(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # and the copies, by their identity
 
-    def named(*args: Any, **kwargs: Any) -> Any:
-        names = ("output_tensor", "output"), ("input_tensor", "input")
-        found = [next(kwargs.pop(name) for name in pair if name in kwargs) for pair in names[len(args) :]]
-        return call(*args, *found, **kwargs)
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().cpu()
+        originals[id(copy)] = (tensor, copy)
+        return copy
 
-    return named
+    moved_args, moved_kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
+    result = operator(*moved_args, **moved_kwargs)
+    dist.distributed_c10d.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+    for tensor, copy in originals.values():
+        tensor.detach().copy_(copy)
+    return tree_map_only(
+        torch.Tensor, lambda tensor: originals[id(tensor)][0] if id(tensor) in originals else tensor, result
+    )
 
 
 def prepare() -> None:
     """In the process that forks the ranks, before it imports what they do."""
     if DEVICE.type != "cuda":
         return
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        collective = _through_the_host(getattr(dist, name))
-        setattr(dist, name, collective)
-        setattr(dist.distributed_c10d, name, collective)
+    _KEPT.append(through_the_host())
     make_mesh = device_mesh.init_device_mesh
 
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
