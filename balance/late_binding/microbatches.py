@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
-from odc.balance.late_binding.outlook import Outlook
+from odc.balance.late_binding.outlook import Outlook, Share
 from odc.balance.late_binding.shares import Shares
 from odc.balance.plan import PlannedMinibatch
 
@@ -91,17 +91,22 @@ class LateMicrobatches(Generic[BatchT]):
 
     def _run(self) -> Iterator[BatchT]:
         shares, plan, times = self._shares, self._planned.plan, self._shares.times
-        shares.open(self._key, plan.microbatches[shares.rank])
+        planned = plan.microbatches[shares.rank]
+        shares.open(self._key, planned)
         if not shares.leads:
             yield from self._as_told()
             return
         while parts := shares.mine(self._key).microbatches:
-            outlook = Outlook(plan, time.time(), times.rate)
+            outlook, others = Outlook(plan, time.time(), times.rate), None
             if outlook.may_split(parts):
-                parts = outlook.split(parts, list(shares.of_others().values()))
-            cost = outlook.cost(parts[0])
-            if shares.begin(parts, cost):
-                yield from self._timed(parts[0])
+                others = shares.of_others()
+                parts = outlook.split(parts, list(others.values()))
+            part, *behind = parts
+            if not shares.begin(parts, outlook.cost(part)):
+                continue
+            if not behind and outlook.may_join(len(planned)):
+                part = self._joined(outlook, part, shares.of_others() if others is None else others)
+            yield from self._timed(part)
         while part := self._taken():
             shares.is_through(float(plan.costs[part].sum()) + plan.microbatch_cost)
             yield from self._timed(part)
@@ -134,6 +139,16 @@ class LateMicrobatches(Generic[BatchT]):
         assert self._batches is not None
         del self._unread[0]
         return next(self._batches)
+
+    def _joined(self, outlook: Outlook, part: list[int], others: dict[int, Share]) -> list[int]:
+        """``part``, which is begun, and what another rank, which will be the last one, has left of its own."""
+        last = max(others, key=lambda rank: outlook.end(others[rank]), default=None)
+        if last is None or not (more := outlook.join(part, others[last])):
+            return part
+        if not self._shares.take(last, others[last], more):  # it has begun more meanwhile
+            return part
+        self._shares.is_through(outlook.cost(part + more))
+        return part + more
 
     def _taken(self) -> list[int]:
         """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""

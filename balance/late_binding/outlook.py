@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -17,6 +18,11 @@ OVERDUE = 0.1
 """What is left of a microbatch that should be through already, of its whole time."""
 LEAST_EXCESS = 0.02
 """Of a rank's share: who will be late by less begins nothing in parts."""
+LEAST_LEAD = 0.08
+"""Of a rank's share: by so much another rank has to be later for what it gives to join a microbatch of this one."""
+CHEAP = 0.12
+"""Of the samples of an average microbatch: where a further one costs less, samples are better taken later, when more
+is known."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,31 @@ class Outlook:
         now = [sample for sample in first if sample not in later]
         return [now, later, *behind] if now and later else parts
 
+    def may_join(self, num_planned: int) -> bool:
+        """Whether a further microbatch costs so much that samples had better join one that is begun anyway.
+
+        Args:
+            num_planned: microbatches of this rank.
+        """
+        share = float(self.plan.costs.sum()) / self.plan.world_size
+        return bool(self.rate) and self.plan.microbatch_cost * num_planned >= CHEAP * share
+
+    def join(self, part: list[int], share: Share) -> list[int]:
+        """What this rank should take of another one's last microbatch into ``part``, the last of its own, so that both
+        end as early as can be: of the samples for which there is room. None if that one is not much later."""
+        if not share.microbatches:
+            return []
+        room = self.plan.max_tokens - int(self.plan.lengths[part].sum())
+        last = [sample for sample in share.microbatches[-1] if self.plan.lengths[sample] <= room]
+        mine, theirs = self.now + self.cost(part) / self.rate, self.end(share)
+        least_s = LEAST_LEAD * float(self.plan.costs.sum()) / self.plan.world_size / self.rate
+        if not last or theirs - mine <= least_s:
+            return []
+        taken = self._largest(last, (theirs - mine) / (1 / self.rate + 1 / self.rate_of(share)), room)
+        if not taken and mine + float(self.plan.costs[least := self._cheapest(last)]) / self.rate < theirs:
+            return [least]
+        return taken
+
     def take(self, share: Share) -> list[int]:
         """What this rank should take of another one's last microbatch, so that both end as early as can be; none if
         that one would be through earlier by itself."""
@@ -136,11 +167,12 @@ class Outlook:
     def _cheapest(self, part: list[int]) -> int:
         return min(part, key=lambda sample: float(self.plan.costs[sample]))
 
-    def _largest(self, part: list[int], most: float) -> list[int]:
-        """Samples that cost at most ``most`` in all, the costliest that fit first."""
-        found, left = [], most
+    def _largest(self, part: list[int], most: float, room: float = math.inf) -> list[int]:
+        """Samples that cost at most ``most`` in all, of at most ``room`` tokens, the costliest that fit first."""
+        found = []
         for sample in sorted(part, key=lambda sample: -float(self.plan.costs[sample])):
-            if (cost := float(self.plan.costs[sample])) <= left:
+            cost, length = float(self.plan.costs[sample]), int(self.plan.lengths[sample])
+            if cost <= most and length <= room:
                 found.append(sample)
-                left -= cost
+                most, room = most - cost, room - length
         return found
