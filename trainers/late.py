@@ -99,7 +99,10 @@ class _Made:
     def __init__(self, dataset: PackedDataset, samples: IntArray, counts: torch.Tensor) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._counts = counts  # on the device: nobody waits for it before something is taken
+        self._counts = counts.to("cpu", non_blocking=True)  # nobody waits for it before something is taken
+        self._copied = torch.cuda.Event() if counts.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
 
     def __getitem__(self, positions: list[int]) -> list[Microbatch]:
         with random_states_kept():  # whatever is taken, the model's random numbers are the same
@@ -108,6 +111,8 @@ class _Made:
     def _collated(self, position: int) -> tuple[int, Microbatch]:
         sample = int(self._samples[position])
         alone = self._dataset.collated(sample)
+        if self._copied is not None:
+            self._copied.synchronize()
         found, expected = counts_of(alone), tuple(self._counts[:, position].tolist())
         if found != expected:
             raise UnsupportedError(

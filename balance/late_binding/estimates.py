@@ -72,6 +72,11 @@ class Times:
                 self._seen.append((cost, seconds))
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the device is through with all that was submitted."""
+        return all(ended.query() for _, _, ended in self._submitted)
+
+    @property
     def rate(self) -> float:
         """Cost per second, the median; 0: not known."""
         return statistics.median((cost + self._microbatch_cost) / s for cost, s in self._seen) if self._seen else 0.0

@@ -44,7 +44,8 @@ class MakesMicrobatches(Protocol[BatchT_co]):
 
 class LateMicrobatches(Generic[BatchT]):
     """The microbatches of one rank and minibatch, each chosen when it is asked for: those of the plan, but for what
-    others have taken; then what this rank takes. To be iterated once, and how many there will be nobody knows before.
+    others have taken; then what this rank takes. That may join the last one of the plan. To be iterated once, and how
+    many there will be nobody knows before.
 
     Args:
         shares: of all ranks.
@@ -97,18 +98,18 @@ class LateMicrobatches(Generic[BatchT]):
             yield from self._as_told()
             return
         while parts := shares.mine(self._key).microbatches:
-            outlook, others = Outlook(plan, time.time(), times.rate), None
+            outlook, others = self._outlook(), None
             if outlook.may_split(parts):
                 others = shares.of_others()
                 parts = outlook.split(parts, list(others.values()))
             part, *behind = parts
-            if not shares.begin(parts, outlook.cost(part)):
+            if not shares.begin(parts, outlook.running(part)):
                 continue
             if not behind and outlook.may_join(len(planned)):
                 part = self._joined(outlook, part, shares.of_others() if others is None else others)
             yield from self._timed(part)
         while part := self._taken():
-            shares.is_through(float(plan.costs[part].sum()) + plan.microbatch_cost)
+            shares.is_through(self._outlook().running(part))
             yield from self._timed(part)
         shares.is_through()
         shares.tell([])
@@ -142,20 +143,25 @@ class LateMicrobatches(Generic[BatchT]):
 
     def _joined(self, outlook: Outlook, part: list[int], others: dict[int, Share]) -> list[int]:
         """``part``, which is begun, and what another rank, which will be the last one, has left of its own."""
-        last = max(others, key=lambda rank: outlook.end(others[rank]), default=None)
-        if last is None or not (more := outlook.join(part, others[last])):
-            return part
-        if not self._shares.take(last, others[last], more):  # it has begun more meanwhile
-            return part
-        self._shares.is_through(outlook.cost(part + more))
-        return part + more
+        for _ in range(2):
+            last = max(others, key=lambda rank: outlook.end(others[rank]), default=None)
+            if last is None or not (more := outlook.join(part, others[last])):
+                break
+            if self._shares.take(last, others[last], more):
+                self._shares.is_through(outlook.running(part + more))
+                return part + more
+            others = self._shares.of_others()  # another rank was faster, or it has begun more: look again
+        return part
+
+    def _outlook(self) -> Outlook:
+        times, own = self._shares.times, self._shares.mine(self._key)
+        return Outlook(self._planned.plan, time.time(), times.rate, None if times.is_idle else own)
 
     def _taken(self) -> list[int]:
         """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""
         shares = self._shares
         while shares.times.rate:
-            outlook = Outlook(self._planned.plan, time.time(), shares.times.rate)
-            found = shares.of_others()
+            outlook, found = self._outlook(), shares.of_others()
             for rank in sorted(found, key=lambda rank: -outlook.end(found[rank])):
                 if part := outlook.take(found[rank]):
                     if shares.take(rank, found[rank], part):

@@ -32,9 +32,9 @@ class Share:
     microbatches: Parts
     """Not begun; positions of samples in the minibatch."""
     running: float
-    """Cost of what it has begun last; 0: it is through."""
+    """Cost of what it had begun and was not through with at ``since``; 0: nothing."""
     since: float
-    """When it began that, in seconds of the wall clock."""
+    """When it began the last of that, in seconds of the wall clock."""
     rate: float
     """Cost per second that it was found to compute; 0: not known yet."""
     takers: list[int]
@@ -87,10 +87,21 @@ class Outlook:
     """In seconds of the wall clock."""
     rate: float
     """Of this rank; taken for those of which none is known."""
+    busy: Share | None = None
+    """Of this rank, if its device is not through with what it has begun last."""
+
+    @property
+    def start(self) -> float:
+        """When this rank computes what it begins now."""
+        return self.end(replace(self.busy, microbatches=[])) if self.busy and self.rate else self.now
 
     def cost(self, part: list[int]) -> float:
         """Of a microbatch of these samples."""
         return float(self.plan.costs[part].sum()) + self.plan.microbatch_cost
+
+    def running(self, part: list[int]) -> float:
+        """Cost of what this rank is not through with once it has begun a microbatch of these samples."""
+        return self.cost(part) + (self.start - self.now) * self.rate
 
     def rate_of(self, share: Share) -> float:
         return share.rate or self.rate
@@ -114,7 +125,7 @@ class Outlook:
         """
         first, *behind = parts
         left = sum(map(self.cost, behind))
-        end = self.now + (self.cost(first) + left) / self.rate
+        end = self.start + (self.cost(first) + left) / self.rate
         mean = (end + sum(map(self.end, others))) / (1 + len(others))
         excess = (end - mean) * self.rate
         share = float(self.plan.costs.sum()) / self.plan.world_size
@@ -142,7 +153,7 @@ class Outlook:
             return []
         room = self.plan.max_tokens - int(self.plan.lengths[part].sum())
         last = [sample for sample in share.microbatches[-1] if self.plan.lengths[sample] <= room]
-        mine, theirs = self.now + self.cost(part) / self.rate, self.end(share)
+        mine, theirs = self.start + self.cost(part) / self.rate, self.end(share)
         least_s = LEAST_LEAD * float(self.plan.costs.sum()) / self.plan.world_size / self.rate
         if not last or theirs - mine <= least_s:
             return []
@@ -158,11 +169,11 @@ class Outlook:
             return []
         last, rate, end = share.microbatches[-1], self.rate_of(share), self.end(share)
         # Both end at the same time with this much.
-        even = (end - self.now - self.plan.microbatch_cost / self.rate) / (1 / self.rate + 1 / rate)
+        even = (end - self.start - self.plan.microbatch_cost / self.rate) / (1 / self.rate + 1 / rate)
         if taken := self._largest(last, even):
             return taken
         least = self._cheapest(last)
-        return [least] if self.now + self.cost([least]) / self.rate < end else []
+        return [least] if self.start + self.cost([least]) / self.rate < end else []
 
     def _cheapest(self, part: list[int]) -> int:
         return min(part, key=lambda sample: float(self.plan.costs[sample]))

@@ -204,7 +204,7 @@ class Shares:
         return part
 
     def is_through(self, cost: float = 0.0) -> None:
-        """Nothing is left of this rank's share; ``cost`` of what it has begun last is under way."""
+        """Nothing is left of this rank's share; ``cost`` of what it has begun is under way."""
         self._put([], cost)
 
     def _require(self, key: str) -> None:

@@ -148,7 +148,6 @@ def plans_of(law: str, num_minibatches: int, *, microbatch_cost: float, speeds: 
 def test_noise_and_a_slow_device_cost_less(
     law: str, least: float, microbatch_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By so much where a microbatch costs 5 % more than its samples; by less where it costs more."""
     rng = np.random.default_rng(0)
     speeds = np.ones(8)
     speeds[3] = 0.85
@@ -195,6 +194,8 @@ def test_samples_join_a_microbatch_that_is_begun_anyway(monkeypatch: pytest.Monk
         ([5, 6], 0.0, [5]),  # there is no room for 6
         ([6], 0.0, []),
         ([4, 5], -600.0, []),  # little later
+        ([4, 5], -100.0, [4]),  # 200 are more than makes both even, but the end is earlier
+        ([4, 5], -250.0, []),  # here this one would be the later one
         ([], 0.0, []),
     ],
 )
@@ -203,6 +204,41 @@ def test_what_joins_makes_both_end_early_and_has_room(left: list[int], since: fl
     plan = Plan([[[0, 1], [2]], [[3], [4, 5, 6]]], lengths, costs, 100, "by-hand", microbatch_cost=100.0)
     share = Share([left] if left else [], running=500.0, since=since, rate=1.0, takers=[])
     assert Outlook(plan, now=0.0, rate=1.0).join([2], share) == joined
+
+
+PAIRED = Plan(
+    [[[0], [1, 2]], [[3], [4, 5]]],
+    np.array([1000, 100, 100, 1000, 100, 100]),
+    np.array([700.0, 100, 100, 700, 100, 100]),
+    1000,
+    "by-hand",
+    microbatch_cost=100.0,
+)
+
+
+def test_who_was_not_fast_enough_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is late. Before rank 0 has what it wants, rank 2 takes some of it."""
+    ranks = Ranks(monkeypatch, 3, PAIRED.microbatch_cost)
+    ranks.shares[0].times._seen.append((700.0, 800.0))
+    nothing: list[list[int]] = []
+    loops = ranks.begin(replace(PAIRED, microbatches=[*PAIRED.microbatches, nothing]))
+    assert next(loops[0]) == [0]
+    assert not list(loops[2])  # of which no rate is known: it takes nothing by itself
+    ranks.clock.now += 500.0
+    assert next(loops[1]) == [3]
+    ranks.clock.now += 300.0
+    take = ranks.shares[0].take
+
+    def beaten(rank: int, share: Share, part: list[int]) -> bool:
+        monkeypatch.setattr(ranks.shares[0], "take", take)
+        assert ranks.shares[2].take(rank, share, [4])
+        return take(rank, share, part)
+
+    monkeypatch.setattr(ranks.shares[0], "take", beaten)
+    assert next(loops[0]) == [1, 2, 5]
+    word = ranks.shares[1].of_others()[0]
+    assert (word.microbatches, word.running) == ([], 400.0)
+    assert not list(loops[1])
 
 
 def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +254,68 @@ def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytes
     assert ranks.shares[2].of_others()[0].microbatches == [[0]]
 
 
+# Devices that hosts are ahead of
+
+
+class Event:
+    """Of a device on which each thing that is submitted takes 10 ms, and which is through with nothing yet."""
+
+    submitted_ms: float
+    waited_for: list[float]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.ms = self.submitted_ms
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.waited_for.append(self.ms)
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.ms - self.ms
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
+    found = type("OwnEvent", (Event,), {"submitted_ms": 0.0, "waited_for": []})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", found)
+    return found
+
+
+def test_a_device_has_begun_one_microbatch_before_the_next_is_bound(device: type[Event]) -> None:
+    times = Times()
+    for number in range(4):
+        times.begin(30.0)
+        device.submitted_ms += 10.0
+        times.end()
+        assert device.waited_for == [10.0 * done for done in range(1, number + 1)]
+    assert times.rate == pytest.approx(3000.0)
+
+
+def test_who_asks_first_is_not_the_first_to_be_through(device: type[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's second microbatch is bound while all devices compute the first, and nothing joins it."""
+    ranks = Ranks(monkeypatch, 2, PAIRED.microbatch_cost)
+    for shares in ranks.shares:
+        shares.times._seen.append((700.0, 800.0))
+    loops = ranks.begin(PAIRED)
+    for mine in range(2):
+        assert [next(loop) for loop in loops] == [PAIRED.microbatches[rank][mine] for rank in range(2)]
+        device.submitted_ms += 10.0
+    assert [list(loop) for loop in loops] == [[], []]
+
+
 # Ranks that compute together
 
 
-@pytest.mark.parametrize("behind", [0, 3])
-def test_partners_run_what_their_leader_chooses(behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("behind", "microbatch_share"), [(0, 0.0), (3, 0.5)])
+def test_partners_run_what_their_leader_chooses(
+    behind: int, microbatch_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a partner is still at a minibatch that its leader has left."""
     ranks = Ranks(monkeypatch, 3)
     places = [Together([10 * rank, 10 * rank + 1, 10 * rank + 2], 0, "") for rank in range(3)]
@@ -243,7 +336,13 @@ def test_partners_run_what_their_leader_chooses(behind: int, monkeypatch: pytest
 
     plans = plans_of("swesmith", 12, microbatch_cost=0.0)
     plans = [
-        get_policy("lb-mini").plan(plan.lengths[:24], world_size=3, max_tokens=plan.max_tokens, cost=COST)
+        get_policy("lb-mini").plan(
+            plan.lengths[:24],
+            world_size=3,
+            max_tokens=plan.max_tokens,
+            cost=COST,
+            microbatch_cost=microbatch_share * float(plan.costs.sum()) / sum(plan.num_microbatches),
+        )
         for plan in plans
     ]
     for number, plan in enumerate(plans):
@@ -290,10 +389,12 @@ def make_loaders(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Miniba
 LENGTHS = [12, 8, 6, 4, 9, 9, 2, 2, 3, 11, 1, 7, 5, 10, 4, 6]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_workers_have_read_ahead_is_used_or_dropped(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_workers", "microbatch_cost"), [(0, 0.0), (1, 0.0), (1, 4.0)])
+def test_what_workers_have_read_ahead_is_used_or_dropped(
+    num_workers: int, microbatch_cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 begins nothing before rank 0, of which a rate is known, has nothing left and has taken from it."""
-    loaders = make_loaders(monkeypatch, num_workers=num_workers)
+    loaders = make_loaders(monkeypatch, num_workers=num_workers, microbatch_cost=microbatch_cost)
     for times in (loader._shares.times for loader in loaders if loader._shares is not None):
         times.begin(1.0)
         times.end()
@@ -383,37 +484,6 @@ def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_it_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="late_binding=True without a process group"):
         MinibatchLoader(Rows(), LENGTHS, list, 0, 2, minibatch_size=4, cost=LinearCost(), late_binding=True)
-
-
-class Event:
-    """Of a device on which each thing that is submitted takes 10 ms."""
-
-    submitted_ms = 0.0
-    waited_for: list[float] = []  # noqa: RUF012 - of all
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.ms = Event.submitted_ms
-
-    def synchronize(self) -> None:
-        Event.waited_for.append(self.ms)
-
-    def elapsed_time(self, end: Event) -> float:
-        return end.ms - self.ms
-
-
-def test_a_device_has_begun_one_microbatch_before_the_next_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    times = Times()
-    for number in range(4):
-        times.begin(30.0)
-        Event.submitted_ms += 10.0
-        times.end()
-        assert Event.waited_for == [10.0 * done for done in range(1, number + 1)]
-    assert times.rate == pytest.approx(3000.0)
 
 
 # What plans count with

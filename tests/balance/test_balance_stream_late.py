@@ -127,7 +127,7 @@ def test_one_scale_on_all_ranks_also_where_one_has_chosen_nothing() -> None:
     seed=st.integers(0, 2**32 - 1),
     num_samples=st.integers(3, 60),
     infinite=st.booleans(),
-    microbatch_cost=st.sampled_from([0.0, 5.0]),
+    microbatch_cost=st.sampled_from([0.0, 5.0, 60.0]),
 )
 def test_each_sample_is_computed_once_whoever_comes_between(
     seed: int, num_samples: int, infinite: bool, microbatch_cost: float
