@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank and in every run
     rank = dist.get_rank()
 
-    model = build_model(args, packed_attention.register(device=device), device, sharded=True)
+    model = build_model(args, packed_attention.register(), device, sharded=True)
     generator = build_model(args, "sdpa", device, sharded=False).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     cost = TransformerCost.from_config(model.config)
@@ -118,7 +118,7 @@ def policy_loss(
     """PPO's clipped loss of the completions; 0 of a microbatch without rollouts."""
     packed = pack_collate(microbatch)
     del packed["labels"]
-    lengths = packed.pop("cu_seqlens")  # stay on the host: attention decides there what it launches
+    lengths = packed.pop("cu_seqlens").tolist()  # a list, which FSDP does not move: it decides what is launched
     inputs = {name: tensor.to(device) for name, tensor in packed.items()}
     logits = model(**inputs, cu_seqlens=lengths, use_cache=False).logits[0].float()
     ids = inputs["input_ids"][0]
@@ -288,6 +288,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--group-size {args.group_size}: expected at least 2, whose rewards are compared")
     if args.minibatches <= args.untimed:
         parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if 0 < num_gpus <= local_rank:
+        parser.error(
+            f"rank {local_rank} of this host, which has {num_gpus} GPUs: start as many ranks, or hide the GPUs by "
+            "CUDA_VISIBLE_DEVICES="
+        )
     if "RANK" not in os.environ:
         parser.error("no ranks: start it with torchrun --nproc-per-node 2 examples/grpo.py, then these options")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from odc.balance import law_names, policy_names, preset_names
 
@@ -168,13 +169,18 @@ def _problem_of_files(args: argparse.Namespace) -> str | None:
 
 
 def _problem_of_device(args: argparse.Namespace) -> str | None:
-    cuda = torch.cuda.is_available()
-    if cuda and args.dtype != "float32" and not torch.cuda.is_bf16_supported():
+    cuda, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
+    if cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
+        return (
+            f"rank {local_rank} of this host, which has {num_gpus} GPUs: start as many ranks, or hide the GPUs by "
+            "CUDA_VISIBLE_DEVICES="
+        )
+    if cuda and args.dtype != "float32" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "this GPU has no bfloat16: give --dtype float32"
     if args.attention == "flash" and (not cuda or args.dtype == "float32"):
         return "--attention flash needs a GPU and bfloat16: take sdpa, which computes the same"
     is_older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-    if args.attention == "flash" and is_older and importlib.util.find_spec("flash_attn") is None:
+    if args.attention == "flash" and is_older and not is_flash_attn_2_available():
         return f"--attention flash needs flash-attn, or torch 2.12 in place of {torch.__version__}: or flex, or sdpa"
     return None
 

@@ -62,6 +62,9 @@ def main() -> None:
         raise SystemExit(
             "no ranks: start it with torchrun --nproc-per-node 2 examples/long_context_sft.py, then options"
         )
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is used
+        torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -176,14 +179,15 @@ class LossModel(nn.Module):
         return F.cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
 
 
-def on_device(microbatch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arguments of :class:`LossModel` for a packed row. ``cu_seqlens`` stay: they decide what is launched."""
+def on_device(microbatch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
+    """The arguments of :class:`LossModel` for a packed row. ``cu_seqlens`` stay on the host, as a list, which FSDP does
+    not move: they decide what is launched."""
     labels = microbatch["labels"][0, 1:]
     predicting = (labels != chat_data.IGNORED).nonzero()[:, 0]  # found here, where nothing waits for the device
     moved = {"input_ids": microbatch["input_ids"], "position_ids": microbatch["position_ids"]}
     moved |= {"labels": labels[predicting], "predicting": predicting}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()} | {
-        "cu_seqlens": microbatch["cu_seqlens"]
+        "cu_seqlens": microbatch["cu_seqlens"].tolist()
     }
 
 
@@ -250,7 +254,7 @@ def build_model(args: argparse.Namespace, config: Any, device: torch.device) -> 
 
     The optimizer keeps float32; layers compute in ``--dtype``, gradients are summed in float32.
     """
-    config._attn_implementation = packed_attention.register(args.attention, device)
+    config._attn_implementation = packed_attention.register(args.attention, compute_dtype(args, device))
     if dist.get_rank() == 0:
         torch.manual_seed(args.seed)
         made = (

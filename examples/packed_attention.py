@@ -9,7 +9,6 @@ flash attention, or ``flex_attention``, which leaves out the blocks between samp
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available
+
+BLOCK = 128
+"""Of flex_attention: queries, and keys."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], float | None, float], torch.Tensor]
 """Query, key and value of a packed sequence, lengths of its samples, scaling, dropout: (1, T, num_heads, head_dim)."""
@@ -32,10 +35,13 @@ def _sdpa(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and query.dtype == torch.float32:
+        # Of the kernels that do not form all scores, the one for float32 knows no groups.
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        grouped = False
     outputs = [
-        F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped)
         for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
@@ -56,10 +62,12 @@ def _flash(
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(query.device, non_blocking=True)
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (T, heads, head_dim)
     bounds = (starts, starts, max(lengths), max(lengths))
-    if importlib.util.find_spec("flash_attn"):
+    if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
 
-        out = flash_attn_varlen_func(*rows, *bounds, dropout_p=dropout, softmax_scale=scaling, causal=True)
+        exact = torch.are_deterministic_algorithms_enabled()
+        options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "deterministic": exact}
+        out = flash_attn_varlen_func(*rows, *bounds, **options)
     else:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -90,12 +98,32 @@ def _flex(
 
 @functools.lru_cache(maxsize=2)  # the layers of a microbatch share it
 def _block_mask(lengths: tuple[int, ...], device: torch.device) -> BlockMask:
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    """As ``create_block_mask`` makes it, which forms all T x T places to find the blocks with some."""
+    num_tokens = sum(lengths)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    starts = torch.arange(0, num_tokens, BLOCK)
+    first, last = owner[starts], owner[(starts + BLOCK - 1).clamp(max=num_tokens - 1)]  # sample of each block
+    earlier = starts[:, None] > starts
+    some = (earlier | (starts[:, None] == starts)) & (first[:, None] <= last)
+    # Those at the end are not full: some places lie behind it.
+    whole = earlier & (first == last[:, None]) & (starts[:, None] + BLOCK <= num_tokens)
+    of_device = owner.to(device)
 
     def same_sample(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (owner[query] == owner[key])
+        return (query >= key) & (of_device[query] == of_device[key])
 
-    return create_block_mask(same_sample, None, None, sum(lengths), sum(lengths), device=device)
+    def blocks(which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of each row, and which of them, these first."""
+        order = which.int().argsort(dim=-1, descending=True, stable=True)
+        return which.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
+
+    return BlockMask.from_kv_blocks(
+        *blocks(some & ~whole),
+        *blocks(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=same_sample,
+        seq_lengths=(num_tokens, num_tokens),
+    )
 
 
 @functools.cache
@@ -115,7 +143,7 @@ def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
-        cu_seqlens: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | list[int] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend to one's own sample.
@@ -126,7 +154,8 @@ def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
             attention_mask: must be None: ``cu_seqlens`` says it all.
             scaling: of the scores; default 1 / sqrt(head_dim).
             cu_seqlens: (num_samples + 1,) integers, ascending from 0 to T; without it all T tokens are one
-                sample. Keep it on the CPU: its values decide what is launched.
+                sample. Its values decide what is launched. Give a list on GPUs: FSDP moves each tensor that a model is
+                given there, and every layer would wait to have it back.
 
         Returns:
             (1, T, num_heads, head_dim), and None for the attention weights, which are never formed.
@@ -141,7 +170,7 @@ def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
             )
         if attention_mask is not None:
             raise ValueError("packed attention takes cu_seqlens, not an attention_mask")
-        bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
+        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens or [0, num_tokens]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 1:
             raise ValueError(f"cu_seqlens={bounds}: expected to ascend from 0 to {num_tokens}")
@@ -153,17 +182,18 @@ def packed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
 FUNCTIONS = {"sdpa": packed(_sdpa), "flash": packed(_flash), "flex": packed(_flex)}
 
 
-def register(name: str = "sdpa", device: torch.device | None = None) -> str:
+def register(name: str = "sdpa", dtype: torch.dtype = torch.float32) -> str:
     """Make one of them known to transformers; returns the name to pass as ``attn_implementation``.
 
     transformers builds no attention mask for an implementation it has no mask function for; we need none.
 
     Args:
-        name: of :data:`FUNCTIONS`, or "auto": flash where ``device`` is a GPU and flash-attn is installed, else sdpa.
+        name: of :data:`FUNCTIONS`, or "auto": flash where there is a GPU with flash-attn, and ``dtype`` is of 16 bits;
+            else sdpa.
+        dtype: that of compute.
     """
     if name == "auto":
-        on_gpu = device is not None and device.type == "cuda"
-        name = "flash" if on_gpu and importlib.util.find_spec("flash_attn") else "sdpa"
+        name = "flash" if dtype.itemsize == 2 and is_flash_attn_2_available() else "sdpa"
     known_as = f"packed_{name}".replace("flash", "varlen")  # transformers takes what is called flash for one of its own
     AttentionInterface.register(known_as, FUNCTIONS[name])
     return known_as

@@ -84,7 +84,7 @@ class Checkpoints:
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
         torch.set_rng_state(saved["random"]["cpu"])
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and "cuda" in saved["random"]:
             torch.cuda.set_rng_state(saved["random"]["cuda"])
         return dict(saved)
 

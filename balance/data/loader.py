@@ -68,7 +68,8 @@ class Minibatch(Generic[BatchT]):
         """This minibatch with its microbatches on a device, as Lightning and accelerate ask for it.
 
         Moved is what has a method ``to``, a tensor for one, also within dicts, lists and tuples. So ``cu_seqlens`` of
-        :func:`pack_collate` are moved, too; where they decide what is launched, take them from before.
+        :func:`pack_collate` are moved, too, and by FSDP where a model is given them; where they decide what is
+        launched, take a list of them before.
 
         Args:
             device: as ``torch.Tensor.to`` takes it.

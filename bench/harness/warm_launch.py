@@ -39,14 +39,19 @@ class WarmLauncher:
 
     Args:
         libraries: modules to import: packages of training libraries import little by themselves.
-        environment: of that process, and so of all ranks.
+        environment: of that process, and so of all ranks. They see no GPU.
     """
 
     def __init__(self, libraries: Sequence[str], environment: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "odc.bench.harness.warm_launch", *libraries]
         # `python -m` has the current folder on the path: in the repository's, rooms would have a second name.
         self._process = subprocess.Popen(
-            command, cwd="/", env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd="/",
+            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def run(

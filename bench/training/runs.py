@@ -27,6 +27,7 @@ _GRACE_S = 40.0  # torchrun gives its ranks 30 seconds to end before it kills th
 _SHOWN_LINES = 60
 
 CHILD_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # ranks on CPUs, whatever else is there
     # One thread per rank: two ranks on two cores would otherwise fight over them.
     "OMP_NUM_THREADS": "1",
     # glibc keeps memory once it has it: giving it back and touching it anew would be timed as compute.

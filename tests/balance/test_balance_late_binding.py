@@ -192,7 +192,7 @@ def test_samples_join_a_microbatch_that_is_begun_anyway(monkeypatch: pytest.Monk
     [
         ([4, 5], 0.0, [4]),  # through at 500 + 400 + 100 s, this one at 500 + 100: even with 200 moved
         ([5, 6], 0.0, [5]),  # there is no room for 6
-        ([6], 0.0, []),
+        ([6], 100.0, []),
         ([4, 5], -600.0, []),  # little later
         ([4, 5], -100.0, [4]),  # 200 are more than makes both even, but the end is earlier
         ([4, 5], -250.0, []),  # here this one would be the later one

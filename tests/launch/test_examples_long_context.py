@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
@@ -145,9 +146,10 @@ def test_wrong_options_are_refused(words: str, said: str, capsys: pytest.Capture
 def test_flash_attention_of_a_torch_without_it_is_refused(
     version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without flash-attn
+    monkeypatch.setattr(options, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch, "__version__", version)
     words = ["--tiny", "--attention", "flash"]
     if not is_refused:
@@ -156,6 +158,10 @@ def test_flash_attention_of_a_torch_without_it_is_refused(
     with pytest.raises(SystemExit):
         options.parse_args("", words)
     assert "or torch 2.12 in place of 2.11.0+cu130: or flex" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit):
+        options.parse_args("", ["--tiny"])
+    assert "rank 2 of this host, which has 2 GPUs: start as many ranks, or hide the GPUs" in capsys.readouterr().err
 
 
 def test_only_answers_have_a_loss() -> None:
@@ -179,6 +185,21 @@ def test_flex_attention_computes_what_sdpa_does() -> None:
     torch.testing.assert_close(found, expected)
     leaking, _ = packed_attention.FUNCTIONS["flex"](*args)
     assert not torch.allclose(leaking, expected)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (128,), (129, 127), (5, 300, 84, 7), (40,) * 9, (512, 1, 511), (1000, 24)])
+def test_blocks_of_flex_attention_are_those_that_torch_finds_in_a_whole_mask(lengths: tuple[int, ...]) -> None:
+    found = packed_attention._block_mask(lengths, torch.device("cpu"))
+    total = sum(lengths)
+    expected = create_block_mask(found.mask_mod, None, None, total, total, device="cpu")
+    assert found.shape == expected.shape
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (
+            [getattr(mask, f"{kind}_{what}") for mask in (found, expected)] for what in ("num_blocks", "indices")
+        )
+        torch.testing.assert_close(*counts)
+        for row, count in enumerate(counts[0][0, 0].tolist()):
+            torch.testing.assert_close(*(each[0, 0, row, :count] for each in indices))
 
 
 def tiny_model(attention: str) -> Any:
@@ -214,7 +235,7 @@ def test_flash_attention_is_called_as_torch_declares_it(monkeypatch: pytest.Monk
         return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
     monkeypatch.setattr(varlen, "varlen_attn", on_cpu)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without flash-attn
+    monkeypatch.setattr(packed_attention, "is_flash_attn_2_available", lambda: False)
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
     args = (torch.nn.Module(), query, key, value, None)
