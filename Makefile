@@ -12,7 +12,6 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch 'setuptools>=77'
-	$(PY) -m pip uninstall --quiet --disable-pip-version-check --yes odc  # this one's former name
 	$(PY) -m pip install --quiet --no-compile --no-build-isolation --disable-pip-version-check -c constraints.txt -e '.[dev,docs,plot,examples]'
 	touch $@
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 from odc.bench.communication import primitives
 from odc.bench.gpu.setting import Setting
-from odc.bench.harness import catalogue, former
+from odc.bench.harness import catalogue
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Numbers, Picture, Run, Table, numbers, summary
 from odc.bench.harness.environment import commit
 from odc.bench.harness.ranks import BenchError, NotRunError, Place, Rank, run_ranks
@@ -128,27 +127,13 @@ def test_every_benchmark_is_in_its_room_and_shows_its_committed_results() -> Non
     names = [name for _, name, _ in catalogue.all_of_them()]
     listed = bench("list").output
     assert [name for name in names if catalogue.written(name) not in listed] == []
-    of_benchmarks = [path for path in RESULTS.glob("*.json") if path.name != "kernels_aot.json"]
+    of_benchmarks = list(RESULTS.glob("*.json"))
     with_tables = [path for path in of_benchmarks if not path.name.startswith("gpu_check_")]  # which has verdicts
     shown = {path.name: bench("compare", str(path), str(path)) for path in with_tables}
     assert len(shown) > 25
     assert {name for name, done in shown.items() if done.exit_code} == set()
     documents = [json.loads(path.read_text()) for path in of_benchmarks]
     assert {document["benchmark"] for document in documents} <= {catalogue.written(name) for name in names}
-
-
-def test_former_commands_name_the_new_ones() -> None:
-    def of(module: str) -> str | None:
-        return former.new_name(["python", "-m", module, "--json", "x"])
-
-    assert of("odc.bench.partition_speed") == "odc bench partition-speed"
-    assert of("odc.bench.gpu.bandwidth") == "odc bench primitives"
-    assert of("odc.bench.harness.warm_launch") is None
-    assert of("odc.bench.gpu") is None
-    command = [sys.executable, "-m", "odc.bench.tables", "--jobs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "odc.bench.tables is now: odc bench tables (odc bench list)\n"
 
 
 # The primitives
