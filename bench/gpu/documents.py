@@ -9,7 +9,6 @@ from odc.bench.gpu.bandwidth import PUSHES
 from odc.bench.gpu.isolation import PASSED
 from odc.bench.harness.benchmark import Entries, Figures
 from odc.engines.base import COPY_ENGINE, KERNEL
-from odc.kernels.launching import LOCAL_PROGRAMS, REMOTE_PROGRAMS
 
 KERNEL_BYTES = (1 << 26, 1 << 30)
 TRANSFER_BYTES = (1 << 20, 1 << 23, 1 << 26, 1 << 28)
@@ -27,17 +26,8 @@ def measured(result: Entries, *others: Entries) -> Figures:
     """Rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
     *more, of_bandwidth = others
     yield from passed(result, *more)
-    ratios = _ratios(result)
-    for kernel, by_size in ratios.items():
+    for kernel, by_size in _ratios(result).items():
         yield f"| {kernel} |", " " + " | ".join(f"{by_size[num_bytes]:.2f}" for num_bytes in KERNEL_BYTES) + " |"
-    narrow, wide = (
-        ratios[f"gather_parts, 12{launch}"][KERNEL_BYTES[0]] for launch in ("", f", {LOCAL_PROGRAMS} programs")
-    )
-    yield (
-        f"A gather of {size_text(KERNEL_BYTES[0])} into 12 parameters takes ",
-        f"{narrow:.2f} times as long as the copy with the default {REMOTE_PROGRAMS} programs, and {wide:.2f} times "
-        f"with {LOCAL_PROGRAMS}",
-    )
     cells = _data(result)["uneven"]["cells"]
     own, longest = (max(cell[key] for cell in cells) for key in ("of_own", "of_longest"))
     yield "", f"at most {own:.2f} times its own computation to its last push, and a minibatch {longest:.2f} times"
