@@ -148,7 +148,8 @@ def train(
     loader.close()
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     seconds = time.perf_counter() - start
-    result = log.finish({"tokens_per_s": num_tokens / seconds, "seconds": seconds, "peak_gib": peak})
+    own = session.memory().overhead / GIB if session else 0.0  # most of it beside what torch has allocated
+    result = log.finish({"tokens_per_s": num_tokens / seconds, "seconds": seconds, "peak_gib": peak, "odc_gib": own})
     if session:
         session.close()
     return result
