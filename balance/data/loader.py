@@ -271,6 +271,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._num_yielded = 0
         self._start = 0
         self._iterations = Iterations()
+        self.late_binding = late_binding
         self._shares: Shares | None = None
         if late_binding:
             self._check_late_binding()

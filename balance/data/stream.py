@@ -279,6 +279,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._position: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
         self.microbatch_cost = as_cost(microbatch_cost, "microbatch_cost")
+        self.late_binding = late_binding
         self._shares: Shares | None = None
         if late_binding:
             self._check_late_binding(mesh)

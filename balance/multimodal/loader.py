@@ -70,7 +70,7 @@ class MultimodalLoader(Generic[SampleT]):
 
     Args:
         loader: a :class:`~odc.balance.MinibatchLoader` or a :class:`~odc.balance.StreamLoader` whose ``collate`` is
-            ``list``. Its lengths are those of whole interleaved sequences.
+            ``list``, without ``late_binding``. Its lengths are those of whole interleaved sequences.
         split: takes a sample apart; called in the thread, for the samples of this rank.
         orchestrator: the same on all ranks.
         rank: of this process, among those that share the data.
@@ -80,8 +80,9 @@ class MultimodalLoader(Generic[SampleT]):
         prefetch: minibatches that are ready in advance, at least 1.
 
     Raises:
-        ValueError: ``rank`` is none of the orchestrator's. While iterating: a sample has no length for an item, or is
-            of a modality that the orchestrator does not know; ranks have different orchestrators or plans.
+        ValueError: ``rank`` is none of the orchestrator's, or the loader binds late. While iterating: a sample has no
+            length for an item, or is of a modality that the orchestrator does not know; ranks have different
+            orchestrators or plans.
         OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
 
     Example:
@@ -116,6 +117,11 @@ class MultimodalLoader(Generic[SampleT]):
             raise ValueError(
                 f"a mesh of {self._place.world_size} ranks: expected as many as the orchestrator's "
                 f"num_ranks={orchestrator.num_ranks}"
+            )
+        if getattr(loader, "late_binding", False):
+            raise ValueError(
+                "a loader with late_binding=True: the samples of all ranks are shared out anew for each modality, "
+                "before any is computed, so none can be bound late. Give it a loader without"
             )
         if not callable(split):
             raise TypeError(f"split={shown(split)}: expected a function that takes a sample apart")

@@ -187,6 +187,12 @@ def test_arguments_are_checked() -> None:
     plan = orchestrator(2)
     with pytest.raises(ValueError, match="rank=2: expected less than world_size=2"):
         MultimodalLoader(loader_of("minibatch", 0, 2), split, plan, 2)
+    late = loader_of("minibatch", 0, 2)
+    late.late_binding = True
+    with pytest.raises(
+        ValueError, match="a loader with late_binding=True: the samples of all ranks are shared out anew"
+    ):
+        MultimodalLoader(late, split, plan, 0)
     with pytest.raises(TypeError, match="split=3: expected a function"):
         MultimodalLoader(loader_of("minibatch", 0, 2), 3, plan, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prefetch=0"):
