@@ -4,12 +4,11 @@
 once; neither buffer may be touched before `quiet`. Remote addresses are *symmetric*: the address of the same object on
 this PE. Local buffers of transfers between hosts must lie in the symmetric heap, or be registered with NVSHMEM.
 
-Every thread executes what a Triton program calls on scalars. That is what ``_block`` functions need, and `quiet`,
-`fence` and `signal_wait_until` permit it; a plain signal operation would be made once per thread (128 additions, for
-example) and is therefore not here: `putmem_signal_block` signals once.
+Every thread executes what a Triton program calls on scalars. That is what ``_block`` functions need, and `quiet`
+permits it; a plain signal operation would be made once per thread (128 additions, for example) and is therefore not
+here: `putmem_signal_block` signals once.
 
-Names and numbers are from the headers of NVSHMEM 3: ``device/nvshmem_defines.h``, ``device/nvshmemx_defines.h``,
-``device_host/nvshmem_constants.h`` (``nvshmemx_cmp_type_t``) and
+Names and numbers are from the headers of NVSHMEM 3: ``device/nvshmem_defines.h``, ``device/nvshmemx_defines.h`` and
 ``device_host_transport/nvshmem_common_transport.h`` (``nvshmemx_signal_op_t``).
 """
 
@@ -22,52 +21,32 @@ import triton.language as tl
 from triton.language import core
 
 SIGNAL_SET = tl.constexpr(9)
-SIGNAL_ADD = tl.constexpr(10)
-
-CMP_EQ = tl.constexpr(0)
-CMP_NE = tl.constexpr(1)
-CMP_GT = tl.constexpr(2)
-CMP_LE = tl.constexpr(3)
-CMP_LT = tl.constexpr(4)
-CMP_GE = tl.constexpr(5)
 
 _I32 = core.dtype("int32")
 _I64 = core.dtype("int64")
 
 
-def _call(symbol: str, types: tuple[Any, ...], arguments: list[Any], result: Any, semantic: Any) -> Any:
+def _call(symbol: str, types: tuple[Any, ...], arguments: list[Any], semantic: Any) -> Any:
     # Triton has no extern without a result; that of a void function is never read, and LLVM drops it when it inlines.
-    return core.extern_elementwise("", "", arguments, {types: (symbol, result)}, is_pure=False, _semantic=semantic)
+    return core.extern_elementwise("", "", arguments, {types: (symbol, _I32)}, is_pure=False, _semantic=semantic)
 
 
 _COPY = (_I64, _I64, _I64, _I32)
 
 
 @core.extern
-def getmem_block(local: Any, remote: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy int64 ``nbytes`` from ``remote`` at int32 ``pe`` to ``local``; done when it returns."""
-    return _call("nvshmemx_getmem_block", _COPY, [local, remote, nbytes, pe], _I32, _semantic)
-
-
-@core.extern
 def getmem_nbi_block(local: Any, remote: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """As `getmem_block`; done after the next `quiet`."""
-    return _call("nvshmemx_getmem_nbi_block", _COPY, [local, remote, nbytes, pe], _I32, _semantic)
-
-
-@core.extern
-def putmem_block(remote: Any, local: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy int64 ``nbytes`` from ``local`` to ``remote`` at int32 ``pe``.
-
-    ``local`` is free when it returns; the data is there after the next `quiet`.
-    """
-    return _call("nvshmemx_putmem_block", _COPY, [remote, local, nbytes, pe], _I32, _semantic)
+    """Copy int64 ``nbytes`` from ``remote`` at int32 ``pe`` to ``local``; done after the next `quiet`."""
+    return _call("nvshmemx_getmem_nbi_block", _COPY, [local, remote, nbytes, pe], _semantic)
 
 
 @core.extern
 def putmem_nbi_block(remote: Any, local: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """As `putmem_block`; ``local`` is free after the next `quiet`."""
-    return _call("nvshmemx_putmem_nbi_block", _COPY, [remote, local, nbytes, pe], _I32, _semantic)
+    """Copy int64 ``nbytes`` from ``local`` to ``remote`` at int32 ``pe``.
+
+    ``local`` is free, and the data is there, after the next `quiet`.
+    """
+    return _call("nvshmemx_putmem_nbi_block", _COPY, [remote, local, nbytes, pe], _semantic)
 
 
 _PUT_SIGNAL = (_I64, _I64, _I64, _I64, _I64, _I32, _I32)
@@ -77,52 +56,17 @@ _PUT_SIGNAL = (_I64, _I64, _I64, _I64, _I64, _I32, _I32)
 def putmem_signal_block(
     remote: Any, local: Any, nbytes: Any, signal: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None
 ) -> Any:
-    """As `putmem_block`, then set or add (``operation``) int64 ``value`` at address ``signal`` of ``pe``, once.
+    """Copy int64 ``nbytes`` from ``local`` to ``remote`` at int32 ``pe``, then signal it once.
 
-    Who sees the signal sees the data of this call, but not necessarily that of earlier ones.
+    To signal is to set (``operation`` `SIGNAL_SET`) the word at address ``signal`` of ``pe`` to int64 ``value``. Who
+    sees the signal sees the data of this call, but not necessarily that of earlier ones. ``local`` is free when it
+    returns; the data is there after the next `quiet`.
     """
     arguments = [remote, local, nbytes, signal, value, operation, pe]
-    return _call("nvshmemx_putmem_signal_block", _PUT_SIGNAL, arguments, _I32, _semantic)
-
-
-@core.extern
-def putmem_signal_nbi_block(
-    remote: Any, local: Any, nbytes: Any, signal: Any, value: Any, operation: Any, pe: Any, _semantic: Any = None
-) -> Any:
-    """As `putmem_signal_block`; ``local`` is free after the next `quiet`."""
-    arguments = [remote, local, nbytes, signal, value, operation, pe]
-    return _call("nvshmemx_putmem_signal_nbi_block", _PUT_SIGNAL, arguments, _I32, _semantic)
-
-
-@core.extern
-def signal_wait_until(signal: Any, comparison: Any, value: Any, _semantic: Any = None) -> Any:
-    """Wait without limit until the local int64 at address ``signal`` compares to ``value``; return what it is then.
-
-    What was put before the signal is visible afterwards.
-    """
-    types = (_I64, _I32, _I64)
-    return _call("nvshmem_signal_wait_until", types, [signal, comparison, value], _I64, _semantic)
+    return _call("nvshmemx_putmem_signal_block", _PUT_SIGNAL, arguments, _semantic)
 
 
 @core.extern
 def quiet(_semantic: Any = None) -> Any:
     """Wait until all transfers of this program are complete: gets are here, puts are there."""
-    return _call("nvshmem_quiet", (), [], _I32, _semantic)
-
-
-@core.extern
-def fence(_semantic: Any = None) -> Any:
-    """Order this program's puts to each PE: those before the fence arrive before those after it."""
-    return _call("nvshmem_fence", (), [], _I32, _semantic)
-
-
-@core.extern
-def my_pe(_semantic: Any = None) -> Any:
-    """This PE's number, int32."""
-    return _call("nvshmem_my_pe", (), [], _I32, _semantic)
-
-
-@core.extern
-def n_pes(_semantic: Any = None) -> Any:
-    """The number of PEs, int32."""
-    return _call("nvshmem_n_pes", (), [], _I32, _semantic)
+    return _call("nvshmem_quiet", (), [], _semantic)

@@ -215,7 +215,7 @@ def put_with_signal(
     local; it is zero again when the kernel has ended, so launches on one stream may share it.
 
     On return the kernel is enqueued on the current stream. For what is enqueued there next, ``source`` is free;
-    ``slot`` is complete at the owner when the owner sees the signal (`wait_for_signals`), which may be later.
+    ``slot`` is complete at the owner when the owner sees the signal, which may be later.
 
     Putting [1, 2] with value 7 leaves [1, 2] in the owner's slot and then 7 in its signal.
 

@@ -108,7 +108,6 @@ def _watch(returned: threading.Event, what: str, limit_s: float) -> None:
 
 
 _LIBRARY = "libnvshmem_host.so.3"  # which nvshmem4py has loaded
-_LAUNCHED = ("nvshmem_gather", "nvshmem_put_signal", "nvshmem_quiet")
 _MARGIN_BYTES = 64 << 20  # NVSHMEM keeps some of its heap for itself
 
 
@@ -250,8 +249,7 @@ class NvshmemHeap:
 
         self._modules = KernelModules(bitcode_for(self._device), self._initialise_module)
         # Now: what a step would compile holds up all ranks, and takes seconds.
-        entries = [*transfer.aot_entries(), *signals.aot_entries()]
-        self._modules.prepare([entry for entry in entries if entry.name in _LAUNCHED])
+        self._modules.prepare([*transfer.aot_entries(), *signals.aot_entries()])
 
     def _initialise_module(self, module: int) -> None:
         code = self._bindings.cumodule_init(module)

@@ -40,7 +40,7 @@ ENTRIES = {entry.name: entry for entry in aot_list.entries()}
 NVSHMEM = [name for name, entry in ENTRIES.items() if entry.nvshmem]
 PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
 FEW = (
-    "nvshmem_gather",
+    *("nvshmem_gather", "nvshmem_put_signal"),  # all of NVSHMEM's device functions
     *("gather[bf16->bf16, aligned]", "gather[fp32->bf16, aligned]", "gather[fp32->bf16, unaligned]"),
     *("accumulate[bf16->fp32, add, aligned]", "accumulate[bf16->fp32, add, unaligned]"),
     *("accumulate[fp32->fp32, add, aligned]", "accumulate[fp32->fp64, first, aligned]"),
@@ -269,7 +269,6 @@ import triton
 import triton.language as tl
 from odc.kernels.aot_entry import entry
 from odc.kernels.gather import aot_entries
-from odc.kernels.nvshmem import device
 
 @triton.jit
 def _broken_kernel(out, BLOCK: tl.constexpr):
@@ -288,26 +287,11 @@ def _narrow_kernel(out, other, BLOCK: tl.constexpr):
     values = tl.load(tl.multiple_of(other + lanes, 16))  # 8 elements per thread
     tl.store(tl.multiple_of(out + lanes, 16), values.to(tl.float32))
 
-@triton.jit
-def _all_functions_kernel(out: tl.int64, here: tl.int64, signal: tl.int64, pe: tl.int32):
-    n = tl.full([], 64, tl.int64)
-    device.getmem_block(here, out, n, pe)
-    device.getmem_nbi_block(here, out, n, pe)
-    device.putmem_block(out, here, n, pe)
-    device.putmem_nbi_block(out, here, n, pe)
-    device.putmem_signal_block(out, here, n, signal, n, device.SIGNAL_SET, pe)
-    device.putmem_signal_nbi_block(out, here, n, signal, n, device.SIGNAL_ADD, device.my_pe())
-    device.signal_wait_until(signal, device.CMP_GE, n)
-    device.fence()
-    device.quiet()
-    device.getmem_block(here, out, n, device.n_pes())
-
 def entries():
     return [
         entry("broken", _broken_kernel, {"out": "*i32"}, {"BLOCK": 64}, 4),
         entry("spilling", _spilling_kernel, {"out": "*fp64"}, {}, 1),
         entry("exchanged", _narrow_kernel, {"out": "*fp32", "other": "*bf16"}, {"BLOCK": 4096}, 8),
-        entry("all_functions", _all_functions_kernel, {}, {}, 4, nvshmem=True),
         aot_entries()[0],
     ]
 """
@@ -410,20 +394,13 @@ def test_machine_code_that_is_not_there_is_an_error() -> None:
         read_facts("nvdisasm fatal : no such file")
 
 
-def test_every_device_function_exists(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those that no kernel of the product uses."""
-    arguments = ("--arch", "sm_90", "--entries", others, "--kernels", "all_functions", "--keep", str(tmp_path))
-    assert main([*arguments, *library()]) == 0, capsys.readouterr().err
-    assert ".extern .func" not in (tmp_path / "all_functions.sm_90.ptx").read_text()
-
-
 @pytest.mark.usefixtures("in_process")
 def test_a_missing_device_library_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "aot.json"
-    how = ("--arch", "sm_90", "--kernels", "nvshmem_pes", "fill[bf16, aligned]", "--nvshmem-lib", str(tmp_path))
+    how = ("--arch", "sm_90", "--kernels", "nvshmem_quiet", "fill[bf16, aligned]", "--nvshmem-lib", str(tmp_path))
     assert main([*how, "--json", str(file)]) == 1
     printed = capsys.readouterr().err
-    assert "nvshmem_pes for sm_90: FileNotFoundError: no NVSHMEM device library" in printed
+    assert "nvshmem_quiet for sm_90: FileNotFoundError: no NVSHMEM device library" in printed
     assert "pip install nvidia-nvshmem-cu13" in printed
     missing, fill = json.loads(file.read_text())["results"]
     assert "pip install" in missing["error"]
@@ -434,7 +411,7 @@ def test_a_missing_device_library_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_unreadable_device_library_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A release whose bitcode is of a newer LLVM than Triton's looks like this to Triton."""
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC\xc0\xde" + bytes(64))
-    assert main(["--arch", "sm_90", "--kernels", "nvshmem_pes", "--nvshmem-lib", str(tmp_path)]) == 1
+    assert main(["--arch", "sm_90", "--kernels", "nvshmem_quiet", "--nvshmem-lib", str(tmp_path)]) == 1
     words = r"Triton 3\S+ cannot read this NVSHMEM release's bitcode: pip install nvidia"
     assert re.search(words, capsys.readouterr().err)
 

@@ -7,12 +7,13 @@ all of them. It cannot show that NVSHMEM carries them out, nor that what one thr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import FakePes, interpreted, numbers, only_program, view
+from kernel_cases import FakePes, interpreted, numbers, only_program
 
 FP32 = torch.float32
 
@@ -118,50 +119,9 @@ class TestNvshmemPut:
         assert torch.equal(fake.tensor(1, 8192, 1023, FP32), source)
 
 
-class TestNvshmemSignals:
-    def run(
-        self,
-        k: SimpleNamespace,
-        monkeypatch: pytest.MonkeyPatch,
-        signals: list[int],
-        expected: list[int],
-        arrives: dict[int, tuple[int, int]],
-    ) -> tuple[list[int], list[tuple[int, int]], int]:
-        """What was observed, NVSHMEM's own waits, and the time at the end; ``arrives``: time -> (signal, value)."""
-        words, observed = torch.tensor(signals), torch.full((len(signals),), -1)
-        clock, waits = 0, []
-
-        def globaltimer() -> int:
-            nonlocal clock
-            clock += 100
-            if clock in arrives:
-                index, value = arrives[clock]
-                view(words.data_ptr(), len(signals), torch.int64)[index] = value
-            return clock
-
-        def signal_wait_until(address: Any, comparison: Any, value: Any) -> None:
-            index = (int(address.handle.data.item()) - words.data_ptr()) // 8
-            assert comparison.value == 5  # NVSHMEM_CMP_GE
-            waits.append((index, int(value.handle.data.item())))
-
-        monkeypatch.setattr(k.signals, "globaltimer", globaltimer)
-        monkeypatch.setattr(k.signals, "signal_wait_until", signal_wait_until)
-        k.signals.wait_for_signals(FakeModules(), words, torch.tensor(expected), observed, timeout_s=2e-6)
-        return observed.tolist(), waits, clock
-
-    def test_already_there(self, k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-        observed, waits, clock = self.run(k, monkeypatch, [3, 9], [3, 5], {})
-        assert (observed, waits) == ([3, 9], [(0, 3), (1, 5)])
-        assert clock < 1000
-
-    def test_arrives(self, k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-        observed, waits, _ = self.run(k, monkeypatch, [2], [3], {500: (0, 4)})
-        assert (observed, waits) == ([4], [(0, 3)])
-
-    def test_time_is_over(self, k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-        observed, waits, clock = self.run(k, monkeypatch, [3, 2], [3, 3], {})
-        twin = torch.zeros(2, dtype=torch.int64)
-        assert k.signals.wait_for_signals_reference(torch.tensor([3, 2]), torch.tensor([3, 3]), twin)
-        assert observed == twin.tolist() == [3, 2]
-        assert waits == [(0, 3)]  # NVSHMEM's endless wait is not entered for the missing one
-        assert 2000 <= clock < 3000
+def test_quiet_on_stream(k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakePes(1, 64, me=0)
+    fake.install(k.signals, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    k.signals.quiet_on_stream(FakeModules(), torch.device("cuda"))
+    assert fake.log == [(0, "quiet")]

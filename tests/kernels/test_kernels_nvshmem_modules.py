@@ -56,7 +56,7 @@ class TestKernelModules:
         kernels = modules.KernelModules(library, initialized.append, finalized.append)
         signals.quiet_on_stream(kernels, torch.device("cuda"))
         load(signals._nvshmem_order_kernel, 11)
-        load(signals._nvshmem_order_kernel, 12)  # another constant, another module
+        load(signals._nvshmem_order_kernel, 12)  # compiled once more, another module
         load(gather._gather_kernel, 13)  # none of its business
         assert initialized == [11, 12]
         kernels.close()

@@ -27,7 +27,7 @@ def interpreted() -> Iterator[SimpleNamespace]:
     Triton decides when a kernel is decorated, so the variable is set for the import of these copies only: no other
     test and no child process sees it. Triton itself is imported before, or its own library would be interpreted too.
     """
-    importlib.import_module("triton.language.extra.cuda")
+    importlib.import_module("triton.language")
     package = importlib.import_module("odc")
     before = {name: module for name, module in sys.modules.items() if _ours(name)}
     attribute = getattr(package, "kernels", None)

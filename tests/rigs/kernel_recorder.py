@@ -23,7 +23,7 @@ KERNELS = {
     parts: ("_gather_parts_kernel", "_scatter_accumulate_parts_kernel", "_scatter_parts_kernel"),
     fill: ("_fill_kernel", "_copy_cast_kernel"),
     transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),
-    signals: ("_nvshmem_wait_kernel", "_nvshmem_order_kernel", "_nvshmem_pes_kernel"),
+    signals: ("_nvshmem_order_kernel",),
 }
 
 
