@@ -15,7 +15,6 @@ from odc.kernels.arguments import (
     check_cast,
     check_disjoint,
     check_flat,
-    check_positive,
     check_same_device,
 )
 from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
@@ -46,7 +45,7 @@ def _check_fill(out: torch.Tensor, value: float) -> None:
         raise ValueError(f"value={value!r} is not an fp32 number, expected one: the kernel takes it in fp32")
 
 
-def fill(out: torch.Tensor, value: float = 0.0, *, num_programs: int = LOCAL_PROGRAMS) -> None:
+def fill(out: torch.Tensor, value: float = 0.0) -> None:
     """``out[:] = value``, cast to ``out``'s dtype.
 
     ``out``: bf16, fp16, fp32 or fp64 [n], dense, at any element offset. ``value`` must be a number that fp32 holds.
@@ -57,11 +56,10 @@ def fill(out: torch.Tensor, value: float = 0.0, *, num_programs: int = LOCAL_PRO
     Raises ValueError for a wrong shape, dtype or value, and launches nothing then.
     """
     _check_fill(out, value)
-    check_positive(num_programs=num_programs)
     if out.numel() == 0:
         return
     with device_of(_fill_kernel, out, "use fill_reference for host memory"):
-        _fill_kernel[grid(blocks(out.numel()), num_programs)](
+        _fill_kernel[grid(blocks(out.numel()), LOCAL_PROGRAMS)](
             out, float(value), out.numel(), VECTOR=vector((out.data_ptr(), out.dtype)), BLOCK=BLOCK, num_warps=NUM_WARPS
         )
 
@@ -106,7 +104,7 @@ def _check_copy(out: torch.Tensor, source: torch.Tensor) -> None:
     check_disjoint(out=out, source=source)
 
 
-def copy_cast(out: torch.Tensor, source: torch.Tensor, *, num_programs: int = LOCAL_PROGRAMS) -> None:
+def copy_cast(out: torch.Tensor, source: torch.Tensor) -> None:
     """``out[:] = source``, rounded to the nearest value of ``out``'s dtype (ties to even).
 
     ``out``, ``source``: bf16, fp16, fp32 or fp64 [n], dense, in separate memory, at any element offset. ``out`` may be
@@ -119,11 +117,10 @@ def copy_cast(out: torch.Tensor, source: torch.Tensor, *, num_programs: int = LO
     Raises ValueError for wrong shapes, dtypes or devices and for overlapping memory, and launches nothing then.
     """
     _check_copy(out, source)
-    check_positive(num_programs=num_programs)
     if out.numel() == 0:
         return
     with device_of(_copy_cast_kernel, out, "use copy_cast_reference for host memory"):
-        _copy_cast_kernel[grid(blocks(out.numel()), num_programs)](
+        _copy_cast_kernel[grid(blocks(out.numel()), LOCAL_PROGRAMS)](
             out,
             source,
             out.numel(),
