@@ -24,6 +24,7 @@ from odc.cli.modalities import LANGUAGE, Dataset, Modality
 Balanced = Literal["none", "language", "whole", "all", "joint"]
 _OUTPUT_BYTES = 2  # of a number in a row that an encoder makes: bf16
 _TEXT_BYTES = 16  # of a token: its number and its label
+_LARGEST_TRIED = 64  # minibatch size
 
 CHOICES: tuple[tuple[Balanced, str | None, tuple[Comm, ...]], ...] = (
     ("none", None, ("collective", "odc")),
@@ -356,14 +357,14 @@ class Pieces:
         fair = self._total[samples].sum(axis=1) / found.num_ranks * (1 + 1e-9)
         return float((self._largest[samples].max(axis=1) > fair).mean())
 
-    def size_that_hides_one(self, most: int = 64) -> int | None:
+    def size_that_hides_one(self) -> int | None:
         """The smallest of a few larger minibatch sizes at which such pieces are in fewer than half of the minibatches.
 
-        None: there is none up to ``most``, or as far as the samples go. Nothing is planned: costs suffice.
+        None: there is none up to ``_LARGEST_TRIED``, or as far as the samples go. Nothing is planned: costs suffice.
         """
         found = self._found
         size = 2 * found.minibatch_size
-        while size <= most and size * found.num_ranks <= found.order.size:
+        while size <= _LARGEST_TRIED and size * found.num_ranks <= found.order.size:
             if self.held_by_one(size) < 0.5:
                 return size
             size *= 2

@@ -105,9 +105,6 @@ class InPlace:
         self._places: Destination | None = None
         self._small_rows = torch.empty(0, dtype=params[0][1], device=device)
 
-    def _is_small(self, param: FsdpParam) -> bool:
-        return self._device.type == "cpu" and is_small(param)  # a device mostly takes one launch for all parts
-
     def enter(self) -> Undo:
         """On a device, keep memory that FSDP2 frees. See [Note: Memory that is read until later]."""
         if self._device.type == "cpu":

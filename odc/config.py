@@ -183,14 +183,14 @@ class LaunchEnvironment:
         )
 
 
-def master_address(environ: Mapping[str, str] | None = None) -> str:
+def master_address() -> str:
     """Where torchrun's first host is, or ""."""
-    return (os.environ if environ is None else environ).get("MASTER_ADDR", "")
+    return os.environ.get("MASTER_ADDR", "")
 
 
-def nvshmem_folder(environ: Mapping[str, str] | None = None) -> str | None:
+def nvshmem_folder() -> str | None:
     """Where ``NVSHMEM_LIB_DIR`` says that NVSHMEM's libraries are, as for torch; None if it is not set."""
-    return (os.environ if environ is None else environ).get("NVSHMEM_LIB_DIR") or None
+    return os.environ.get("NVSHMEM_LIB_DIR") or None
 
 
 def nvshmem_heap_bytes(environ: Mapping[str, str] | None = None) -> int | None:

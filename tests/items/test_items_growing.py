@@ -26,8 +26,8 @@ from odc.items.channel import Channel
 # Ranks that disagree
 
 
-def all_told(results: list[Any], *words: str, within_s: float = 10.0) -> None:
-    """Every rank has failed with one and the same cause, found by one of them at least, and soon."""
+def all_told(results: list[Any], *words: str) -> None:
+    """Every rank has failed with one and the same cause, found by one of them at least."""
     kinds = [type(result) for result in results]
     assert ProtocolError in kinds, results
     assert set(kinds) <= {ProtocolError, AbortedError}, results

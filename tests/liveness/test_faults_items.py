@@ -20,14 +20,14 @@ from odc.setup.agreement import ProcessGroupExchange
 NUMEL = 100
 
 
-def ring(world_size: int, number: int, numel: int = NUMEL) -> list[list[list[tuple[int, int, int]]]]:
+def ring(world_size: int, numel: int = NUMEL) -> list[list[list[tuple[int, int, int]]]]:
     """Each rank publishes two parts for the next one, the first one for itself, too."""
     rows = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
     return [[[(3 * a, 4 * numel, b), (3 * a + 1, 8, a)], [(3 * a + 2, 4 * numel, b)]] for a, b in rows]
 
 
 def a_round(items: ItemExchange, rank: int, world_size: int, number: int, numel: int = NUMEL) -> None:
-    one = items.begin("outputs", ring(world_size, number, numel))
+    one = items.begin("outputs", ring(world_size, numel))
     before = (rank - 1) % world_size
     value = torch.full((numel,), float(number * 10 + rank))
     one.publish(0, [value, torch.tensor([number])])

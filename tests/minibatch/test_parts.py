@@ -188,7 +188,7 @@ def publish_all(runtime: Runtime) -> None:
         runtime.publish(unit, lambda out, numbers=numbers: out.copy_(numbers))
 
 
-def check_gathers(runtime: Runtime, units: Sequence[Any], places: Sequence[Destination]) -> None:
+def check_gathers(runtime: Runtime, places: Sequence[Destination]) -> None:
     world_size, published = runtime.topology.world_size, runtime.minibatch - 1
     for unit, there in enumerate(places):
         for out in there.outs:
@@ -221,7 +221,7 @@ def test_parts_travel_like_whole_tensors(mode: str, data: st.DataObject) -> None
             for k in range(3):
                 publish_all(runtime)
                 runtime.begin()
-                check_gathers(runtime, units, places)
+                check_gathers(runtime, places)
                 for push in pushes[k][exchange.rank]:
                     grads = as_pushed(push, units[push.unit][0], world_size, exchange.rank)
                     runtime.scatter_accumulate(push.unit, grads, present=push.present)

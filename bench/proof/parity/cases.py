@@ -206,9 +206,9 @@ def pairs(values: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], tuple[st
     return itertools.combinations(values.items(), 2)
 
 
-def _random_values(chance: random.Random, fixed: Mapping[str, str] | None = None) -> dict[str, str]:
+def _random_values(chance: random.Random) -> dict[str, str]:
     while True:
-        values = _draw(chance, fixed or {})
+        values = _draw(chance, {})
         if impossible(values) is None:
             return values
 

@@ -309,11 +309,6 @@ def discarded(run: Run) -> None:
         optimizer.zero_grad()
 
 
-def clear_by_hand(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 CASES = {
     "clipping what has a gradient": Case(clipping_what_has_a_gradient),
     "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
