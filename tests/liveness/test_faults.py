@@ -32,8 +32,10 @@ from faulty_ranks import (
     run_job,
     session_members,
     start_job,
+    stoppable,
     survivors,
     wait_for_text,
+    wait_for_training,
 )
 from process_ranks import run_ranks, start_ranks
 from torch.utils.data import DataLoader
@@ -178,37 +180,12 @@ def test_a_failing_daemon_stops_its_rank_and_the_others() -> None:
 # Stopped ranks: fault tests 4, 5, 17
 
 
-def stoppable(rank: int, world_size: int, steps: int, started: str, stopped: str) -> dict[str, Any]:
-    """Train; rank 1 does not come beyond the middle before it has been stopped, so that no rank ends before."""
-
-    def wait_in_the_middle(step: int, rank: int, _: int) -> dict[str, Any]:
-        while rank == 1 and step == steps // 2 and not Path(stopped).exists():
-            time.sleep(0.01)
-        return {}
-
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model, deterministic=True)
-    Path(started).touch()
-    train(model, session, rank, world_size, [2, 1], steps, wait_in_the_middle)
-    session.close()
-    return full_parameters(model)
-
-
-def wait_for_start(started: Path) -> None:
-    """Return when the ranks have trained for a moment."""
-    deadline = time.monotonic() + 120
-    while not started.exists():
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.01)
-    time.sleep(0.3)
-
-
 def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     """Fault test 4: SIGSTOP 3 s, then SIGCONT, with a limit of 20 s."""
     steps, started, stopped = 40, tmp_path / "started", tmp_path / "stopped"
     env = {"ODC_TIMEOUT": "20", "ODC_FAULT": "point=gather.before,do=delay:0.002"}  # about 1.5 s of training
     group = start_ranks(2, stoppable, steps, str(started), str(stopped), env=env)
-    wait_for_start(started)
+    wait_for_training(started)
     stopped_at = time.monotonic() - group.started
     os.kill(group.pids[1], signal.SIGSTOP)
     stopped.touch()
@@ -267,7 +244,7 @@ def test_suspending_the_whole_job_for_longer_than_the_limit_is_not_an_error(tmp_
     started, stopped = tmp_path / "started", tmp_path / "stopped"
     env = {"ODC_TIMEOUT": "5", "ODC_FAULT": "point=gather.before,do=delay:0.002"}
     group = start_ranks(2, stoppable, 100, str(started), str(stopped), env=env)
-    wait_for_start(started)
+    wait_for_training(started)
     for pid in group.pids:
         os.kill(pid, signal.SIGSTOP)
     stopped.touch()

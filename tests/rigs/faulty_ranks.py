@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from process_ranks import RankResult
-from training import build, loss_of, optimizer_of, shard, tokens, train
+from training import build, full_parameters, loss_of, optimizer_of, shard, tokens, train
+from watching import until, wait_for_all
 
 import odc
 from odc.bench.harness import warm_launch
@@ -28,6 +29,28 @@ def endless(rank: int, world_size: int, accumulate: str = "auto", died_at: Any =
     model = shard(build(num_blocks=1), world_size)
     session = odc.patch_fsdp(model, accumulate=accumulate)
     train(model, session, rank, world_size, [2] * world_size, steps=10_000)
+
+
+def stoppable(rank: int, world_size: int, steps: int, started: str, disturbed: str) -> dict[str, Any]:
+    """Train; rank 1 does not come beyond the middle before it was disturbed, so that no rank ends before."""
+
+    def wait_in_the_middle(step: int, rank: int, _: int) -> dict[str, Any]:
+        if rank == 1 and step == steps // 2:
+            until(Path(disturbed).exists, "nothing has disturbed the ranks")
+        return {}
+
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, deterministic=True)
+    Path(f"{started}{rank}").touch()
+    train(model, session, rank, world_size, [2, 1], steps, wait_in_the_middle)
+    session.close()
+    return full_parameters(model)
+
+
+def wait_for_training(started: Path) -> None:
+    """Return when two ranks that are ``stoppable`` have trained for a moment."""
+    wait_for_all(started, 2)
+    time.sleep(0.3)
 
 
 def fault(point: str, do: str, at: int = 9, rank: int = 1) -> dict[str, str]:

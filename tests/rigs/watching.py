@@ -18,6 +18,12 @@ def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 150.
         time.sleep(0.01)
 
 
+def wait_for_all(path: Path, world_size: int) -> None:
+    """Return when each rank has made a file: this path and its number."""
+    files = [Path(f"{path}{rank}") for rank in range(world_size)]
+    until(lambda: all(file.exists() for file in files), f"not every rank has made {path.name}")
+
+
 def written(path: Path) -> str:
     """The content of a file that another process writes, once it ends with a blank."""
     until(lambda: path.exists() and path.read_text().endswith(" "), f"{path.name} was not written")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_ranks import assert_told, endless, fault, raising, survivors
+from faulty_ranks import assert_told, endless, fault, raising, stoppable, survivors, wait_for_training
 from process_ranks import across, run_ranks, start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 from training import build, full_parameters, largest_difference, reference, shard, train
@@ -100,31 +100,11 @@ def test_an_exception_reaches_other_hosts_with_its_text() -> None:
         assert result.seconds - results[1].seconds < NOTICE_S
 
 
-def stoppable(rank: int, world_size: int, steps: int, started: str, stopped: str) -> dict[str, Any]:
-    """Train; rank 1 does not come beyond the middle before it was stopped."""
-
-    def wait_in_the_middle(step: int, rank: int, _: int) -> dict[str, Any]:
-        while rank == 1 and step == steps // 2 and not Path(stopped).exists():
-            time.sleep(0.01)
-        return {}
-
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model, deterministic=True)
-    Path(started).touch()
-    train(model, session, rank, world_size, [2, 1], steps, wait_in_the_middle)
-    session.close()
-    return full_parameters(model)
-
-
 def test_a_rank_of_another_host_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     steps, started, stopped = 20, tmp_path / "started", tmp_path / "stopped"
     env = {**PATIENT, "ODC_FAULT": "point=gather.before,do=delay:0.002"}
     group = start_ranks(2, across, 2, stoppable, steps, str(started), str(stopped), env=env)
-    deadline = time.monotonic() + 60
-    while not started.exists():
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.01)
-    time.sleep(0.3)
+    wait_for_training(started)
     os.kill(group.pids[1], signal.SIGSTOP)
     stopped.touch()
     time.sleep(3)

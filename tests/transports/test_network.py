@@ -13,8 +13,10 @@ from typing import Any
 import network
 import pytest
 import torch
+from faulty_ranks import stoppable, wait_for_training
 from process_ranks import RankResult, start_ranks
 from training import build, full_parameters, largest_difference, loss_of, optimizer_of, reference, shard, tokens, train
+from watching import wait_for_all
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -69,13 +71,6 @@ def until_told(rank: int, world_size: int, started: str, pause_s: float = 0.0) -
         optimizer.zero_grad()
 
 
-def wait_for_all(started: Path, world_size: int) -> None:
-    deadline = time.monotonic() + 120
-    while not all(Path(f"{started}{rank}").exists() for rank in range(world_size)):
-        assert time.monotonic() < deadline, "training did not begin"
-        time.sleep(0.02)
-
-
 def assert_all_name_the_other_host(results: list[RankResult], other_ranks: list[set[int]]) -> None:
     for result, others in zip(results, other_ranks, strict=True):
         assert result.error_type in ("PeerDiedError", "AbortedError"), result.error
@@ -109,22 +104,6 @@ def test_a_rank_that_computes_meanwhile_is_told_at_its_next_operation(hosts: net
     assert results[0].seconds - cut_at < pause_s + SLACK_S
 
 
-def to_the_end(rank: int, world_size: int, started: str, cut: str, steps: int) -> dict[str, torch.Tensor]:
-    """Train; rank 1 does not come beyond the middle before the network was cut, so that no rank ends before."""
-
-    def wait_in_the_middle(step: int, rank: int, _: int) -> dict[str, Any]:
-        while rank == 1 and step == steps // 2 and not Path(cut).exists():
-            time.sleep(0.01)
-        return {}
-
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model, deterministic=True)
-    Path(f"{started}{rank}").touch()
-    train(model, session, rank, world_size, [2, 1], steps, wait_in_the_middle)
-    session.close()
-    return full_parameters(model)
-
-
 CUT_S = 4.0
 LONGEST_CUT_S = 5.0  # which is never taken for the end of a host
 
@@ -135,9 +114,8 @@ def test_a_network_that_comes_back_in_time_changes_nothing(hosts: network.TwoHos
     env = {"ODC_TIMEOUT": "60", "ODC_FAULT": "point=gather.before,do=delay:0.002"}
     for attempt in range(5):  # where this machine is busy, a cut may last too long
         started, cut = tmp_path / f"started{attempt}-", tmp_path / f"cut{attempt}"
-        group = start_ranks(2, to_the_end, str(started), str(cut), steps, enter=hosts.enter, env=env)
-        wait_for_all(started, 2)
-        time.sleep(0.3)
+        group = start_ranks(2, stoppable, steps, str(started), str(cut), enter=hosts.enter, env=env)
+        wait_for_training(started)
         began = time.monotonic()
         hosts.cut()
         cut_at = time.monotonic() - group.started
@@ -150,7 +128,7 @@ def test_a_network_that_comes_back_in_time_changes_nothing(hosts: network.TwoHos
             break
     assert all(r.error is None for r in results), [r.error for r in results]
     assert min(r.seconds for r in results) > cut_at + CUT_S, "the ranks had ended before the cut: nothing was tested"
-    undisturbed = start_ranks(2, to_the_end, str(started), str(cut), steps).join(150)
+    undisturbed = start_ranks(2, stoppable, steps, str(started), str(cut)).join(150)
     assert largest_difference(results[0].value, undisturbed[0].value) == 0.0
 
 
