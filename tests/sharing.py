@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import own_shm
 import pytest
 
 FOLDER = Path(__file__).parent
@@ -87,9 +88,7 @@ class Share:
         os.close(output)
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        import conftest  # only now: pytest puts its own module in the place of one that is there
-
-        conftest.leave_dev_shm()
+        own_shm.leave_dev_shm()
 
     def output_of(self, name: str) -> Path:
         return self.folder / f"{name}.txt"

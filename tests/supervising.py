@@ -121,7 +121,7 @@ def _send(number: signal.Signals, pids: Iterable[int]) -> None:
 
 def _remove_shared_memory(pids: Iterable[int]) -> None:
     """Files that torch has named after these processes. Others have unlinked theirs, or keep them in a /dev/shm of
-    their own (``conftest.leave_dev_shm``)."""
+    their own (``own_shm.leave_dev_shm``)."""
     for pid in pids:
         for path in _SHARED_MEMORY.glob(f"torch_{pid}_*"):
             path.unlink(missing_ok=True)

@@ -148,5 +148,7 @@ def test_each_file_of_tests_says_its_layer_and_has_a_name_of_its_own() -> None:
     assert len(files) > 100
     header = re.compile(r'"""Layers? [1-4]\b')
     assert [path.name for path in files if not header.match(path.read_text())] == []
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    names = Counter(
+        path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("__init__.py", "conftest.py")
+    )
     assert [name for name, count in names.items() if count > 1] == []

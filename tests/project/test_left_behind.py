@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import conftest
+import own_shm
 import pytest
-from conftest import shared_memory
+from own_shm import shared_memory
 
 LEAVE = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(b'left')"
 
@@ -24,7 +24,7 @@ def left() -> Iterator[Path]:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_what_a_child_has_left_is_seen_after_its_death(left: Path) -> None:
-    if not conftest._is_private:
+    if not own_shm.is_private:
         pytest.skip("needs permission to mount a /dev/shm of its own (root)")
     subprocess.run([sys.executable, "-c", LEAVE, str(left)], check=True)
     assert left.name in shared_memory()
@@ -32,8 +32,8 @@ def test_what_a_child_has_left_is_seen_after_its_death(left: Path) -> None:
 
 def test_what_another_program_leaves_is_not_seen(left: Path) -> None:
     """In the machine's own /dev/shm, or, where the tests share that one, by a process that is none of theirs."""
-    if conftest.outside is not None:
-        enter = ["nsenter", f"--mount=/proc/{os.getpid()}/fd/{conftest.outside}"]
+    if own_shm.outside is not None:
+        enter = ["nsenter", f"--mount=/proc/{os.getpid()}/fd/{own_shm.outside}"]
         subprocess.run([*enter, sys.executable, "-c", LEAVE, str(left)], check=True)
         try:
             assert left.name not in shared_memory()
@@ -51,7 +51,7 @@ def test_files_are_known_by_their_maker_where_all_programs_share_the_room() -> N
     try:
         for path in paths:
             path.write_bytes(b"")
-        assert shared_memory(is_private=False) & set(names) == {names[0]}
+        assert shared_memory(alone=False) & set(names) == {names[0]}
     finally:
         for path in paths:
             path.unlink()
