@@ -29,6 +29,8 @@ sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) not in (
 # Before anything imports torch. On few cores, threads of several processes that wait for one another busily take most
 # of the time; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The client of Hugging Face's hub reads these once, when it is imported.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,13 +32,6 @@ from odc.trainers.overrides import Overrides
 from odc.trainers.packing import collate_alone, pack
 from odc.trainers.prepared import DataRanks
 
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")
-
-
 # Bundles
 
 

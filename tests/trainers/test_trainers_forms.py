@@ -22,12 +22,6 @@ from odc.trainers.packed_model import PackedModel, check_packed_model
 from odc.trainers.probe import identity_of
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")
-
-
 def rollouts() -> dict[str, torch.Tensor]:
     """Three rows: prompts of 2, 3, 1 tokens, completions of 4, 1, 2, the last of which is left out of the loss."""
     prompt_mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])

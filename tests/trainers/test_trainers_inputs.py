@@ -28,12 +28,6 @@ from odc.trainers.packing import collate_alone, pack
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")
-
-
 def steps_of(made: nn.Module, policy: str | None, dataset: Any = None, collate: Any = pad, batch_size: int = 2) -> Any:
     """Of four batches each; with a policy in rows of at most 64 tokens."""
     accelerator = Accelerator(cpu=True)

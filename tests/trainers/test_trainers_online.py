@@ -34,12 +34,6 @@ from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, sta
 KNOWN = [sample["input_ids"] for sample in samples(37)]
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(samples(37))

@@ -17,12 +17,6 @@ from odc.trainers import balance
 from odc.trainers.probe import Rounding, check_packing, identity_of, probe_samples
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")
-
-
 def probe(trainer: Trainer, example: dict[str, torch.Tensor] | None = None) -> None:
     """As at the first step of ``train()``, of a model that was not wrapped."""
     trainer.model.config.use_cache = False
