@@ -7,15 +7,14 @@ compiled kernels and torch's own operations on a GPU do the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_rig import CPU, DEVICE, INDEX, Rig
-from host_cuda import HostCuda, interpreted_engine
+from host_cuda import HostCuda
 from kernel_cases import numbers
 from kernel_driver import no_gpu
 
@@ -28,19 +27,6 @@ BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torc
 FP8 = torch.float8_e4m3fn
 FLOATS = (BF16, FP16, FP32, FP64)
 BY_KERNEL, BY_COPIES = TransferTable(((0, KERNEL),)), TransferTable(((0, COPY_ENGINE),))
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted_engine() as modules:
-        yield modules
-
-
-@pytest.fixture
-def rig(k: SimpleNamespace) -> Iterator[Rig]:
-    cuda = HostCuda()
-    with cuda.installed(k):
-        yield Rig(k, cuda)
 
 
 def on(rig: Rig, engine: Any, values: torch.Tensor, shift: int = 0) -> torch.Tensor:

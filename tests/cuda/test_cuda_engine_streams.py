@@ -6,7 +6,7 @@ torch's own streams and events do as their documentation says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_rig import DEVICE, INDEX, Rig
-from host_cuda import HostCuda, Stream, interpreted_engine
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted_engine() as modules:
-        yield modules
-
-
-@pytest.fixture
-def rig(k: SimpleNamespace) -> Iterator[Rig]:
-    cuda = HostCuda()
-    with cuda.installed(k):
-        yield Rig(k, cuda)
-
+from host_cuda import Stream
 
 # The order of streams. Each scenario asks for one order, and gets what is wrong if it is not kept.
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from kernel_recorder import Launches, record_launches
 
 from odc.kernels import accumulate, aot_list, fill, gather, launching, parts, scatter, slots
 from odc.kernels.launching import DTYPES
@@ -30,18 +29,6 @@ BF16, FP16, FP32, FP64, U8, I16, I32, I64 = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64
 )  # fmt: skip
 ENTRIES = aot_list.entries()
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return record_launches(monkeypatch)
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    path = tmp_path / "libnvshmem_device.bc"
-    path.write_bytes(b"BC")
-    return path
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted
+from kernel_cases import SparseMemory, numbers, only_program, shifted
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32, FP64)
@@ -28,12 +28,6 @@ GIB = 1 << 30
 # Beyond 2**31 bytes with an index that fits 32 bits, and beyond 2**31 elements: fp32 elements.
 FAR = {"bytes": (1 << 29) + 4096 + 8, "elements": (1 << 31) + 4096 + 8}
 """With the zeros around it that 32-bit arithmetic would reach: 8 GiB to each side of what is addressed."""
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted() as modules:
-        yield modules
 
 
 @pytest.fixture

@@ -6,22 +6,15 @@ all of them. It cannot show that NVSHMEM carries them out, nor that what one thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import FakePes, interpreted, numbers, only_program
+from kernel_cases import FakePes, numbers, only_program
 
 FP32 = torch.float32
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted() as modules:
-        yield modules
 
 
 class FakeModules:

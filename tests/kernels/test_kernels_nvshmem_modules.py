@@ -21,23 +21,11 @@ import triton
 import triton.backends.nvidia
 import triton.language as tl
 from kernel_driver import no_gpu
-from kernel_recorder import Launches, load, record_launches
+from kernel_recorder import load
 
 from odc.kernels import gather
 from odc.kernels.aot_entry import entry
 from odc.kernels.nvshmem import bitcode, modules, signals
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return record_launches(monkeypatch)
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    path = tmp_path / "libnvshmem_device.bc"
-    path.write_bytes(b"BC")
-    return path
 
 
 class TestKernelModules:

@@ -6,13 +6,13 @@ No GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted, some_of
+from kernel_cases import SparseMemory, numbers, only_program, shifted, some_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32, FP64)
@@ -21,12 +21,6 @@ PLACES = ((9600, 0, 0, 0), (9600, 16, 8, 0), (9601, 5, 3, 0), (9600, 8, 1, 3))
 SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 9001)
 GIB = 1 << 30
 PAIRS = [(total, addend) for total in (FP32, FP64) for addend in FLOATS if addend.itemsize <= total.itemsize]
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted() as modules:
-        yield modules
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

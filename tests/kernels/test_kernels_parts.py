@@ -6,13 +6,13 @@ No GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, interpreted, numbers, only_program, shifted, some_of
+from kernel_cases import SparseMemory, numbers, only_program, shifted, some_of
 
 BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
 FLOATS = (BF16, FP16, FP32, FP64)
@@ -30,12 +30,6 @@ SLICES: dict[str, list[int]] = {
     "30": [8 * (n % 4 + 1) for n in range(30)],
     "exactly one block": [4096, 4096],
 }
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted() as modules:
-        yield modules
 
 
 @pytest.fixture

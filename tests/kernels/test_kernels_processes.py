@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import interpreted, numbers, view
+from kernel_cases import numbers, view
 
 WORLD_SIZE = 3
 NUMEL = 4099
@@ -29,12 +29,6 @@ NBYTES = SLOTS + WORLD_SIZE * SLOT_BYTES
 NUMELS = (64, 3, 4032)  # the same elements, as slices of three parameters
 STARTS = (0, 64, 67)
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def k() -> Iterator[SimpleNamespace]:
-    with interpreted() as modules:
-        yield modules
 
 
 @pytest.fixture
