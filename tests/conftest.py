@@ -82,6 +82,15 @@ def warm_launcher() -> Iterator[WarmLauncher]:
         yield launcher
 
 
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[None]:
+    """The transports of ``bench/fake``, by name."""
+    from odc.bench.fake.cuda import registered_fakes  # only here: it imports torch
+
+    with registered_fakes():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Collections, and looks at all objects, take the longer the more there are: what was there before a file is left

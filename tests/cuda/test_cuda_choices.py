@@ -7,7 +7,7 @@ Over the fake CUDA runtime of ``bench/fake/cuda.py``; the transport and the runt
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,13 @@ from thread_ranks import ThreadExchange, run_threads, values
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
 from odc.bench.fake import cuda as fake_cuda
 from odc.bench.fake import streams
-from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine
 from odc.engines.base import TransferTable
 from odc.setup.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 UNITS = [UnitSpec("layers.0", 1000, torch.float32, (ParamSlice("w", 1000),))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def create(exchange: ThreadExchange, **options: Any) -> Runtime:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,9 @@ from odc.setup.topology import Topology
 from odc.transports import registry
 from odc.transports.cuda_ipc import CudaIpcTransport
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 UNITS = [UnitSpec("layers.0", 1000, torch.float32, (ParamSlice("w", 1000),))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def create(exchange: ThreadExchange | ProcessGroupExchange, name: str = "fake_cuda", **options: Any) -> Runtime:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,15 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
-from odc.bench.fake.cuda import registered_fakes
 from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.config import ibgda_problem, nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 NUMEL = 1000
 UNITS = [UnitSpec("layers.0", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def create(exchange: ThreadExchange, hosts: int = 2) -> Runtime:

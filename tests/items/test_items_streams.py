@@ -9,7 +9,7 @@ is done, so that it is certain to be seen.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,18 +21,14 @@ from item_ranks import LIMIT_S, ONE_WAY, Case, Violation, cases, reach, run_case
 from thread_ranks import ThreadExchange, values
 
 from odc import ItemExchange
-from odc.bench.fake.cuda import FakeEngine, registered_fakes
+from odc.bench.fake.cuda import FakeEngine
 from odc.items.channel import Channel, Readers, Signal
+
+pytestmark = pytest.mark.usefixtures("fakes")
 
 NEAR, FAR = {"transport": "fake_cuda_streams"}, {"transport": "fake_nvshmem_streams", "hosts": 2}
 A_MOMENT_S = 0.3  # for a stream that nothing holds back
 WAYS = pytest.mark.parametrize("way", [NEAR, FAR], ids=["cuda_ipc", "nvshmem"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 @settings(max_examples=20, deadline=None, print_blob=True)

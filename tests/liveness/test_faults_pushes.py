@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +16,11 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import registered_fakes
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link
+
+pytestmark = pytest.mark.usefixtures("fakes")
 
 NUMEL = 1000
 UNITS = [
@@ -27,13 +28,6 @@ UNITS = [
     UnitSpec("untouched", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)),
 ]
 LIMIT_S = 20.0
-
-
-# Known gaps: the client's own care is all that keeps these from happening.
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def create(exchange: ThreadExchange, mode: dict[str, Any]) -> Runtime:

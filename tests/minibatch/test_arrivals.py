@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,18 +16,14 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import FakeEngine, registered_fakes
+from odc.bench.fake.cuda import FakeEngine
 from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
 from odc.errors import AbortedError
 from odc.transports.cuda_ipc import CudaIpcTransport
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 NUMEL = 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def run_two(hosts: int, push: Callable[[Runtime, FakeEngine, ThreadExchange], object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 import odc.kernels.chunked
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import registered_fakes
 from odc.units import Destination, Rows, offsets_of, segments
 
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from process_ranks import across, run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import registered_fakes
 from odc.setup.agreement import ProcessGroupExchange
 from odc.transports._control import SleepWord
 from odc.transports._frames import Frame, Kind
@@ -35,11 +34,7 @@ from odc.transports.base import Transport
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def units_of(numel: int, number: int = 2) -> list[UnitSpec]:

@@ -8,7 +8,7 @@ and steps on a third. The last tests take one order away at a time and check tha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,19 +28,15 @@ from streamed_minibatches import (
 )
 from thread_ranks import ThreadExchange, run_threads, values
 
-from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine
 from odc.engines.base import Engine
 from odc.errors import OdcError
 from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 
+pytestmark = pytest.mark.usefixtures("fakes")
+
 MODES = [("daemon", False), ("direct", False), ("daemon", True), ("direct", True)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fakes() -> Iterator[None]:
-    with registered_fakes():
-        yield
 
 
 def run_seeds(case: Case) -> None:
