@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from epochs import failure
 from test_balance_loader_workers import (
     COST,
     WORKERS,
@@ -140,15 +141,6 @@ def test_persistent_workers_resume() -> None:
 
 
 # Errors.
-
-
-def failure(loader: MinibatchLoader[Any, Any]) -> tuple[type[Exception], str]:
-    """The error that an epoch ends with. It must not outlive this: its traceback holds the workers."""
-    try:
-        list(loader)
-    except Exception as error:
-        return type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])
-    raise AssertionError("there was no error")
 
 
 SOME_WORKERS = pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])

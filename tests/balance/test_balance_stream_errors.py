@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from epochs import failure
 from process_ranks import wait_until
 from stream_ranks import run_streams
 from test_balance_stream import LENGTHS, Indices, InTurns, Sequence, make_loader, pad_collate, samples_of, summary
@@ -21,15 +22,6 @@ from odc.balance import StreamLoader, pack_collate
 from odc.balance.data.loss_tokens import check_batch
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
-
-
-def failure(loader: StreamLoader[Any, Any]) -> tuple[type[BaseException], str]:
-    """The error that an epoch ends with, and its notes. The error itself would keep the workers."""
-    try:
-        list(loader)
-    except Exception as error:
-        return type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])
-    raise AssertionError("there was no error")
 
 
 @pytest.mark.parametrize(

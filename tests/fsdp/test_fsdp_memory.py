@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from training import Net, build, gradient_now, loss_of, optimizer_of, shard, tokens
 
 import odc
+from odc.bench.communication.memory import shared_bytes
 
 SIZES = [(2, 64), (4, 128), (6, 256)]  # blocks, width
 
@@ -36,16 +36,6 @@ def live_bytes(model: nn.Module) -> int:
                 local = getattr(tensor, "_local_tensor", tensor)
                 storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return sum(storages.values())
-
-
-def shared_bytes(world_size: int) -> int:
-    """ODC's buffers as the kernel sees them: this process maps those of all ranks, which are equally large."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:odc-" in line:
-            low, high = (int(end, 16) for end in line.split()[0].split("-"))
-            total += high - low
-    return total // world_size
 
 
 def peak(rank: int, world_size: int, kind: str, size: tuple[int, int], use_odc: bool) -> tuple[int, dict[str, int]]:
