@@ -6,7 +6,6 @@ that a device does. What is CUDA's alone (the kernels' compiled form, events, sy
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,13 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_settings
 import pytest
 import torch
 from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
 from kernel_cases import interpreted
 from kernel_recorder import launched_variant, record_launches, variants
-from process_ranks import _start_server
 
 from odc.bench.gpu import (
     bandwidth,
@@ -47,18 +44,7 @@ from odc.bench.harness.ranks import Rank
 from odc.engines.base import TransferTable
 from odc.kernels import aot_list
 
-
-@pytest.fixture(autouse=True, scope="module")
-def server_of_all_tests() -> None:
-    """There is one per process. One that a check started would lack what ranks of other tests need."""
-    _start_server()
-
-
-@pytest.fixture(autouse=True)
-def ranks_find_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(gpu_settings.__file__), os.environ.get("PYTHONPATH", "")])
-    )
+pytestmark = pytest.mark.usefixtures("server_of_all_tests", "ranks_find_the_settings")
 
 
 # Bodies over streams that lag behind the host

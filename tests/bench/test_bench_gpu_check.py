@@ -19,11 +19,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import gpu_settings
 import pytest
 import torch
 from gpu_settings import HAS_GPU, ROOT, STREAMS, WITHIN
-from process_ranks import _start_server
 from typer.testing import CliRunner
 
 from odc.bench.gpu import (
@@ -41,20 +39,9 @@ from odc.bench.harness.benchmark import Run
 from odc.bench.harness.ranks import NotRunError, Rank, process_of_fork_server, resolve
 from odc.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("server_of_all_tests", "ranks_find_the_settings")
+
 HERE = __name__
-
-
-@pytest.fixture(autouse=True, scope="module")
-def server_of_all_tests() -> None:
-    """There is one per process. One that a check started would lack what ranks of other tests need."""
-    _start_server()
-
-
-@pytest.fixture(autouse=True)
-def ranks_find_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([os.path.dirname(gpu_settings.__file__), os.environ.get("PYTHONPATH", "")])
-    )
 
 
 # The command
