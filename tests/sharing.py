@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import own_shm
 import pytest
 
 FOLDER = Path(__file__).parent
@@ -88,6 +87,8 @@ class Share:
         os.close(output)
         capture.start_global_capturing()
         capture.suspend_global_capture()
+        import own_shm  # not above: whatever a process of ranks imports of this script, it has no path to that
+
         own_shm.leave_dev_shm()
 
     def output_of(self, name: str) -> Path:
