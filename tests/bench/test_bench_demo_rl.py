@@ -15,6 +15,7 @@ from odc.bench.training.runs import CONFIGURATIONS
 from odc.cli.app import app
 
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 
 
 def test_three_ways_have_the_same_rewards_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,7 @@ def options(**changed: Any) -> Any:
 
 def test_rollouts_spread_and_their_log_probabilities_are_the_models(grpo: Any) -> None:
     torch.manual_seed(0)
-    model = grpo.build_model(options(), "sdpa", sharded=False).eval()
+    model = grpo.build_model(options(), "sdpa", CPU, sharded=False).eval()
     rollouts = grpo.make_rollouts(options(), model, seed=[0, 1, 2])
     lengths = [rollout["input_ids"].numel() - grpo.PROMPT for rollout in rollouts]
     assert len(rollouts) == 24
@@ -67,16 +68,16 @@ def test_rollouts_spread_and_their_log_probabilities_are_the_models(grpo: Any) -
 def test_a_packed_loss_is_that_of_its_rollouts(grpo: Any) -> None:
     """At the first step every ratio is 1: its gradient is that of the policy, its value minus the mean advantage."""
     torch.manual_seed(0)
-    model = grpo.build_model(options(), grpo.packed_attention.register(), sharded=False)
-    generator = grpo.build_model(options(), "sdpa", sharded=False)
+    model = grpo.build_model(options(), grpo.packed_attention.register(), CPU, sharded=False)
+    generator = grpo.build_model(options(), "sdpa", CPU, sharded=False)
     generator.load_state_dict(model.state_dict())
     rollouts = grpo.make_rollouts(options(prompts=1), generator, seed=[0])
     weights = torch.linspace(0.1, 0.6, 6)
     expected = 0.0
     for rollout, weight in zip(rollouts, weights, strict=True):
         expected -= float(weight) * rollout["advantage"] * (rollout["input_ids"].numel() - grpo.PROMPT)
-    loss = grpo.policy_loss(model, rollouts, weights)
+    loss = grpo.policy_loss(model, rollouts, weights, CPU)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
-    apart = sum(grpo.policy_loss(model, [r], w[None]) for r, w in zip(rollouts, weights, strict=True))
+    apart = sum(grpo.policy_loss(model, [r], w[None], CPU) for r, w in zip(rollouts, weights, strict=True))
     torch.testing.assert_close(apart, loss, rtol=1e-4, atol=1e-5)
-    assert grpo.policy_loss(model, [], torch.zeros(0)).item() == 0.0
+    assert grpo.policy_loss(model, [], torch.zeros(0), CPU).item() == 0.0
