@@ -91,14 +91,14 @@ class LateMicrobatches(Generic[BatchT]):
             self._next_made()
 
     def _run(self) -> Iterator[BatchT]:
-        shares, plan, times = self._shares, self._planned.plan, self._shares.times
-        planned = plan.microbatches[shares.rank]
+        shares = self._shares
+        planned = self._planned.plan.microbatches[shares.rank]
         shares.open(self._key, planned)
         if not shares.leads:
             yield from self._as_told()
             return
-        while parts := shares.mine(self._key).microbatches:
-            outlook, others = self._outlook(), None
+        while parts := (own := shares.mine(self._key)).microbatches:
+            outlook, others = self._outlook(own), None
             if outlook.may_split(parts):
                 others = shares.of_others()
                 parts = outlook.split(parts, list(others.values()))
@@ -109,11 +109,11 @@ class LateMicrobatches(Generic[BatchT]):
                 part = self._joined(outlook, part, shares.of_others() if others is None else others)
             yield from self._timed(part)
         while part := self._taken():
-            shares.is_through(self._outlook().running(part))
+            shares.is_through(self._outlook(shares.mine(self._key)).running(part))
             yield from self._timed(part)
         shares.is_through()
         shares.tell([])
-        shares.estimates.tell(times)
+        shares.estimates.tell(shares.times)
 
     def _as_told(self) -> Iterator[BatchT]:
         own = {sample for part in self._planned.plan.microbatches[self._shares.rank] for sample in part}
@@ -153,15 +153,15 @@ class LateMicrobatches(Generic[BatchT]):
             others = self._shares.of_others()  # another rank was faster, or it has begun more: look again
         return part
 
-    def _outlook(self) -> Outlook:
-        times, own = self._shares.times, self._shares.mine(self._key)
+    def _outlook(self, own: Share) -> Outlook:
+        times = self._shares.times
         return Outlook(self._planned.plan, time.time(), times.rate, None if times.is_idle else own)
 
     def _taken(self) -> list[int]:
         """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""
         shares = self._shares
         while shares.times.rate:
-            outlook, found = self._outlook(), shares.of_others()
+            outlook, found = self._outlook(shares.mine(self._key)), shares.of_others()
             for rank in sorted(found, key=lambda rank: -outlook.end(found[rank])):
                 if part := outlook.take(found[rank]):
                     if shares.take(rank, found[rank], part):

@@ -95,6 +95,11 @@ class Outlook:
         """When this rank computes what it begins now."""
         return self.end(replace(self.busy, microbatches=[])) if self.busy and self.rate else self.now
 
+    @property
+    def mean_share(self) -> float:
+        """Cost of the samples of a rank, on average."""
+        return float(self.plan.costs.sum()) / self.plan.world_size
+
     def cost(self, part: list[int]) -> float:
         """Of a microbatch of these samples."""
         return float(self.plan.costs[part].sum()) + self.plan.microbatch_cost
@@ -128,8 +133,7 @@ class Outlook:
         end = self.start + (self.cost(first) + left) / self.rate
         mean = (end + sum(map(self.end, others))) / (1 + len(others))
         excess = (end - mean) * self.rate
-        share = float(self.plan.costs.sum()) / self.plan.world_size
-        if left >= excess or excess - left <= self.plan.microbatch_cost + LEAST_EXCESS * share:
+        if left >= excess or excess - left <= self.plan.microbatch_cost + LEAST_EXCESS * self.mean_share:
             return parts
         half = float(self.plan.costs[first].sum()) / 2
         least = self._cheapest(first)
@@ -143,8 +147,7 @@ class Outlook:
         Args:
             num_planned: microbatches of this rank.
         """
-        share = float(self.plan.costs.sum()) / self.plan.world_size
-        return bool(self.rate) and self.plan.microbatch_cost * num_planned >= CHEAP * share
+        return bool(self.rate) and self.plan.microbatch_cost * num_planned >= CHEAP * self.mean_share
 
     def join(self, part: list[int], share: Share) -> list[int]:
         """What this rank should take of another one's last microbatch into ``part``, the last of its own, so that both
@@ -154,8 +157,7 @@ class Outlook:
         room = self.plan.max_tokens - int(self.plan.lengths[part].sum())
         last = [sample for sample in share.microbatches[-1] if self.plan.lengths[sample] <= room]
         mine, theirs = self.start + self.cost(part) / self.rate, self.end(share)
-        least_s = LEAST_LEAD * float(self.plan.costs.sum()) / self.plan.world_size / self.rate
-        if not last or theirs - mine <= least_s:
+        if not last or theirs - mine <= LEAST_LEAD * self.mean_share / self.rate:
             return []
         taken = self._largest(last, (theirs - mine) / (1 / self.rate + 1 / self.rate_of(share)), room)
         if not taken and mine + float(self.plan.costs[least := self._cheapest(last)]) / self.rate < theirs:
