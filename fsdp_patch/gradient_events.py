@@ -120,9 +120,13 @@ class Listener:
     def leaves_collective(self) -> None:
         """It is not there any more."""
 
-    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> bool:
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int | None) -> bool:
         """Wait for what a rank, by its number in the job, does outside of collectives, and for its failure. False: of
-        that rank nothing is heard here."""
+        that rank nothing is heard here.
+
+        Args:
+            rank: None: no rank does it, but a process outside of the job, which is given one limit.
+        """
         return False
 
     def enters_backward(self) -> None:
@@ -142,10 +146,22 @@ class Listener:
         """``what`` has updated these parameters."""
 
 
+@dataclass
+class Trained:
+    """What a process has trained with ODC since it began, in all sessions: it only grows."""
+
+    minibatches: int = 0
+    """Ends of minibatches, at which the ranks have met."""
+    backwards: int = 0
+    met_s: float = 0.0
+    """When the ranks last met at such an end, on the monotonic clock. They leave it together."""
+
+
 class Listeners:
     """The listeners of a process, in the order in which they came. They are not kept alive by being here."""
 
     def __init__(self, on_first: Callable[[], None], on_none: Callable[[], None]) -> None:
+        self.trained = Trained()
         self._on_first = on_first
         self._on_none = on_none
         self._refs: list[weakref.ref[Listener]] = []
@@ -225,6 +241,7 @@ class Listeners:
         finally:
             for listener in listeners:
                 listener.leaves_backward()
+        self.trained.backwards += 1
         for listener in self.all():
             listener.after_backward()
         return result

@@ -127,7 +127,7 @@ class GradientUse(Listener):
         self.weak_data_of: Use = _weakly(self.data_of)
         """:meth:`data_of`, which keeps nothing alive."""
 
-    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> bool:
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int | None) -> bool:
         if not self._runtime.hears_of(rank):
             return False
         self._runtime.wait_until(is_there, what, rank)

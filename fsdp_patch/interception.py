@@ -37,7 +37,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.gradient_events import Listener, Listeners
+from odc.fsdp_patch.gradient_events import Listener, Listeners, Trained
 
 STEP = "optimizer.step"
 CLIPPING_BY_NORM = "clip_grads_with_norm_"
@@ -322,6 +322,11 @@ def listen(listener: Listener) -> Callable[[], None]:
 def listening() -> list[Listener]:
     """All who listen."""
     return _LISTENERS.all()
+
+
+def trained() -> Trained:
+    """What this process has trained so far. Sessions add to it."""
+    return _LISTENERS.trained
 
 
 def _enter() -> None:

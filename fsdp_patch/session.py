@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from odc.fsdp_patch.alone import Alone
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
-from odc.fsdp_patch.interception import listen, listening
+from odc.fsdp_patch.interception import listen, listening, trained
 from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
@@ -247,6 +248,8 @@ class Session:
             self.on_finish()
         with self._runtime.reporting:  # to the end: sums that are final, and not in .grad, must get into no step
             ends = self._finish_on_all(kind)
+            done = trained()
+            done.minibatches, done.met_s = done.minibatches + 1, time.monotonic()
             self._guard.check_answers()
             for unit in self._units:
                 unit.withdraw()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from odc.balance.checks import IntArray
+from odc.balance.checks import IntArray, fingerprint
 from odc.balance.data.place import Place
 from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
 from odc.balance.late_binding.outlook import packed_falling
@@ -44,8 +44,11 @@ class LateSteps:
         self._dataset = dataset
         self._rank = ranks.rank
         place = Place(ranks.rank, ranks.world_size)
-        fixed = dataset.planner.job.microbatch_cost
-        self._shares = Shares(place, "trainer", own_store(), together=together, microbatch_cost=fixed)
+        job = dataset.planner.job
+        work = [job.max_tokens, fingerprint(job.lengths.tobytes()), fingerprint(job.costs.tobytes())]
+        self._shares = Shares(
+            place, f"trainer {work}", own_store(), together=together, microbatch_cost=job.microbatch_cost
+        )
         self._num_steps = 0
         self._microbatches: LateMicrobatches[list[Microbatch]] | None = None
 
@@ -58,7 +61,7 @@ class LateSteps:
         """The step that ends with this bundle is next. Collective: all ranks come to know what each has collated."""
         late = bundle.late
         assert late is not None
-        check_late_binding("auto")
+        check_late_binding()
         planner = self._dataset.planner
         job = planner.job.of(late.samples)
         microbatches = packed_falling(late.shares, job.lengths, job.costs, job.max_tokens)
@@ -75,7 +78,7 @@ class LateSteps:
         batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
         planned = PlannedMinibatch(np.arange(late.samples.size), plan)
         self._num_steps += 1
-        self._microbatches = LateMicrobatches(self._shares, f"{self._num_steps}.0/1", planned, batches, made)
+        self._microbatches = LateMicrobatches(self._shares, f"{self._num_steps}", planned, batches, made)
 
     def rows(self) -> Iterator[Microbatch]:
         """What this rank is to run of the step, each row chosen when it is asked for; at least one, of nothing."""

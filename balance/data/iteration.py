@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -13,6 +13,7 @@ from odc.errors import PeerSilentError, shown
 
 _PAUSES_S = 5e-5, 2e-3
 _LONGEST_WAIT_S = 600.0
+_INTERCEPTION = "odc.fsdp_patch.interception"
 
 
 class Iterations:
@@ -77,11 +78,12 @@ def sums_are_in_order() -> bool:
     return any(one.is_deterministic for one in _listening())
 
 
-def wait_for_rank(is_there: Callable[[], bool], what: str, rank: int) -> None:
-    """Wait for what a rank, by its number in ``torch.distributed``, leaves in a store.
+def wait_for_rank(is_there: Callable[[], bool], what: str, rank: int | None) -> None:
+    """Wait for what a rank, by its number in ``torch.distributed``, leaves in a store; or, None, for a store itself.
 
     Raises:
-        OdcError: that rank, or another, has failed meanwhile, where ODC is at work; or nothing came for 10 minutes.
+        OdcError: that rank, or another, has failed meanwhile, where ODC is at work; or nothing came for 10 minutes, or
+            as long as ODC was told to wait.
     """
     for one in _listening():
         if one.wait_until(is_there, what, rank):
@@ -89,9 +91,24 @@ def wait_for_rank(is_there: Callable[[], bool], what: str, rank: int) -> None:
     started, pause_s = time.monotonic(), _PAUSES_S[0]
     while not is_there():
         if time.monotonic() - started > _LONGEST_WAIT_S:
-            raise PeerSilentError(f"rank {rank} was silent for {_LONGEST_WAIT_S:g} s, which was to leave {what}")
+            who = "" if rank is None else f" rank {rank}, which was to leave"
+            raise PeerSilentError(f"{_LONGEST_WAIT_S:g} s have gone by in waiting for{who} {what}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSES_S[1])
+
+
+class Trained(NamedTuple):
+    """What this process has trained under ODC since it began; see the class of this name in ``odc.fsdp_patch``."""
+
+    minibatches: int
+    backwards: int
+    met_s: float
+
+
+def trained() -> Trained:
+    interception = sys.modules.get(_INTERCEPTION)
+    found = None if interception is None else interception.trained()
+    return Trained(0, 0, 0.0) if found is None else Trained(found.minibatches, found.backwards, found.met_s)
 
 
 def report_learned(text: str) -> None:
@@ -104,5 +121,5 @@ def report_learned(text: str) -> None:
 def _listening() -> Sequence[Any]:
     """Who of ODC listens for the ends of minibatches: sessions, and `odc run`, which makes sessions later."""
     # Asked for, not imported: this package does without the rest of ODC, and what is not loaded is not at work.
-    interception = sys.modules.get("odc.fsdp_patch.interception")
+    interception = sys.modules.get(_INTERCEPTION)
     return () if interception is None else interception.listening()

@@ -13,7 +13,7 @@ from typing import Any, Generic
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from odc.balance.checks import as_count, as_one_of
+from odc.balance.checks import as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
@@ -278,7 +278,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             together = together_on(mesh)
             self._shares = Shares(
                 place,
-                f"{self.sampler.identity()}",
+                self._late_identity(),
                 own_store(),
                 self.sampler.speeds,
                 together,
@@ -298,11 +298,13 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         start, self._start = self._start, 0
         self._num_yielded = start
         iteration = self._iterations.begin()
+        if self._shares is not None:
+            self._shares.begin_pass()
         with closing(ahead(self._planned(start))) as planned_ahead:
             plans, batches = self._read_ahead(planned_ahead, start)
             for number, planned in enumerate(plans, start):
                 self._check_counts(planned.plan, number)
-                mine = self._mine(planned, batches, f"{self.sampler.epoch}.{number}/{iteration}")
+                mine = self._mine(planned, batches, f"{self.sampler.epoch}.{number}")
                 self._num_yielded = number + 1
                 yield self._minibatch(planned, mine)
                 if isinstance(mine, LateMicrobatches):
@@ -370,6 +372,12 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             found.plan.microbatches[self.rank]  # packed here, beside the training
             yield found
 
+    def _late_identity(self) -> str:
+        """What loaders must have in common for samples to go from one to the other."""
+        sampler = self.sampler
+        arrays = (sampler.lengths, sampler.cost(sampler.lengths), self.num_loss_tokens)
+        return f"{sampler.identity()} {sampler.max_tokens} {[fingerprint(array.tobytes()) for array in arrays]}"
+
     def _check_late_binding(self) -> None:
         if type(self.sampler.policy) is not LBMini:
             raise ValueError(
@@ -385,7 +393,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
         if self._shares is not None:
-            check_late_binding(self.comm)
+            check_late_binding()
         if self.comm == "auto":
             check_counts(plan, f"minibatch {number}")
 

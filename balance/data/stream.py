@@ -380,8 +380,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if start.get("is_done"):
             return
         source = self._source(number)
-        key = f"0.{number}" if exchange is None else f"{exchange.number}.{begun}"
-        minibatches = self._minibatches(source, exchange, start, key)
+        if self._shares is not None:
+            self._shares.begin_pass()
+        minibatches = self._minibatches(source, exchange, start)
         num_done, is_told = 0, False
         try:
             while True:
@@ -409,13 +410,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
             source.close()
 
     def _minibatches(
-        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any], iteration: str
+        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any]
     ) -> Generator[tuple[Minibatch[BatchT], dict[str, Any]], None, None]:
-        """Minibatches, and the position behind each.
-
-        Args:
-            iteration: what this one is known by, on all ranks and no other iteration of this loader.
-        """
+        """Minibatches, and the position behind each."""
         steps: list[Step] = []
         batches: list[BatchT] = []
         position: dict[str, Any] = {}
@@ -424,7 +421,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         stream = StepStream(partial(self.alignment.rounds, known), source, exchange, quota)
         for number, (step, position) in enumerate(stream.run(start)):
             if self._shares is not None:
-                yield self._late_minibatch(step, source, exchange, number, iteration), position
+                yield self._late_minibatch(step, source, exchange, number), position
                 continue
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
@@ -442,7 +439,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _late_minibatch(
-        self, step: Step, source: Source, exchange: VectorExchange | None, number: int, iteration: str
+        self, step: Step, source: Source, exchange: VectorExchange | None, number: int
     ) -> Minibatch[BatchT]:
         assert self._shares is not None
         assert isinstance(source, IndexedSource)
@@ -457,7 +454,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
                 exchange.tell_failure(error)
 
         samples = ChosenSamples(chosen, own, source, self._samples, self._batch, tell_failure)
-        late = LateMicrobatches(self._shares, f"{self.epoch}.{number}/{iteration}", planned, None, samples)
+        late = LateMicrobatches(self._shares, f"{self.epoch}.{number}", planned, None, samples)
         # Not that of own samples: a rank without any may take some.
         scale = loss_scale(self.world_size, step.num_loss_tokens)
         return Minibatch(late, scale, step.num_loss_tokens, step.num_samples, planned.plan)
@@ -565,7 +562,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
 
     def _check_communication(self) -> None:
         if self._shares is not None:
-            check_late_binding(self.comm)
+            check_late_binding()
         unequal = self.alignment.name == "minibatch" and self.world_size > 1
         if unequal and self.comm == "auto" and ranks_go_in_step():
             raise RuntimeError(

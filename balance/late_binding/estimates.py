@@ -1,26 +1,24 @@
 """What plans should count with, measured while ranks train: how fast each is, and what a microbatch takes beside its
 samples. So a slow device gets less, and nobody cuts small what costs more in pieces. (Needs torch.)
 
-All ranks have to plan with the same numbers, though each is at another point of its own. So one of them works out, from
-what all have left in the store, what holds some minibatches later; whoever plans one of those first lays down what was
-found by then, and all others take that.
+All ranks have to plan with the same numbers, though each is at another point of its own. So these stand in one word of
+the store, with how far any rank has planned. One of them works out, from what all have left in the store, what holds
+behind that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import Store
 
 from odc.balance.checks import FloatArray
 
@@ -32,6 +30,10 @@ LEAST_TIMES = 16
 """Of them, to tell what a microbatch takes beside its samples; the costliest at least twice as costly as the least."""
 MINIBATCHES_ALIKE = 4
 """Minibatches in a row that are planned with the same numbers."""
+MOST_CHANGES = 100
+"""Of what plans count with, in a run: then it stays."""
+SPEEDS = 0.1, 10.0
+"""The least and the most that a rank is taken for: beyond that something else is wrong than a plan could mend."""
 LEAST_DIFFERENCE = 0.05
 """From the median speed, and from the last one; and of what a microbatch takes, of all of it. Less is noise."""
 
@@ -54,11 +56,12 @@ class Times:
         """A microbatch is handed out, whose samples cost this; what it takes beside them by its plan."""
         self._running, self._microbatch_cost = (cost, self._mark()), microbatch_cost
 
-    def end(self) -> None:
-        """All of it is submitted."""
-        if self._running is None:
+    def end(self, *, is_computed: bool = True) -> None:
+        """All of it is submitted; or it was only looked at, and tells nothing."""
+        running, self._running = self._running, None
+        if running is None or not is_computed:
             return
-        (cost, begun), self._running = self._running, None
+        cost, begun = running
         ended = self._mark()
         self._submitted.append((cost, begun, ended))
         while len(self._submitted) > isinstance(ended, torch.cuda.Event):
@@ -113,13 +116,32 @@ class Estimates:
     """Of the ranks, (world_size,); 1 is the median."""
     microbatch_cost: float
 
-    def encode(self) -> str:
-        return json.dumps([self.speeds.tolist(), self.microbatch_cost])
 
-    @staticmethod
-    def decode(text: str) -> Estimates:
-        speeds, microbatch_cost = json.loads(text)
-        return Estimates(np.array(speeds), microbatch_cost)
+@dataclass
+class _History:
+    """What plans have counted with, by blocks of minibatches: (epoch, number)."""
+
+    changes: list[Any]
+    """Each: the first block; speeds that are not 1, by rank; microbatch cost."""
+    planned: list[int]
+    """The last block that any rank has planned."""
+
+    def reach(self, block: list[int], world_size: int) -> Estimates:
+        """Plan a block."""
+        self.planned = max(self.planned, block)
+        *_, (_, others, microbatch_cost) = (change for change in self.changes if change[0] <= block)
+        speeds = np.ones(world_size)
+        for rank, speed in others:
+            speeds[rank] = speed
+        return Estimates(speeds, microbatch_cost)
+
+    def add(self, estimates: Estimates) -> None:
+        """Count with these in all that nobody has planned yet."""
+        epoch, number = self.planned
+        others = [[rank, speed] for rank, speed in enumerate(estimates.speeds.tolist()) if speed != 1.0]
+        change = [[epoch, number + 1], others, estimates.microbatch_cost]
+        if not self.changes or (change[1:] != self.changes[-1][1:] and len(self.changes) < MOST_CHANGES):
+            self.changes.append(change)
 
 
 class LearnedEstimates:
@@ -128,6 +150,7 @@ class LearnedEstimates:
     Args:
         rank, world_size: of this process among those that have different samples.
         store: of all ranks.
+        prefix: of its keys, that these ranks' loaders have alone.
         speeds: what the plan begins with, (world_size,); None: all are equally fast.
         microbatch_cost: likewise.
         report: told what was learned, in words.
@@ -138,7 +161,8 @@ class LearnedEstimates:
         self,
         rank: int,
         world_size: int,
-        store: Store,
+        store: Any,
+        prefix: str,
         speeds: FloatArray | None,
         microbatch_cost: float = 0.0,
         report: Callable[[str], object] = lambda text: None,
@@ -148,6 +172,8 @@ class LearnedEstimates:
         self._rank = rank
         self._world_size = world_size
         self._store = store
+        self._prefix = prefix
+        self._block: list[int] = []
         self._report = report
         self._learns_speeds = learns_speeds
         self.now = Estimates(np.ones(world_size) if speeds is None else speeds / np.median(speeds), microbatch_cost)
@@ -156,15 +182,16 @@ class LearnedEstimates:
     def tell(self, times: Times) -> None:
         """Leave there what this rank has measured."""
         if found := times.tell():
-            self._store.set(f"times/{self._rank}", json.dumps(found))
+            self._store.set(self._times_of(self._rank), json.dumps(found))
 
     def plan_with(self, epoch: int, minibatch: int) -> Estimates:
         """For a minibatch, the same on all ranks that ask."""
-        block = minibatch // MINIBATCHES_ALIKE
-        if block % self._world_size == self._rank and minibatch % MINIBATCHES_ALIKE == 0:
-            self._lay_down(epoch, block + 2, self._measured())
-        before, self.now = self.now, self._lay_down(epoch, block, self.now)
-        self._say(before, minibatch)
+        block = [epoch, minibatch // MINIBATCHES_ALIKE]
+        if block != self._block:
+            before, self._block = self.now, block
+            measured = self._measured() if block[1] % self._world_size == self._rank else None
+            self.now = self._agreed(block, measured)
+            self._say(before, minibatch)
         return self.now
 
     def _say(self, before: Estimates, minibatch: int) -> None:
@@ -188,26 +215,37 @@ class LearnedEstimates:
                 "beside the costs of its samples. The last plans counted with that."
             )
 
-    def _lay_down(self, epoch: int, block: int, estimates: Estimates) -> Estimates:
-        """What a block is planned with: ``estimates``, or what another rank was faster to lay down. They seldom change:
-        each is kept once."""
-        text = estimates.encode()
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self._store.set(f"estimates/{digest}", text)
-        found = self._store.compare_set(f"estimates/{epoch}.{block}", "", digest).decode()
-        return estimates if found == digest else Estimates.decode(self._store.get(f"estimates/{found}").decode())
+    def _agreed(self, block: list[int], measured: Estimates | None) -> Estimates:
+        """What a block is planned with, on all ranks; what was measured holds behind it."""
+        name = f"{self._prefix}/estimates"
+        there = self._store.compare_set(name, "", "").decode()
+        while True:
+            history = _History(**json.loads(there)) if there else _History([], [-1, 0])
+            if not there:
+                history.add(self.now)
+            found = history.reach(block, self._world_size)
+            if measured is not None:
+                history.add(measured)
+            new = json.dumps(asdict(history))
+            if new == there or (before := self._store.compare_set(name, there, new).decode()) == new:
+                return found
+            there = before
 
-    def _measured(self) -> Estimates:
-        words = [self._store.compare_set(f"times/{rank}", "", "") for rank in range(self._world_size)]
+    def _times_of(self, rank: int) -> str:
+        return f"{self._prefix}/times/{rank}"
+
+    def _measured(self) -> Estimates | None:
+        words = [self._store.compare_set(self._times_of(rank), "", "") for rank in range(self._world_size)]
         if not all(words):
-            return self.now
+            return None
         rates, beside, of_all = np.array([json.loads(word) for word in words]).T
-        speeds = rates / np.median(rates)
+        speeds = np.clip(rates / np.median(rates), *SPEEDS)
         speeds = np.where(abs(speeds - 1.0) < LEAST_DIFFERENCE, 1.0, speeds.round(2))
         now = self.now
         speeds = np.where(abs(speeds - now.speeds) < LEAST_DIFFERENCE * now.speeds, now.speeds, speeds)
         if not self._learns_speeds:
             speeds = now.speeds
-        cost = float(f"{np.median(beside):.3g}")
+        # Least squares may find no end of it.
+        cost = float(f"{min(np.median(beside), np.median(of_all)):.3g}")
         is_noise = abs(cost - now.microbatch_cost) < LEAST_DIFFERENCE * float(np.median(of_all))
         return Estimates(speeds, now.microbatch_cost if is_noise else cost)

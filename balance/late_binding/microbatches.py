@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
 from odc.balance.late_binding.outlook import Outlook, Share
 from odc.balance.late_binding.shares import Shares
+from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PlannedMinibatch
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
-def check_late_binding(comm: str) -> None:
+def check_late_binding() -> None:
     """Refuse minibatches that are bound late where that is not at work which they need.
 
     Raises:
-        RuntimeError: gradients are added up in one order, or ranks have to go in step (``comm="auto"``).
+        RuntimeError: gradients are added up in one order, or ODC is not at work.
     """
     if sums_are_in_order():
         raise RuntimeError(
             "late_binding=True with deterministic=True of ODC: which rank computes a sample depends on timing, and "
             "with it the order in which gradients are added. Leave one of them out"
         )
-    if comm == "auto" and ranks_go_in_step():
+    if ranks_go_in_step():
         raise RuntimeError(
             "late_binding=True, and ODC is not at work in this process: ranks would have different numbers of "
             "microbatches, for which the collectives of FSDP or DDP would wait forever. Call odc.patch_fsdp(model) "
-            "before the first minibatch, or start the script with `odc run`; or pass comm='odc' if your ranks "
-            "communicate once per minibatch in another way"
+            "before the first minibatch, or start the script with `odc run`"
         )
 
 
@@ -49,7 +48,7 @@ class LateMicrobatches(Generic[BatchT]):
 
     Args:
         shares: of all ranks.
-        key: of the minibatch, the same on all ranks: epoch, a dot, its number, a slash, the iteration that it is of.
+        key: of the minibatch in the pass over the data, the same on all ranks.
         planned: its plan, :func:`falling`.
         batches: gives the microbatches of this rank's share, in the order of the plan, which workers make ahead; None:
             nobody does.
@@ -64,9 +63,8 @@ class LateMicrobatches(Generic[BatchT]):
         batches: Iterator[BatchT] | None,
         dataset: MakesMicrobatches[BatchT],
     ) -> None:
-        shares.expect(key)
         self._shares = shares
-        self._key = key
+        self._number = shares.expect(key)
         self._planned = planned
         self._batches = batches
         self._dataset = dataset
@@ -93,11 +91,11 @@ class LateMicrobatches(Generic[BatchT]):
     def _run(self) -> Iterator[BatchT]:
         shares = self._shares
         planned = self._planned.plan.microbatches[shares.rank]
-        shares.open(self._key, planned)
+        shares.open(self._number, planned)
         if not shares.leads:
-            yield from self._as_told()
+            yield from self._as_told(planned)
             return
-        while parts := (own := shares.mine(self._key)).microbatches:
+        while parts := (own := shares.mine(self._number)).microbatches:
             outlook, others = self._outlook(own), None
             if outlook.may_split(parts):
                 others = shares.of_others()
@@ -109,25 +107,31 @@ class LateMicrobatches(Generic[BatchT]):
                 part = self._joined(outlook, part, shares.of_others() if others is None else others)
             yield from self._timed(part)
         while part := self._taken():
-            shares.is_through(self._outlook(shares.mine(self._key)).running(part))
+            shares.is_through(self._outlook(shares.mine(self._number)).running(part))
             yield from self._timed(part)
         shares.is_through()
-        shares.tell([])
-        shares.estimates.tell(shares.times)
+        shares.handed_out([])
+        if shares.binds:
+            shares.estimates.tell(shares.times)
 
-    def _as_told(self) -> Iterator[BatchT]:
-        own = {sample for part in self._planned.plan.microbatches[self._shares.rank] for sample in part}
-        while part := self._shares.hear():
-            self._shares.num_taken += len(set(part) - own)
+    def _as_told(self, planned: Parts) -> Iterator[BatchT]:
+        """Those of the plan, until this rank and the one that leads both know that they train; then what that one
+        tells."""
+        shares, left = self._shares, list(planned)
+        own = {sample for part in planned for sample in part}
+        while part := (shares.hear(self._number) if shares.binds else left.pop(0) if left else []):
+            shares.num_taken += len(set(part) - own)
+            shares.handed_out(part)
             yield self._change(self._read(part))
+            shares.came_back()
 
     def _timed(self, part: list[int]) -> Iterator[BatchT]:
-        self._shares.tell(part)
+        shares, plan = self._shares, self._planned.plan
         batch = self._change(self._read(part))
-        plan = self._planned.plan
-        self._shares.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
+        shares.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
+        shares.handed_out(part)
         yield batch
-        self._shares.times.end()
+        shares.times.end(is_computed=shares.came_back())
 
     def _read(self, part: list[int]) -> BatchT:
         if part not in self._unread:
@@ -155,13 +159,13 @@ class LateMicrobatches(Generic[BatchT]):
 
     def _outlook(self, own: Share) -> Outlook:
         times = self._shares.times
-        return Outlook(self._planned.plan, time.time(), times.rate, None if times.is_idle else own)
+        return Outlook(self._planned.plan, self._shares.now, times.rate, None if times.is_idle else own)
 
     def _taken(self) -> list[int]:
         """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""
         shares = self._shares
         while shares.times.rate:
-            outlook, found = self._outlook(shares.mine(self._key)), shares.of_others()
+            outlook, found = self._outlook(shares.mine(self._number)), shares.of_others()
             for rank in sorted(found, key=lambda rank: -outlook.end(found[rank])):
                 if part := outlook.take(found[rank]):
                     if shares.take(rank, found[rank], part):

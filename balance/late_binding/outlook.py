@@ -34,11 +34,21 @@ class Share:
     running: float
     """Cost of what it had begun and was not through with at ``since``; 0: nothing."""
     since: float
-    """When it began the last of that, in seconds of the wall clock."""
+    """When it began the last of that, in seconds since all ranks last met: those of two hosts have no clock in
+    common."""
     rate: float
     """Cost per second that it was found to compute; 0: not known yet."""
     takers: list[int]
     """Ranks that have taken something from it, one for each time; so no two words are alike."""
+    has_taken: bool = False
+    """Whether it has samples of others."""
+    is_through: bool = False
+    minibatch: str = ""
+    """The pass over the data, and the minibatch of it."""
+    step: int = 0
+    """Minibatches of ODC that ended before it."""
+    loader: str = ""
+    """Process and loader whose share it is."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -46,6 +56,11 @@ class Share:
     @staticmethod
     def decode(word: bytes) -> Share:
         return Share(**json.loads(word))
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether samples have moved in a minibatch that this rank has left in the middle."""
+        return not self.is_through and (self.has_taken or bool(self.takers))
 
 
 def falling(plan: Plan) -> Plan:
@@ -84,7 +99,7 @@ class Outlook:
 
     plan: Plan
     now: float
-    """In seconds of the wall clock."""
+    """In seconds since all ranks last met."""
     rate: float
     """Of this rank; taken for those of which none is known."""
     busy: Share | None = None

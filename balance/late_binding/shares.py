@@ -1,53 +1,62 @@
-"""The shares of ranks as words in the store that ``torch.distributed`` was set up with. (Needs torch.)"""
+"""The shares of ranks as words in the store that ``torch.distributed`` was set up with. (Needs torch.)
+
+[Note: Which loaders belong together] Samples may go from a rank to another only where both compute the same minibatch.
+One rank may have looked at it with a loader just like the one it trains with, or have one more, or one of other data.
+So a loader opens nothing before the microbatches that it hands out are seen to be computed: a backward has come between
+two of them. Then it takes part under a name that all ranks come to by themselves: what their loaders read, and after how
+many steps they began this pass over it. Who has another name shares nothing with the others, and says so. Of a rank one
+loader of a name takes part.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
+import logging
+import os
 import time
+import uuid
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from odc.balance.checks import FloatArray
-from odc.balance.data.iteration import report_learned, wait_for_rank
+from odc.balance.data.iteration import report_learned, trained, wait_for_rank
 from odc.balance.data.place import Place, Together
+from odc.balance.data.watched_store import WatchedStore
 from odc.balance.late_binding.estimates import LearnedEstimates, Times
 from odc.balance.late_binding.outlook import Share
 from odc.balance.partition.differencing import Parts
 
+logger = logging.getLogger("odc")
+
 MOST_LOOKED_AT = 32
 """Ranks that one looks at, those behind it in their order: each look is a round trip to the store."""
-
-_num_loaders = itertools.count()
+_NOTHING = Share([], 0.0, 0.0, 0.0, [])
 
 
 class Shares:
-    """The shares of all ranks in the minibatches of one loader, in the store of ``torch.distributed``.
+    """The shares of all ranks in the minibatches of one loader, in the store of ``torch.distributed``. That is asked
+    when a minibatch is planned or computed, not before.
 
     Args:
         place: of this process among those that have different samples.
-        identity: what the loaders of all ranks have in common.
+        identity: what the loaders of all ranks have in common: what they read, and how they share it out.
         store: of all ranks, a connection of this loader's own.
         together: ranks that compute the same microbatches. The first one of them begins and takes; the others are told
             by it. None: each is at a place of its own.
         speeds, microbatch_cost, learns_speeds: what plans begin to count with, see :class:`LearnedEstimates`.
-
-    Raises:
-        ValueError: another process has a loader at this place.
     """
 
     def __init__(
         self,
         place: Place,
         identity: str,
-        store: Store,
+        store: Any,
         speeds: FloatArray | None = None,
         together: Together | None = None,
         microbatch_cost: float = 0.0,
@@ -60,17 +69,14 @@ class Shares:
         """Whether this rank is not told what to run by another one."""
         self.others = [(place.rank + step) % place.world_size for step in range(1, place.world_size)][:MOST_LOOKED_AT]
         digest = hashlib.sha256(f"{identity} {self._together.whole}".encode()).hexdigest()[:16]
-        self._store = PrefixStore(digest, store)
-        if self._store.add(f"place/{place.rank}/{self._together.index}", 1) > 1:
-            raise ValueError(
-                f"late_binding=True: two processes have a loader at rank {place.rank}. Give each its own rank; where "
-                "ranks compute together, give mesh=, the data-parallel dimensions of the mesh of all ranks"
-            )
+        self._prefix, self._store = f"odc/late/{digest}", store
+        self._loader = f"{os.getpid()}/{uuid.uuid4().hex[:8]}"
         self.times = Times()
         self.estimates = LearnedEstimates(
             place.rank,
             place.world_size,
-            self._store,
+            store,
+            self._prefix,
             speeds,
             microbatch_cost,
             report_learned,
@@ -78,29 +84,45 @@ class Shares:
         )
         self.num_taken = 0
         """Samples that this rank, or the one that leads, has taken from others."""
-        self._expected = ""
-        self._key = ""
-        self._word = b""
-        self._is_known = False
-        """Whether the word is in the store: it is when the first microbatch is begun."""
-        self._begun: deque[str] = deque()
-        self._takers: dict[str, list[int]] = {}
-        self._doubted: list[str] = []
+        self._expected = 0, ""
+        self._has_warned = False
+        self._is_complete = False
+        """Whether each of the others is known to have a word."""
         self._num_told = 0
         self._told: deque[tuple[str, int]] = deque()
         """Of the last minibatches: the name of this rank's word, and how many microbatches were told beside it."""
+        self._share, self._word = _NOTHING, b""
+        self.begin_pass()
 
-    def expect(self, key: str) -> None:
-        """The minibatch ``key`` is next, and the one before it is over: nobody takes anything more from it."""
-        if self._key and self.leads:
-            while Share.decode(self._word).microbatches and not self._put([], 0.0):
-                pass  # others were faster
-            if takers := Share.decode(self._word).takers:
-                self._takers.setdefault(_minibatch(self._key), []).extend(takers)
+    def begin_pass(self) -> None:
+        """A pass over the data begins. Nothing is shared until the loader is seen to train."""
+        self._close()
+        self.binds = False
+        """Whether samples may go to and from this rank: see [Note: Which loaders belong together]."""
+        self._pass: int | None = None
+        self._num_opened, self._second_step = 0, 0
+        self._word = b""
+        """What is in the store, if this loader has put it there in this pass."""
+
+    def expect(self, minibatch: str) -> int:
+        """This minibatch is next, and the one before it is over: nobody takes anything more from it. A number to ask
+        for it by."""
+        self._close()
         self._forget()
-        if _epoch(key) != _epoch(self._expected):
-            self._takers.clear()  # of an earlier epoch nothing is begun anew
-        self._key, self._expected = "", key
+        self._expected = self._expected[0] + 1, minibatch
+        return self._expected[0]
+
+    def _close(self) -> None:
+        if not self._share.minibatch:
+            return
+        if self.leads:
+            while self._share.microbatches and not self._put([], 0.0):
+                pass  # others were faster
+        if not self._num_begun:  # it has come to the end of the step with the others
+            self.binds = self.binds or trained().minibatches > self._opened.minibatches
+        elif not self.binds and trained().backwards > self._opened.backwards:
+            self._warn_of_reading_ahead()
+        self._share = replace(self._share, minibatch="")
 
     def _forget(self) -> None:
         """Delete what nobody reads any more, here where no other rank waits for it."""
@@ -108,55 +130,71 @@ class Shares:
             name, num_told = self._told.popleft()
             for what in (*range(num_told), "heard"):
                 self._store.delete_key(f"{name}/{what}")
-        # Who has begun a minibatch looks at no word of the one before the last.
-        while len(self._begun) > 2:
-            self._store.delete_key(self._begun.popleft())
 
-    def open(self, key: str, microbatches: Parts) -> None:
-        """Tell of this rank's share of the minibatch ``key``.
-
-        Raises:
-            RuntimeError: this rank had begun the last minibatch before, and those that took some of it then have not
-                begun it anew.
-        """
-        self._require(key)
-        if self._key == key:
+    def open(self, number: int, microbatches: Parts) -> None:
+        """Begin with this rank's share of the minibatch that is expected by this number."""
+        self._require(number)
+        if self._share.minibatch:
             raise RuntimeError(
                 "the microbatches of this minibatch were iterated before: with late_binding=True each is bound to this "
                 "rank when it is asked for, once"
             )
-        if not self.leads:
-            self._key, self._num_told = key, 0
-            return
-        if any(not self._store.compare_set(name, "", "") for name in self._doubted):
-            raise RuntimeError(
-                f"rank {self.rank} has begun a minibatch of this loader twice, others once: they had taken samples "
-                "from it the first time, and those have counted twice in the last step. To look at a minibatch on one "
-                "rank, use another loader"
-            )
-        self._key = key
-        self._doubted = [self._name(rank) for rank in self._takers.get(_minibatch(key), [])]
-        self._word = Share(microbatches, 0.0, time.time(), self.times.rate, []).encode()
-        self._is_known = False
-        self._begun.append(self._name(self.rank))
-        self._num_told = 0
+        self._opened = self._before = trained()
+        self._pass = self._opened.minibatches if self._pass is None else self._pass
+        self._num_opened, self._num_begun, self._num_told = self._num_opened + 1, 0, 0
+        self._takes = True
+        self._share = replace(
+            _NOTHING,
+            microbatches=microbatches,
+            minibatch=f"{self._pass}/{self._expected[1]}",
+            step=self._opened.minibatches,
+            loader=self._loader,
+        )
+        if self._num_opened == 2:
+            self._second_step = self._share.step
+        elif 0 < self._second_step < self._share.step and self.binds and self.leads:
+            self._second_step = 0
+            self._say_who_is_alone()
 
-    def mine(self, key: str) -> Share:
+    @property
+    def now(self) -> float:
+        """Seconds since all ranks last met before this minibatch."""
+        return time.monotonic() - self._opened.met_s
+
+    def mine(self, number: int) -> Share:
         """What is left of this rank's share."""
-        self._require(key)
-        return Share.decode(self._word)
+        self._require(number)
+        return self._share
 
     def of_others(self) -> dict[int, Share]:
-        """Of the ranks that have begun this minibatch."""
+        """Of the ranks that have begun this minibatch; none, where nothing may be taken."""
+        if not (self.binds and self._takes):
+            return {}
+        return {rank: share for rank, share in self._words() if share.minibatch == self._share.minibatch}
+
+    def _words(self) -> list[tuple[int, Share]]:
         names = [self._name(rank) for rank in self.others]
-        if self._store.check(names):  # one round trip, and one for all words
+        if self._is_complete:
             words = self._store.multi_get(names)
-        else:
+        else:  # which leaves an empty word where there is none
             words = [self._store.compare_set(name, "", "") for name in names]
-        return {rank: Share.decode(word) for rank, word in zip(self.others, words, strict=True) if word}
+            self._is_complete = all(words)
+        return [(rank, Share.decode(word) if word else _NOTHING) for rank, word in zip(self.others, words, strict=True)]
+
+    def _say_who_is_alone(self) -> None:
+        """All have begun the second minibatch of this pass, since they have ended a step with it."""
+        found = self._words()
+        alone = sorted(rank for rank, share in found if share.minibatch.partition("/")[0] != f"{self._pass}")
+        if alone and self.rank == min(rank for rank in (self.rank, *(rank for rank, _ in found)) if rank not in alone):
+            logger.warning(
+                "odc: late binding goes on without ranks %s: no samples go to or from these. They train with a loader "
+                "that has other arguments (samples, lengths, costs, seed, mesh), or began to iterate it at another "
+                "step, or ask for microbatches ahead of computing them",
+                alone,
+            )
 
     def begin(self, parts: Parts, cost: float) -> bool:
-        """Begin the first of ``parts``, which are what was left of :meth:`mine`; False: others have taken some of it
+        """Begin the first of ``parts``, which are what was left of :attr:`mine`; False: others have taken some of it
         meanwhile."""
         return self._put(parts[1:], cost)
 
@@ -167,76 +205,125 @@ class Shares:
         by = replace(
             share, microbatches=[*before, left] if left else before, takers=[*share.takers, self.rank]
         ).encode()
-        if self._replaced(rank, share.encode(), by) != by:
+        if self._store.compare_set(self._name(rank), share.encode().decode(), by.decode()) != by:
             return False
         self.num_taken += len(part)
+        self._share = replace(self._share, has_taken=True)
         return True
 
-    def tell(self, part: list[int]) -> None:
-        """Have those that compute together with this rank run these samples next; none: nothing comes any more."""
-        if len(self._together.ranks) == 1:
-            return
-        self._store.set(f"{self._name(self.rank)}/{self._num_told}", json.dumps(part))
-        self._num_told += 1
-        if not part:
-            self._told.append((self._name(self.rank), self._num_told))
+    def handed_out(self, part: list[int]) -> None:
+        """A microbatch of these samples is about to be computed; none: this rank is through."""
+        self._num_begun += bool(part)
+        self._before = trained()
+        if self.leads and self.binds and len(self._together.ranks) > 1:
+            self._store.set(f"{self._told_name}/{self._num_told}", json.dumps(part))
+            self._num_told += 1
+            if not part:
+                self._told.append((self._told_name, self._num_told))
 
-    def hear(self) -> list[int]:
+    def came_back(self) -> bool:
+        """Another one is asked for. Whether the last one was computed; else this rank takes nothing: it would seem to
+        be infinitely fast."""
+        is_computed = trained().backwards > self._before.backwards
+        self.binds = self.binds or is_computed
+        if not is_computed:
+            self._takes = False
+            if self.binds:
+                self._warn_of_reading_ahead()
+        return is_computed
+
+    def _warn_of_reading_ahead(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "odc: rank %d has asked for a microbatch before the last one had a backward: in such a minibatch late "
+                "binding gives it no samples of others. Iterate minibatch.microbatches as you compute them, without a "
+                "list and without reading ahead",
+                self.rank,
+            )
+
+    def hear(self, number: int) -> list[int]:
         """What the rank that leads has told. Waits for it.
 
         Raises:
             OdcError: it, or another one, has failed meanwhile.
         """
-        self._require(self._key)
-        name, leader = f"{self._name(self.rank)}/{self._num_told}", self._together.ranks[0]
-
-        def is_there() -> bool:
-            try:
-                return bool(self._store.check([name]))
-            except RuntimeError:  # the process that has the store is gone: who looks for ranks has a better account
-                return False
-
-        wait_for_rank(is_there, f"the choice of a microbatch, which rank {leader} makes for those beside it", leader)
+        self._require(number)
+        name, leader = f"{self._told_name}/{self._num_told}", self._together.ranks[0]
+        what = f"the choice of a microbatch, which rank {leader} makes for those beside it"
+        wait_for_rank(lambda: bool(self._store.check([name])), what, leader)
         self._num_told += 1
         part: list[int] = json.loads(self._store.get(name))
         if not part:
-            self._store.add(f"{self._name(self.rank)}/heard", 1)
+            self._store.add(f"{self._told_name}/heard", 1)
         return part
 
     def is_through(self, cost: float = 0.0) -> None:
-        """Nothing is left of this rank's share; ``cost`` of what it has begun is under way."""
+        """Nothing is left of this rank's share; ``cost`` of what it has begun is under way, or nothing."""
+        self._share = replace(self._share, is_through=not cost)
         self._put([], cost)
 
-    def _require(self, key: str) -> None:
-        if key != self._expected:
+    def _require(self, number: int) -> None:
+        if number != self._expected[0]:
             raise RuntimeError("this minibatch is over, since the next one was asked for: its microbatches are no more")
 
     def _put(self, microbatches: Parts, running: float) -> bool:
         """Replace this rank's share; False: by then it was another one, which is known now."""
-        old = Share.decode(self._word)
-        new = Share(microbatches, running, time.time(), self.times.rate, old.takers).encode()
-        if self._is_known and old.microbatches:
-            self._word = self._replaced(self.rank, self._word, new)
-        else:  # nobody else has anything to replace
+        share = replace(
+            self._share, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate
+        )
+        new = share.encode()
+        if not self.binds:
+            self._share = share
+        elif not self._word:
+            self._claim(new)
+        elif not Share.decode(self._word).microbatches:  # nobody else has anything to replace
             self._store.set(self._name(self.rank), new.decode())
-            self._word, self._is_known = new, True
-        return self._word == new
+        else:
+            found = self._store.compare_set(self._name(self.rank), self._word.decode(), new.decode())
+            if found != new:
+                self._word, self._share = found, Share.decode(found)
+                if self._share.loader != self._loader:
+                    raise self._not_the_only_one(self._share)
+                return False
+        self._share = share
+        if self.binds:
+            self._word = new
+        return True
 
-    def _replaced(self, rank: int, word: bytes, by: bytes) -> bytes:
-        """What is there once ``by`` has taken the place of ``word``, or another word has before."""
-        found: bytes = self._store.compare_set(self._name(rank), word.decode(), by.decode())
-        return found
+    def _claim(self, new: bytes) -> None:
+        """Put the first word of this pass.
+
+        Raises:
+            RuntimeError: another process, or another loader in this step, has one.
+        """
+        name, found = self._name(self.rank), b""
+        while (there := self._store.compare_set(name, found.decode(), new.decode())) != new:
+            other, found = Share.decode(there), there
+            is_here = other.loader.partition("/")[0] == self._loader.partition("/")[0]
+            if not is_here or (other.step == self._share.step and other.is_torn):
+                raise self._not_the_only_one(other)
+
+    def _not_the_only_one(self, other: Share) -> RuntimeError:
+        process = other.loader.partition("/")[0]
+        if process != self._loader.partition("/")[0]:
+            return RuntimeError(
+                f"late_binding=True: the processes {os.getpid()} and {process} both have a loader at rank {self.rank}. "
+                "Give each its own rank; where ranks compute together, give mesh=, the data-parallel dimensions of the "
+                "mesh of all ranks"
+            )
+        return RuntimeError(
+            f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
+            "again: samples that went to or from other ranks the first time would count twice or not at all. Go through "
+            "the microbatches of one of them, then step"
+        )
 
     def _name(self, rank: int) -> str:
-        return f"{self._key}/{rank}"
+        return f"{self._prefix}/{rank}"
 
-
-def _minibatch(key: str) -> str:
-    return key.partition("/")[0]
-
-
-def _epoch(key: str) -> str:
-    return key.partition(".")[0]
+    @property
+    def _told_name(self) -> str:
+        return f"{self._prefix}/{self.rank}/{self._share.minibatch}"
 
 
 def together_on(mesh: DeviceMesh | None) -> Together | None:
@@ -257,10 +344,8 @@ def together_on(mesh: DeviceMesh | None) -> Together | None:
     return found
 
 
-def own_store() -> Store:
+def own_store() -> WatchedStore:
     """The store of ``torch.distributed``, by a connection of its own: torch's may be taken, by a thread that waits.
-
-    Its keys are those of one loader, which is the same one on each rank if all make theirs in the same order.
 
     Raises:
         RuntimeError: there is no process group.
@@ -271,4 +356,4 @@ def own_store() -> Store:
             "torch.distributed.init_process_group first"
         )
     connection: Any = _get_default_store()
-    return PrefixStore(f"odc/late/{next(_num_loaders)}", connection.clone())
+    return WatchedStore(connection.clone, "ranks tell each other what they have begun")

@@ -163,11 +163,15 @@ class Waiter:
         self.job.own.tick()  # before the next line: nobody may see "not waiting, long silent"
         self.job.own.set_waiting_on(None)
 
-    def wait_for_work(self, is_completed: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
+    def wait_for_work(
+        self, is_completed: Callable[[], bool], what: str, ranks: Sequence[int], is_outside: bool = False
+    ) -> None:
         """Return when a collective on a process group is complete.
 
         Args:
             ranks: the ranks of that group, by their numbers in the job.
+            is_outside: none of them completes it, but a process outside of the job: their progress does not make the
+                limit longer.
 
         Raises:
             PeerDiedError, PeerClosedError, PeerSilentError: one of them will not take part any more.
@@ -186,6 +190,11 @@ class Waiter:
                 if self.job.peer(rank).state is not PeerState.ALIVE and not is_completed():
                     self._fail_gone(rank, lambda: what, waited_s)
             self._fail_silent(patience, others, lambda: what)
+            if is_outside and waited_s > self._timeout_s:
+                raise PeerSilentError(
+                    f"{self._whoami()} waited {waited_s:.1f} s for {what}{self._where()}. If that is only slow, raise "
+                    f"timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+                )
             if others:
                 self.job.own.set_waiting_on(others[0])
             if reminder.is_due(waited_s):

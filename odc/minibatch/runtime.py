@@ -388,14 +388,15 @@ class Runtime(RankContext):
                     self._end_collectives()  # nobody will wait for it, and the process could not end before it does
                 raise cause from None
 
-    def hears_of(self, rank: int) -> bool:
-        """Whether a failure of this rank of the job would be known here."""
-        return not self._closed and os.getpid() == self._pid and self._waiter.job.sees(rank)
+    def hears_of(self, rank: int | None) -> bool:
+        """Whether a failure of this rank of the job, or of any other one, would be known here."""
+        return not self._closed and os.getpid() == self._pid and (rank is None or self._waiter.job.sees(rank))
 
-    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int) -> None:
-        """Wait for what a rank of the job does outside of this runtime, as for a collective."""
+    def wait_until(self, is_there: Callable[[], bool], what: str, rank: int | None) -> None:
+        """Wait for what a rank of the job does outside of this runtime, as for a collective; None: for what a process
+        outside of the job does, whatever the ranks do meanwhile."""
         with self.reporting:
-            self._waiter.wait_for_work(is_there, what, [rank])
+            self._waiter.wait_for_work(is_there, what, self._waiter.job.others if rank is None else [rank], rank is None)
 
     def enters_collective(self, what: str, *, is_due: bool) -> None:
         """The training loop may wait for other ranks in a collective of torch.

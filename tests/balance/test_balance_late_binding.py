@@ -59,7 +59,7 @@ class Ranks:
         dataset: MicrobatchDataset[int, list[int]] = MicrobatchDataset(
             range(plan.num_samples), list, None, plan.lengths, plan.max_tokens
         )
-        key = f"0.{number}/1"
+        key = f"0.{number}"
         return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in given or self.shares]
 
     def run(
@@ -245,9 +245,8 @@ def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytes
     """Both have read the same share and come to the same."""
     ranks = Ranks(monkeypatch, 3)
     for shares in ranks.shares:
-        shares.expect("0.0/1")
-        shares.open("0.0/1", [[9], [3 * shares.rank, 3 * shares.rank + 1]])
-        shares.begin(shares.mine("0.0/1").microbatches, 1.0)
+        shares.open(shares.expect("0.0"), [[9], [3 * shares.rank, 3 * shares.rank + 1]])
+        shares.begin(shares.mine(1).microbatches, 1.0)
     seen = ranks.shares[1].of_others()[0]
     assert ranks.shares[1].take(0, seen, [1])
     assert not ranks.shares[2].take(0, seen, [1])
@@ -360,12 +359,9 @@ def test_partners_run_what_their_leader_chooses(
 def test_a_leader_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "_LONGEST_WAIT_S", 0.05)
     shares = Shares(Place(0, 2), "", dist.HashStore(), together=Together([4, 5], 1, ""))
-    shares.expect("0.0/1")
-    shares.open("0.0/1", [[0]])
-    with pytest.raises(
-        PeerSilentError, match=r"rank 4 was silent for 0.05 s, which was to leave the choice of a micro"
-    ):
-        shares.hear()
+    shares.open(shares.expect("0.0"), [[0]])
+    with pytest.raises(PeerSilentError, match=r"0.05 s have gone by in waiting for rank 4, which was to leave the ch"):
+        shares.hear(1)
 
 
 # Loaders
@@ -376,14 +372,22 @@ class Rows:
         return index
 
 
-def make_loaders(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[MinibatchLoader[int, list[int]]]:
+def make_loaders(
+    monkeypatch: pytest.MonkeyPatch, store: Any = None, **options: Any
+) -> list[MinibatchLoader[int, list[int]]]:
     """Of two ranks, in this process."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     monkeypatch.setattr(loader_module, "own_store", lambda: store)
+    keep_time(monkeypatch, Clock())
     given: dict[str, Any] = {
-        "minibatch_size": 4, "max_tokens": 12, "cost": LinearCost(), "late_binding": True, "comm": "odc", **options
+        "minibatch_size": 4, "max_tokens": 12, "cost": LinearCost(), "late_binding": True, **options
     }  # fmt: skip
     return [MinibatchLoader(Rows(), LENGTHS, list, rank, 2, **given) for rank in range(2)]
+
+
+def shares_of(loader: MinibatchLoader[int, list[int]]) -> Shares:
+    assert loader._shares is not None
+    return loader._shares
 
 
 LENGTHS = [12, 8, 6, 4, 9, 9, 2, 2, 3, 11, 1, 7, 5, 10, 4, 6]
@@ -395,9 +399,8 @@ def test_what_workers_have_read_ahead_is_used_or_dropped(
 ) -> None:
     """Rank 1 begins nothing before rank 0, of which a rate is known, has nothing left and has taken from it."""
     loaders = make_loaders(monkeypatch, num_workers=num_workers, microbatch_cost=microbatch_cost)
-    for times in (loader._shares.times for loader in loaders if loader._shares is not None):
-        times.begin(1.0)
-        times.end()
+    for loader in loaders:
+        shares_of(loader).times._seen.append((1.0, 1.0))
     taken = 0
     for pair in zip(*loaders, strict=True):
         loops = [iter(minibatch.microbatches) for minibatch in pair]
@@ -427,24 +430,36 @@ def test_microbatches_are_bound_once_and_while_their_minibatch_lasts(monkeypatch
     other.close()
 
 
-def test_a_minibatch_that_one_rank_has_begun_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others have taken from it the first time, counts twice."""
-    looks, trains = make_loaders(monkeypatch)
-    for loader in (looks, trains):
-        assert loader._shares is not None
-        loader._shares.times.begin(1.0)
-        loader._shares.times.end()
-    look = iter(next(iter(looks)).microbatches)
-    next(look)
-    assert list(next(iter(trains)).microbatches)
-    assert trains.num_taken
-    again = iter(looks)
-    list(next(again).microbatches)
-    with pytest.raises(RuntimeError, match="begun a minibatch of this loader twice"):
-        list(next(again).microbatches)
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_minibatch_that_one_rank_has_begun_twice_in_a_step_is_named(
+    is_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have taken from it the first time would count twice; with another loader alike as well."""
+    store = dist.HashStore()
+    begins, other, alike, _ = [loader for _ in range(2) for loader in make_loaders(monkeypatch, store)]
+    for loader in (begins, other, alike):
+        shares_of(loader).times._seen.append((1.0, 1.0))
+    next(iter(next(iter(begins)).microbatches))
+    assert list(next(iter(other)).microbatches)
+    assert other.num_taken
+    with pytest.raises(RuntimeError, match="rank 0 has begun a minibatch twice in one step"):
+        list(next(iter(alike if is_alike else begins)).microbatches)
 
 
-def test_where_all_begin_a_minibatch_again_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minibatch_may_be_begun_again_once_its_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = keep_time(monkeypatch, Clock())
+    store, plan = BusyStore(), PAIRED
+    ranks = [Shares(Place(rank, 2), "", store) for rank in range(2)]
+    for _ in range(2):
+        for shares in ranks:
+            shares.begin_pass()
+            shares.open(shares.expect("0.0"), list(plan.microbatches[shares.rank]))
+            shares.begin(shares.mine(shares._expected[0]).microbatches, 1.0)
+        assert ranks[1].take(0, ranks[1].of_others()[0], [1])
+        training.minibatches += 1
+
+
+def test_all_may_begin_a_minibatch_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = make_loaders(monkeypatch)
     for _ in range(3):
         for pair in zip(*loaders, strict=True):
@@ -468,17 +483,12 @@ def test_what_it_does_not_go_with_is_refused(
 
 
 def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_loaders(monkeypatch)
-    with pytest.raises(ValueError, match="two processes have a loader at rank 0"):
-        loader_module.Shares(
-            Place(0, 2),
-            str(
-                MinibatchSampler(
-                    LENGTHS, minibatch_size=4, world_size=2, policy="lb-mini", cost=LinearCost()
-                ).identity()
-            ),
-            loader_module.own_store(),
-        )
+    store = dist.HashStore()
+    loaders = [loader for _ in range(2) for loader in make_loaders(monkeypatch, store)]
+    shares_of(loaders[0])._loader = "1/another"
+    list(next(iter(loaders[0])).microbatches)
+    with pytest.raises(RuntimeError, match=r"the processes \d+ and 1 both have a loader at rank 0"):
+        list(next(iter(loaders[2])).microbatches)
 
 
 def test_it_needs_a_process_group() -> None:
@@ -498,7 +508,7 @@ def measured(rate: float, microbatch_cost: float = 0.0, of_all: float = 100.0) -
 
 def test_whoever_plans_first_decides_and_all_take_that() -> None:
     store = dist.HashStore()
-    ranks = [LearnedEstimates(rank, 3, store, None) for rank in range(3)]
+    ranks = [LearnedEstimates(rank, 3, store, "", None) for rank in range(3)]
     for rank, learned in enumerate(ranks):
         learned.tell(measured([1.0, 0.5, 1.02][rank]))
     rng = random.Random(0)
@@ -516,7 +526,7 @@ def test_whoever_plans_first_decides_and_all_take_that() -> None:
 
 def test_what_not_all_have_measured_stays() -> None:
     store = dist.HashStore()
-    ranks = [LearnedEstimates(rank, 2, store, np.array([2.0, 1.0]), 7.0) for rank in range(2)]
+    ranks = [LearnedEstimates(rank, 2, store, "", np.array([2.0, 1.0]), 7.0) for rank in range(2)]
     ranks[0].tell(measured(5.0, 30.0))
     ranks[1].tell(Times())
     for minibatch in range(20):
@@ -528,7 +538,7 @@ def test_what_not_all_have_measured_stays() -> None:
 
 def test_speeds_that_plans_cannot_count_with_are_not_learned() -> None:
     store = dist.HashStore()
-    ranks = [LearnedEstimates(rank, 2, store, None, learns_speeds=False) for rank in range(2)]
+    ranks = [LearnedEstimates(rank, 2, store, "", None, learns_speeds=False) for rank in range(2)]
     for rank, learned in enumerate(ranks):
         learned.tell(measured([1.0, 0.5][rank], 30.0))
     for minibatch in range(24):
@@ -539,7 +549,7 @@ def test_speeds_that_plans_cannot_count_with_are_not_learned() -> None:
 def test_what_a_microbatch_takes_is_learned_where_it_is_more_than_noise() -> None:
     said = list[str]()
     store = dist.HashStore()
-    ranks = [LearnedEstimates(rank, 3, store, None, 20.0, said.append) for rank in range(3)]
+    ranks = [LearnedEstimates(rank, 3, store, "", None, 20.0, said.append) for rank in range(3)]
     for rank, learned in enumerate(ranks):
         learned.tell(measured(1.0, [23.0, 24.0, 90.0][rank]))
     for minibatch in range(24):
@@ -550,7 +560,6 @@ def test_what_a_microbatch_takes_is_learned_where_it_is_more_than_noise() -> Non
     for minibatch in range(24, 48):
         found = [rank.plan_with(0, minibatch) for rank in ranks]
     assert [one.microbatch_cost for one in found] == [30.0] * 3
-    assert Estimates.decode(found[0].encode()).microbatch_cost == 30.0
     assert len(said) == 3
     assert "speeds alike; a microbatch takes 30 beside the costs of its samples" in said[0]
 

@@ -1,4 +1,7 @@
-"""Ranks of a loader that binds late, in virtual time: microbatches take as long as they are told."""
+"""Ranks of a loader that binds late, in virtual time: microbatches take as long as they are told.
+
+They are known to train from the start, but in tests of how a loader finds out.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from odc.balance.late_binding import estimates, microbatches, shares
+from odc.balance.data.iteration import Trained
+from odc.balance.late_binding import estimates, shares
 
 BatchT = TypeVar("BatchT")
 
@@ -21,40 +25,47 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1e6
 
-    def time(self) -> float:
-        return self.now
-
     def monotonic(self) -> float:
         return self.now
 
 
-def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """Let late binding read this clock, and look at each store through :class:`Prefixed`."""
-    patch.setattr(shares, "PrefixStore", Prefixed)
-    for module in (estimates, microbatches, shares):
+class Training:
+    """In place of what ODC tells: whenever one looks, another backward has ended."""
+
+    def __init__(self) -> None:
+        self.minibatches = self.backwards = 0
+
+    def __call__(self) -> Trained:
+        self.backwards += 1
+        return Trained(self.minibatches, self.backwards, 0.0)
+
+
+def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> Training:
+    """Let late binding read this clock, and take part from the start."""
+    training, begin_pass = Training(), shares.Shares.begin_pass
+
+    def begin(self: shares.Shares) -> None:
+        begin_pass(self)
+        self.binds = True
+
+    patch.setattr(shares, "trained", training)
+    patch.setattr(shares.Shares, "begin_pass", begin)
+    for module in (estimates, shares):
         patch.setattr(module, "time", clock)
+    return training
 
 
-class BusyStore(dist.HashStore):
+class BusyStore:
     """A store on which, before each access of a rank, another rank may go on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._store = dist.HashStore()
         self.interrupt: Callable[[], None] = nothing
 
-
-class Prefixed:
-    """In place of torch's ``PrefixStore``, which calls C++ whatever a subclass in Python says."""
-
-    def __init__(self, prefix: str, store: Any) -> None:
-        self._prefix, self._store = prefix, store
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(key: str | list[str], *args: Any) -> Any:
-            if isinstance(self._store, BusyStore):
-                self._store.interrupt()
-            keys = f"{self._prefix}/{key}" if isinstance(key, str) else [f"{self._prefix}/{one}" for one in key]
-            return getattr(self._store, name)(keys, *args)
+        def call(*args: Any) -> Any:
+            self.interrupt()
+            return getattr(self._store, name)(*args)
 
         return call
 
