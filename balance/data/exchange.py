@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from odc.balance.checks import FloatArray, fingerprint
+from odc.balance.data.watched_store import WatchedStore
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError, shorten
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ _HEADER, _FRAME = 3, 16
 """Numbers in front of a vector (iteration, number of the exchange, size), and of a frame. What ranks send first has the
 size of a frame, whatever they are at: gloo ends a process that gets more or less than it expects."""
 _MOST_THREADS = 32
+_STORE_S = 2.0
+"""Without an answer the store is asked no more."""
 _LONGEST_END_S = 2.0
 
 
@@ -47,18 +51,20 @@ class VectorExchange:
     """
 
     def __init__(self, ranks: list[int], timeout_s: float) -> None:
-        store = _get_default_store()
+        self._store = WatchedStore(_get_default_store, "ranks tell each other why they have ended")
         self.rank, self.world_size = ranks.index(dist.get_rank()), len(ranks)
         self._ranks = ranks
         # A name that no other exchange has had: ranks make theirs in the same order. (The names of torch's groups come
         # again when a group has ended, with what is left of it in the store.)
         whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self.number = store.add(f"odc/stream/{whose}/made/{self.rank}", 1)
-        """Of those that these ranks have made, from 1."""
-        self._name = f"odc/stream/{whose}/{self.number}"
-        group: Any = dist.ProcessGroupGloo(
-            PrefixStore(self._name, store), self.rank, self.world_size, timedelta(seconds=timeout_s)
-        )
+        name, rank, world_size = f"odc/stream/{whose}", self.rank, self.world_size
+
+        def connect(store: Any) -> tuple[str, Any]:
+            own = f"{name}/{store.add(f'{name}/made/{rank}', 1)}"
+            limit = timedelta(seconds=timeout_s)
+            return own, dist.ProcessGroupGloo(PrefixStore(own, store), rank, world_size, limit)
+
+        self._name, group = self._store.ask(connect, timeout_s + _STORE_S)
         self._timeout_s = timeout_s
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._jobs: list[SimpleQueue[_Swap | None]] = []
@@ -208,10 +214,9 @@ class VectorExchange:
         for what in ("failed", "missing", f"left/{self._iteration}"):
             key = self._key(what)
             try:
-                store = _get_default_store()
-                told = store.get(key).decode() if store.check([key]) else None
-            except (RuntimeError, ValueError):
-                return None  # the process that has the store is gone: the connections say what there is to say
+                told = self._store.ask(partial(_told, key), _STORE_S)
+            except RuntimeError:
+                return None  # the process that has the store is gone, or silent: the connections say what there is
             if told is not None:
                 kind, _, text = told.partition("|")
                 return _KINDS[kind](text)
@@ -222,13 +227,17 @@ class VectorExchange:
         if sys.is_finalizing():
             return
         try:
-            _get_default_store().compare_set(self._key(what), "", f"{kind.__name__}|{text}")
-        except (RuntimeError, ValueError) as error:
+            self._store.ask(lambda store: store.compare_set(self._key(what), "", f"{kind.__name__}|{text}"), _STORE_S)
+        except RuntimeError as error:
             # The process that has the store is gone, or torch.distributed has ended: nobody is there to hear.
             logger.debug("the other ranks cannot be told (%s): %s", error, text)
 
     def _key(self, what: str) -> str:
         return f"{self._name}/{what}"
+
+
+def _told(key: str, store: Any) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
 
 
 _KINDS = {kind.__name__: kind for kind in (AbortedError, PeerClosedError, PeerDiedError, PeerSilentError)}

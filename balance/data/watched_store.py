@@ -6,12 +6,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from odc.balance.data.iteration import wait_for_rank
 from odc.errors import OdcError, PeerDiedError, PeerSilentError, shorten
+
+T = TypeVar("T")
+_Asked = tuple[Callable[[Any], Any], Future[Any]]
 
 _MOMENT_S = 0.02
 """Most answers are there sooner, without a look at the ranks."""
@@ -27,8 +30,7 @@ class WatchedStore:
 
     Args:
         connect: gives a connection of its own, or a store in memory; called when the store is asked first.
-        what: what it serves, for messages.
-        patience_s: how long to wait for an answer without a look at the ranks; None: as long as ODC waits for ranks.
+        what: what ranks do by it, for messages.
 
     Raises (each method):
         PeerSilentError: no answer came in time.
@@ -36,19 +38,23 @@ class WatchedStore:
         OdcError: a rank has failed meanwhile.
     """
 
-    def __init__(self, connect: Callable[[], Any], what: str, patience_s: float | None = None) -> None:
+    def __init__(self, connect: Callable[[], Any], what: str) -> None:
         self._connect = connect
-        self._what = what
-        self._patience_s = patience_s
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._text = f"an answer of the store of torch.distributed, by which {what}"
+        self._questions: SimpleQueue[_Asked | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # a plan is made beside the training
         self._lost: OdcError | None = None
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._ask, method)
+        return lambda *args: self.ask(lambda store: getattr(store, method)(*args))
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def ask(self, question: Callable[[Any], T], patience_s: float | None = None) -> T:
+        """What ``question`` returns of the store, in its thread.
+
+        Args:
+            patience_s: how long to wait for it without a look at the ranks; None: as long as ODC waits for ranks.
+        """
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
         with self._starting:
@@ -59,48 +65,39 @@ class WatchedStore:
                 )
                 self._thread.start()
                 weakref.finalize(self, self._questions.put, None)
-        question = _Question(method, args)
-        self._questions.put(question)
+        answer: Future[T] = Future()
+        self._questions.put((question, answer))
         try:
-            self._await(question)
+            self._await(answer, patience_s)
         except OdcError as error:
             self._lost = error
             raise
-        return question.answer
+        return answer.result()
 
-    def _await(self, question: _Question) -> None:
-        if not question.is_answered.wait(_MOMENT_S if self._patience_s is None else self._patience_s):
-            where = f"an answer of the store of torch.distributed, by which {self._what}"
-            if self._patience_s is not None:
-                raise PeerSilentError(f"{self._patience_s:g} s have gone by in waiting for {where}")
-            wait_for_rank(question.is_answered.is_set, where, None)
-        if question.error is None:
+    def _await(self, answer: Future[Any], patience_s: float | None) -> None:
+        if not wait([answer], _MOMENT_S if patience_s is None else patience_s).done:
+            if patience_s is not None:
+                raise PeerSilentError(f"{patience_s:g} s have gone by in waiting for {self._text}")
+            wait_for_rank(answer.done, self._text, None)
+        error = answer.exception()
+        if error is None:
             return
-        if self._patience_s is None:
+        if patience_s is None:
             until = time.monotonic() + _ACCOUNT_S
-            wait_for_rank(lambda: time.monotonic() > until, "what has become of a rank", None)
+            wait_for_rank(lambda: time.monotonic() > until, self._text, None)
         raise PeerDiedError(
-            f"the store of torch.distributed is gone, by which {self._what} ({shorten(str(question.error))}). It is in "
-            "the process of rank 0, or in torchrun's on the first host"
-        ) from question.error
+            f"a process is gone from which this rank wanted {self._text} ({shorten(str(error))}). It was that of rank "
+            "0, or torchrun's on the first host"
+        ) from error
 
 
-class _Question:
-    def __init__(self, method: str, args: tuple[Any, ...]) -> None:
-        self.method = method
-        self.args = args
-        self.is_answered = threading.Event()
-        self.answer: Any = None
-        self.error: Exception | None = None
-
-
-def _answer(connect: Callable[[], Any], questions: SimpleQueue[_Question | None]) -> None:
+def _answer(connect: Callable[[], Any], questions: SimpleQueue[_Asked | None]) -> None:
     store = None
-    while (question := questions.get()) is not None:
+    while (asked := questions.get()) is not None:
+        question, answer = asked
         try:
             store = connect() if store is None else store
-            question.answer = getattr(store, question.method)(*question.args)
+            answer.set_result(question(store))
         except Exception as error:  # raised where it is asked
-            question.error = error
-        question.is_answered.set()
-        del question
+            answer.set_exception(error)
+        del asked, question, answer

@@ -3,9 +3,9 @@
 [Note: Which loaders belong together] Samples may go from a rank to another only where both compute the same minibatch.
 One rank may have looked at it with a loader just like the one it trains with, or have one more, or one of other data.
 So a loader opens nothing before the microbatches that it hands out are seen to be computed: a backward has come between
-two of them. Then it takes part under a name that all ranks come to by themselves: what their loaders read, and after how
-many steps they began this pass over it. Who has another name shares nothing with the others, and says so. Of a rank one
-loader of a name takes part.
+two of them. Then it takes part under a name that all ranks come to by themselves: what their loaders read, and after
+how many steps they began this pass over it. Who has another name shares nothing with the others, and they say so. Of
+the loaders of a rank that have the same name, one takes part.
 """
 
 from __future__ import annotations
@@ -269,9 +269,7 @@ class Shares:
 
     def _put(self, microbatches: Parts, running: float) -> bool:
         """Replace this rank's share; False: by then it was another one, which is known now."""
-        share = replace(
-            self._share, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate
-        )
+        share = replace(self._share, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate)
         new = share.encode()
         if not self.binds:
             self._share = share
@@ -314,8 +312,8 @@ class Shares:
             )
         return RuntimeError(
             f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
-            "again: samples that went to or from other ranks the first time would count twice or not at all. Go through "
-            "the microbatches of one of them, then step"
+            "again: samples that went to or from other ranks the first time would count twice or not at all. Go "
+            "through the microbatches of one of them, then step"
         )
 
     def _name(self, rank: int) -> str:

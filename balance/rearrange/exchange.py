@@ -11,6 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _get_default_store
 
+from odc.balance.data.watched_store import WatchedStore
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.errors import AbortedError, OdcError, PeerDiedError, PeerSilentError, ProtocolError, shorten, shown
 
@@ -411,13 +413,13 @@ class Meeting:
         ranks = dist.get_process_group_ranks(self._whole)
         name, silent = f"odc/exchange/{hash(tuple(ranks))}", [r for r in range(self.world_size) if r != self.rank]
         try:
-            store = _get_default_store()
-            store.set(f"{name}/{self.rank}", "alive")
+            store = WatchedStore(_get_default_store, "ranks tell who is there")
+            store.ask(lambda there: there.set(f"{name}/{self.rank}", "alive"), _ROLL_CALL_S)
             until = time.monotonic() + _ROLL_CALL_S
             while silent and time.monotonic() < until:
-                silent = [rank for rank in silent if not store.check([f"{name}/{rank}"])]
+                silent = store.ask(partial(_missing, name, silent), _ROLL_CALL_S)
                 time.sleep(_LOOK_EVERY_S)
-        except (RuntimeError, ValueError):
+        except RuntimeError:
             return PeerDiedError(
                 "a rank is gone in the middle of an exchange of items, and with it the store of the process group "
                 f"({why})"
@@ -434,6 +436,11 @@ class Meeting:
                 f"evaluation, a checkpoint), raise the timeout of the process group ({why})"
             )
         return PeerDiedError(f"{numbers} gone in the middle of an exchange of items ({why})")
+
+
+def _missing(name: str, ranks: list[int], store: Any) -> list[int]:
+    """Those that have not said in a store that they are alive."""
+    return [rank for rank in ranks if not store.check([f"{name}/{rank}"])]
 
 
 def devices_of(group: dist.ProcessGroup | None) -> list[torch.device]:

@@ -190,7 +190,7 @@ class Waiter:
                 if self.job.peer(rank).state is not PeerState.ALIVE and not is_completed():
                     self._fail_gone(rank, lambda: what, waited_s)
             self._fail_silent(patience, others, lambda: what)
-            if is_outside and waited_s > self._timeout_s:
+            if is_outside and waited_s > self._timeout_s + 1.5 * limits.STATUS_LAG_S:  # a silent rank is found before
                 raise PeerSilentError(
                     f"{self._whoami()} waited {waited_s:.1f} s for {what}{self._where()}. If that is only slow, raise "
                     f"timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."

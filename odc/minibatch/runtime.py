@@ -395,8 +395,9 @@ class Runtime(RankContext):
     def wait_until(self, is_there: Callable[[], bool], what: str, rank: int | None) -> None:
         """Wait for what a rank of the job does outside of this runtime, as for a collective; None: for what a process
         outside of the job does, whatever the ranks do meanwhile."""
+        ranks = self._waiter.job.others if rank is None else [rank]
         with self.reporting:
-            self._waiter.wait_for_work(is_there, what, self._waiter.job.others if rank is None else [rank], rank is None)
+            self._waiter.wait_for_work(is_there, what, ranks, is_outside=rank is None)
 
     def enters_collective(self, what: str, *, is_due: bool) -> None:
         """The training loop may wait for other ranks in a collective of torch.
