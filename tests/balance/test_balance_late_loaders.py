@@ -1,0 +1,194 @@
+"""Layer 1: no processes. Late binding where ranks have different loaders, or use them in different ways.
+
+Ranks are coroutines that take turns at random, with a store in memory. Beside the loop that all train in, a rank makes
+further loaders, looks at minibatches, evaluates, lists microbatches or leaves loops; each sample of a step must be
+computed once.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from late_ranks import Clock
+
+from odc.balance import LinearCost, MinibatchLoader
+from odc.balance.data import loader as loader_module
+from odc.balance.data.iteration import Trained
+from odc.balance.late_binding import estimates, microbatches, shares
+from odc.balance.late_binding.outlook import Share
+
+Rank = Iterator[str]
+"""What a rank yields says whether it goes on whenever it likes, or waits for the others at the end of a step."""
+DISTURBANCES = ("none", "alike", "kept", "other", "other order", "listed", "ahead", "skipped", "evaluates", "own")
+
+
+class Rows:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Job:
+    """Ranks of one configuration, and what they have computed."""
+
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        self.world_size = self.rng.randint(2, 4)
+        self.clock = Clock()
+        self.store = dist.HashStore()
+        self.now = 0
+        self.trained = [Trained(0, 0, 0.0) for _ in range(self.world_size)]
+        self.computed: dict[Any, list[int]] = defaultdict(list)
+        """By epoch and minibatch: samples that any rank has computed."""
+        self.planned: dict[Any, set[int]] = {}
+        self.num_taken = 0
+        self.lengths = [self.rng.randint(1, 12) for _ in range(self.rng.choice([24, 40]))]
+        self.size = self.rng.randint(1, 4)
+        self.num_epochs = self.rng.randint(1, 3)
+        self.sets_epoch, self.new_loaders, self.all_leave, self.all_evaluate = (
+            self.rng.random() < share for share in (0.7, 0.3, 0.3, 0.3)
+        )
+        self.slow = [self.rng.choice([1.0, 1.0, 4.0]) for _ in range(self.world_size)]
+        self.disturbance = [self.rng.choice(DISTURBANCES) for _ in range(self.world_size)]
+        patch.setattr(loader_module, "own_store", lambda: self.store)
+        patch.setattr(shares, "trained", lambda: self.trained[self.now])
+        patch.setattr(microbatches, "ranks_go_in_step", lambda: False)
+        for module in (estimates, shares):
+            patch.setattr(module, "time", self.clock)
+
+    def make(self, rank: int, seed: int = 0, lengths: list[int] | None = None) -> MinibatchLoader[int, list[int]]:
+        return MinibatchLoader(
+            Rows(), lengths or self.lengths, list, rank, self.world_size, minibatch_size=self.size, max_tokens=14,
+            cost=LinearCost(), late_binding=True, seed=seed,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Until all ranks have ended, the order in which they go on drawn anew each time."""
+        ranks = [self.rank(rank) for rank in range(self.world_size)]
+        going, meeting = set(range(self.world_size)), set[int]()
+        while going:
+            self.now = self.rng.choice(sorted(going))
+            self.clock.now += self.rng.uniform(0.0, 0.3) * self.slow[self.now]
+            if (state := next(ranks[self.now], "ended")) != "goes on":
+                going.discard(self.now)
+                meeting |= {self.now} if state == "meets" else set()
+            if not going:
+                going, meeting = meeting, set()
+                for rank in going:
+                    before = self.trained[rank]
+                    self.trained[rank] = Trained(before.minibatches + 1, before.backwards, self.clock.now)
+
+    def rank(self, rank: int) -> Rank:
+        how, kept = self.disturbance[rank], list[Any]()
+        if how == "other order":  # of two that all make
+            self.make(rank, 1)
+        loader = self.make(rank)
+        if how != "other order":
+            self.make(rank, 1)
+        for epoch in range(self.num_epochs):
+            if how in ("alike", "kept", "own"):
+                looked = loader if how == "own" else self.make(rank)
+                at = iter(looked)
+                kept.append((at, list(next(at).microbatches)))
+                yield "goes on"
+            if self.new_loaders and epoch:
+                loader = self.make(rank)
+            if self.sets_epoch:
+                loader.set_epoch(epoch)
+            for number, minibatch in enumerate(loader):
+                yield from self.step(rank, how, kept, (epoch, number), minibatch)
+                yield "meets"
+                if self.all_leave and number == 1:
+                    break
+            self.num_taken += loader.num_taken
+            if self.all_evaluate or how == "evaluates":
+                for number, minibatch in enumerate(self.make(rank, 2)):
+                    at = ("evaluation", epoch, number) if self.all_evaluate else ("alone", rank, epoch, number)
+                    if self.all_evaluate:
+                        self.plans(at, minibatch)
+                    for samples in minibatch.microbatches:
+                        self.computed[at] += samples
+                        yield "goes on"
+
+    def step(self, rank: int, how: str, kept: list[Any], at: Any, minibatch: Any) -> Rank:
+        self.plans(at, minibatch)
+        found = iter(minibatch.microbatches)
+        if how == "listed" and self.rng.random() < 0.5:
+            found = iter(list(found))
+        following = next(found, None) if how == "ahead" else None
+        while (samples := following if how == "ahead" else next(found, None)) is not None:
+            following = next(found, None) if how == "ahead" else None
+            yield "goes on"
+            if how == "other":
+                kept.append(next(iter(self.make(rank, 3, self.lengths[::-1]))))
+            if how == "kept" and kept and self.rng.random() < 0.2:  # looked at further, while another loader trains
+                list(next((minibatch.microbatches for minibatch in kept[0][0]), ()))
+            self.computed[at] += samples
+            if how != "skipped" or self.rng.random() < 0.5:
+                before = self.trained[rank]
+                self.trained[rank] = before._replace(backwards=before.backwards + 1)
+            yield "goes on"
+
+    def plans(self, at: Any, minibatch: Any) -> None:
+        """The minibatch begins on one of the ranks."""
+        assert minibatch.plan is not None
+        self.planned.setdefault(at, set()).add(minibatch.num_samples)
+
+
+def outcomes(seeds: range, change: Callable[[pytest.MonkeyPatch], object]) -> Counter[str]:
+    """How many configurations ended well, by an error that names the reason, or wrongly; and samples taken."""
+    found = Counter[str]()
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            job = Job(seed, patch)
+            try:
+                job.run()
+            except RuntimeError as error:
+                found["named" if "begun a minibatch twice in one step" in str(error) else "failed"] += 1
+                continue
+            counts = [(numbers, Counter(job.computed[at])) for at, numbers in job.planned.items()]
+            is_right = all({max(once.values()) * once.total()} == numbers for numbers, once in counts)
+            found["right" if is_right else "wrong"] += 1
+            found["taken"] += job.num_taken
+            found.update(job.disturbance)
+    return found
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.extended) for block in range(1, 6))])
+def test_each_sample_counts_once_whatever_loaders_ranks_have(block: int) -> None:
+    """50 configurations; the 250 others in an extended run."""
+    found = outcomes(range(50 * block, 50 * block + 50), lambda patch: None)
+    assert found["right"] == 50
+    assert found["taken"] > 80
+    assert set(DISTURBANCES) <= set(found)
+
+
+def take_part_from_the_start(patch: pytest.MonkeyPatch) -> None:
+    begin_pass = shares.Shares.begin_pass
+
+    def begin(self: shares.Shares) -> None:
+        begin_pass(self)
+        self.binds = True
+
+    patch.setattr(shares.Shares, "begin_pass", begin)
+
+
+def test_a_loader_that_takes_part_before_it_is_seen_to_train_is_named() -> None:
+    found = outcomes(range(25), take_part_from_the_start)
+    assert found["named"] > 1
+    assert found["named"] + found["right"] == 25
+
+
+def test_loaders_alike_that_do_not_notice_each_other_compute_samples_twice() -> None:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        take_part_from_the_start(patch)
+        patch.setattr(shares.uuid, "uuid4", lambda: uuid.UUID(int=0))
+        patch.setattr(Share, "is_torn", False)
+
+    assert outcomes(range(25), change)["wrong"] > 1
