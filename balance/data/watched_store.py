@@ -79,16 +79,19 @@ class WatchedStore:
             if patience_s is not None:
                 raise PeerSilentError(f"{patience_s:g} s have gone by in waiting for {self._text}")
             wait_for_rank(answer.done, self._text, None)
-        error = answer.exception()
-        if error is None:
+        if (error := answer.exception()) is None:
             return
-        if patience_s is None:
-            until = time.monotonic() + _ACCOUNT_S
-            wait_for_rank(lambda: time.monotonic() > until, self._text, None)
-        raise PeerDiedError(
-            f"a process is gone from which this rank wanted {self._text} ({shorten(str(error))}). It was that of rank "
-            "0, or torchrun's on the first host"
-        ) from error
+        until = time.monotonic() + (_ACCOUNT_S if patience_s is None else 0.0)
+
+        def give_up() -> bool:
+            if time.monotonic() < until:
+                return False
+            raise PeerDiedError(
+                f"a process is gone from which this rank wanted {self._text} ({shorten(str(error))}). It was that of "
+                "rank 0, or torchrun's on the first host"
+            ) from error
+
+        wait_for_rank(give_up, self._text, None)  # raised there, the other ranks hear of it
 
 
 def _answer(connect: Callable[[], Any], questions: SimpleQueue[_Asked | None]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store
 
 from odc.config import LaunchEnvironment
 
@@ -303,12 +304,12 @@ def _die_after(parent: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def meet(rank: int, world_size: int, store: str, backend: str, limit_s: float) -> None:
-    """Join the process group of these ranks. They meet through a file, so no port is fixed."""
+def meet(rank: int, world_size: int, store: str | Store, backend: str, limit_s: float) -> None:
+    """Join the process group of these ranks. They meet through a file, so no port is fixed, or through a store."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
     dist.init_process_group(
         backend,
-        init_method=f"file://{store}",
+        store=FileStore(store, world_size) if isinstance(store, str) else store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=limit_s),

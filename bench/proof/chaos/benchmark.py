@@ -7,8 +7,9 @@ or at a random time. The others must end in time, with the right exit code, and 
 in the numbering of the whole job, and say why; one that is stopped for a while only must make no difference. With
 --meshes 4 or 8 ranks train on a mesh, beside tensor or context parallelism or both, and it is also tried that one of
 the ranks that compute together has a microbatch more or less: all must name it and such a rank. With --late-binding
-ranks take samples from each other, one of them being slow in each step. Nothing may be left: no process, no file in
-/dev/shm or in the ranks' temporary folder (a process's sockets end with it).
+ranks take samples from each other, one of them being slow in each step; in a fifth of these trials it is the process of
+the store, as a launcher has one, that is killed or stopped. Nothing may be left: no process, no file in /dev/shm or in
+the ranks' temporary folder (a process's sockets end with it).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 from odc.bench.proof.chaos.script import WRONG_NUMBERS
 from odc.bench.proof.chaos.server import KILL, order
-from odc.bench.proof.chaos.trials import DIFFER, Trial
+from odc.bench.proof.chaos.trials import DIFFER, STORE, Trial
 
 TRIAL_LIMIT_S = 60.0  # from its start, whatever happens
 _GRACE_S = 8.0  # to tell what is late from what hangs
@@ -118,7 +118,7 @@ class Ranks:
             if seen.happened_at is None and (fired := _read(folder / "fired")):
                 seen.happened_at = float(fired)
             if trial.phase == "any" and trial.victim not in seen.ends and send_at != 0.0:
-                if send_at is None and (folder / f"training{trial.victim}").exists():
+                if send_at is None and (folder / f"training{max(trial.victim, 0)}").exists():
                     send_at = now + trial.delay_s
                 elif send_at is not None and now >= send_at:
                     os.kill(victim, _SIGNALS[trial.action])
@@ -223,7 +223,7 @@ def judge(trial: Trial, seen: _Seen) -> Outcome:
         return outcome("hang", f"ranks {hung} had to be killed")
     if trial.action == "pause":
         return _judge_pause(trial, seen, errors, outcome)
-    code = seen.ends[trial.victim][0]
+    code = seen.ends[trial.victim][0] if trial.victim != STORE else trial.exit_codes[0]
     if code not in trial.exit_codes:
         if code == 0 or _ended_by_another(errors[trial.victim]):
             return outcome("no fault", f"rank {trial.victim} ended with {code}: {errors[trial.victim]}")
@@ -265,7 +265,7 @@ def _judge_errors(
             if not _names_partners(errors[rank], trial):
                 return outcome("wrong rank", f"rank {rank}: {errors[rank]}")
             continue
-        blamed = blamed_rank(errors[rank], rank)
+        blamed = trial.victim if trial.victim == STORE else blamed_rank(errors[rank], rank)
         if blamed is None:
             return outcome("unnamed", f"rank {rank}: {errors[rank]}")
         if blamed != trial.victim:

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import odc
 from odc.balance import LinearCost, Minibatch, MinibatchLoader
-from odc.bench.harness.ranks import meet
+from odc.bench.harness.ranks import die_with_parent, meet
 from odc.bench.proof.chaos.trials import (
     CLAIM,
     COLLECTIVE_LIMIT_S,
@@ -138,6 +139,22 @@ class Net(nn.Module):
         return logits
 
 
+def keep_store(folder: Path) -> NoReturn:
+    """What the process does through whose store the ranks meet, as that of a launcher."""
+    die_with_parent()
+    server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (folder / "new").write_text(f"{server.port}")
+    (folder / "new").rename(folder / "store")
+    while True:
+        signal.pause()
+
+
+def _store_of(folder: Path) -> Store:
+    while not (folder / "store").exists():
+        time.sleep(0.01)
+    return TCPStore("127.0.0.1", int((folder / "store").read_text()), is_master=False)
+
+
 def train(trial: Trial, rank: int, folder: Path) -> None:
     """Train until the end, or until something happens. Returns only if the numbers are right."""
     fault = Fault(trial, rank, folder)
@@ -148,7 +165,8 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     fsdp2_in_place.SMALL_NUMEL = _SMALL_NUMEL
     if trial.point and rank == trial.victim:
         os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"
-    meet(rank, trial.world_size, str(folder / "store"), "gloo", COLLECTIVE_LIMIT_S)
+    store = _store_of(folder) if trial.late else FileStore(str(folder / "store"), trial.world_size)
+    meet(rank, trial.world_size, store, "gloo", COLLECTIVE_LIMIT_S)
     where, group = ["gather"], rank // trial.num_partners
     part, num_parts = _part_of_tokens(trial, rank)
     model = _shard(trial, _build(trial, lambda: fault.at(where[0])))

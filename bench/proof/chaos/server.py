@@ -25,7 +25,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401  # as above
 
 from odc.bench.harness.ranks import die_with_parent
-from odc.bench.proof.chaos.script import train
+from odc.bench.proof.chaos.script import keep_store, train
 from odc.bench.proof.chaos.trials import Trial
 
 KILL = "kill"
@@ -53,8 +53,14 @@ def serve() -> tuple[Trial, int, Path] | None:
                 _enter(rank, folder)
                 return trial, rank, folder
             pids[pid] = rank
-        _report(pids=list(pids))
+        store = [os.fork()] if trial.late else []
+        if store == [0]:
+            keep_store(folder)
+        _report(pids=[*pids, *store])
         _reap(pids)
+        for pid in store:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         _report(left=_children())
     return None
 

@@ -68,6 +68,8 @@ MESHES = {
 """Dimensions of two ranks each. Those that differ in "cp" or "tp" only compute together."""
 DIFFER = "differ"
 DIFFERS = "a microbatch more or less than the ranks that it computes with"
+STORE = -1
+"""In place of a rank: the process of the store through which ranks tell each other what they have begun."""
 CLAIM = "claim"
 CLAIMS = "between the claim of a sample that is bound late and its microbatch"
 SIGNALLED = ("kill", "pause", "stop", "terminate", "interrupt")
@@ -149,6 +151,8 @@ class Trial:
     def says_why(self, text: str, reporter: int) -> bool:
         """Whether an error that comes from ``reporter`` tells the cause. How a process of another host has ended, it
         cannot know."""
+        if self.victim == STORE:
+            return "an answer of the store of torch.distributed" in text
         here = self.host_of(reporter) == self.host_of(self.victim)
         here &= not (self.mesh and self.phase == "set-up")  # some come to their first group with the victim behind that
         if self.phase == "set-up" and not self.point:  # nothing of ODC is there yet that could tell more
@@ -174,7 +178,7 @@ class Trial:
         return (
             f"{self.fsdp}{self.staging and ' ' + self.staging}, {self.world_size} ranks"
             f"{self.mesh and f' ({self.mesh})'}{', late binding' * self.late}, {self.transport}{idle}: "
-            f"rank {self.victim} {self.action} in {self.phase} ({where})"
+            f"{'store' if self.victim == STORE else f'rank {self.victim}'} {self.action} in {self.phase} ({where})"
         )
 
 
@@ -217,10 +221,15 @@ def generate_on_meshes(seed: int) -> Iterator[Trial]:
 
 
 def generate_late(seed: int) -> Iterator[Trial]:
-    """As :func:`generate`, with samples that are bound late; a third of them in phase :data:`CLAIM`."""
+    """As :func:`generate`, with samples that are bound late; a third of them in phase :data:`CLAIM`, and in a fifth the
+    store comes to grief at a random time, no rank."""
     for trial in generate(seed):
         late = replace(trial, late=True, idle=False)
-        yield replace(late, phase=CLAIM, point="", at=1 + trial.number % 8) if trial.number % 3 == 0 else late
+        if trial.number % 5 == 4:
+            action, delay_s = ("kill", "stop")[trial.number % 2], 2 * trial.delay_s
+            yield replace(late, victim=STORE, action=action, phase="any", point="", delay_s=delay_s)
+        else:
+            yield replace(late, phase=CLAIM, point="", at=1 + trial.number % 8) if trial.number % 3 == 0 else late
 
 
 def _pairs(trial: Trial) -> list[tuple[object, ...]]:
