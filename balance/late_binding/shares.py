@@ -120,8 +120,6 @@ class Shares:
                 pass  # others were faster
         if not self._num_begun:  # it has come to the end of the step with the others
             self.binds = self.binds or trained().minibatches > self._opened.minibatches
-        elif not self.binds and trained().backwards > self._opened.backwards:
-            self._warn_of_reading_ahead()
         self._share = replace(self._share, minibatch="")
 
     def _forget(self) -> None:
@@ -139,7 +137,10 @@ class Shares:
                 "the microbatches of this minibatch were iterated before: with late_binding=True each is bound to this "
                 "rank when it is asked for, once"
             )
-        self._opened = self._before = trained()
+        done = trained()
+        if self._num_opened and self._num_begun and not self.binds and done.backwards > self._opened.backwards:
+            self._warn_of_reading_ahead()  # and computed them later
+        self._opened = self._before = done
         self._pass = self._opened.minibatches if self._pass is None else self._pass
         self._num_opened, self._num_begun, self._num_told = self._num_opened + 1, 0, 0
         self._takes = True

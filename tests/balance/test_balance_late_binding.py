@@ -536,6 +536,43 @@ def test_what_not_all_have_measured_stays() -> None:
             assert found.microbatch_cost == 7.0
 
 
+def test_learned_numbers_have_bounds() -> None:
+    """Of a rank that looks a thousand times slower, or of least squares that find nothing but the microbatch."""
+    store = dist.HashStore()
+    ranks = [LearnedEstimates(rank, 3, store, "", None) for rank in range(3)]
+    for rank, learned in enumerate(ranks):
+        learned.tell(measured([1.0, 0.001, 500.0][rank], 1e9, 100.0))
+    for minibatch in range(24):
+        found = [rank.plan_with(0, minibatch) for rank in ranks]
+    assert found[0].speeds.tolist() == found[2].speeds.tolist() == [1.0, 0.1, 10.0]
+    assert found[0].microbatch_cost == 100.0
+
+
+def test_a_long_run_leaves_no_more_words_than_a_short_one() -> None:
+    store, keys = dist.HashStore(), list[int]()
+    ranks = [LearnedEstimates(rank, 2, store, "", None) for rank in range(2)]
+    for epoch in range(20):
+        for minibatch in range(100):
+            for learned in ranks:
+                learned.tell(measured(1.0 + 0.5 * (epoch % 2) * learned._rank))
+                learned.plan_with(epoch, minibatch)
+        keys.append(store.num_keys())
+    assert keys == [3] * 20
+    assert len(store.get("/estimates")) < 4000
+
+
+def test_what_is_learned_counts_from_the_eighth_minibatch_on() -> None:
+    store = dist.HashStore()
+    ranks = [LearnedEstimates(rank, 2, store, "", None) for rank in range(2)]
+    found = []
+    for minibatch in range(12):
+        found.append([learned.plan_with(0, minibatch).speeds.tolist() for learned in ranks])
+        for learned in ranks:
+            learned.tell(measured([1.0, 0.5][learned._rank]))
+    assert [both[0] == both[1] for both in found] == [True] * 12
+    assert [both[0] != [1.0, 1.0] for both in found].index(True) == 8
+
+
 def test_speeds_that_plans_cannot_count_with_are_not_learned() -> None:
     store = dist.HashStore()
     ranks = [LearnedEstimates(rank, 2, store, "", None, learns_speeds=False) for rank in range(2)]

@@ -7,6 +7,7 @@ computed once.
 
 from __future__ import annotations
 
+import itertools
 import random
 import uuid
 from collections import Counter, defaultdict
@@ -31,6 +32,16 @@ DISTURBANCES = ("none", "alike", "kept", "other", "other order", "listed", "ahea
 class Rows:
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class OwnClocks:
+    """In place of the module ``time``: that of each rank's host is an hour ahead of the last one's."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def monotonic(self) -> float:
+        return self._job.seconds(self._job.now)
 
 
 class Job:
@@ -59,7 +70,10 @@ class Job:
         patch.setattr(shares, "trained", lambda: self.trained[self.now])
         patch.setattr(microbatches, "ranks_go_in_step", lambda: False)
         for module in (estimates, shares):
-            patch.setattr(module, "time", self.clock)
+            patch.setattr(module, "time", OwnClocks(self))
+
+    def seconds(self, rank: int) -> float:
+        return self.clock.now + 3600.0 * rank
 
     def make(self, rank: int, seed: int = 0, lengths: list[int] | None = None) -> MinibatchLoader[int, list[int]]:
         return MinibatchLoader(
@@ -81,7 +95,7 @@ class Job:
                 going, meeting = meeting, set()
                 for rank in going:
                     before = self.trained[rank]
-                    self.trained[rank] = Trained(before.minibatches + 1, before.backwards, self.clock.now)
+                    self.trained[rank] = Trained(before.minibatches + 1, before.backwards, self.seconds(rank))
 
     def rank(self, rank: int) -> Rank:
         how, kept = self.disturbance[rank], list[Any]()
@@ -138,6 +152,87 @@ class Job:
         """The minibatch begins on one of the ranks."""
         assert minibatch.plan is not None
         self.planned.setdefault(at, set()).add(minibatch.num_samples)
+
+
+class Pair:
+    """Two ranks, each in the loop of a loader of its own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **differs: Any) -> None:
+        self.job = Job(0, patch)
+        self.job.world_size, self.job.size = 2, 4
+        self.job.trained = self.job.trained[:1] * 2
+        self.loaders = [self.job.make(0), self.job.make(1, **differs)]
+
+    def shares(self, rank: int) -> shares.Shares:
+        found = self.loaders[rank]._shares
+        assert found is not None
+        return found
+
+    def run(self, num_minibatches: int, is_listed: bool = False) -> None:
+        """Rank 0 first. All compute each microbatch when it is asked for; or rank 1 lists its own first."""
+        for both in itertools.islice(zip(*self.loaders, strict=True), num_minibatches):
+            for self.job.now, minibatch in enumerate(both):
+                found = list(minibatch.microbatches) if is_listed and self.job.now else minibatch.microbatches
+                for _ in found:
+                    self.job.clock.now += 1.0
+                    self.backward()
+            self.job.trained = [before._replace(minibatches=before.minibatches + 1) for before in self.job.trained]
+
+    def backward(self) -> None:
+        before = self.job.trained[self.job.now]
+        self.job.trained[self.job.now] = before._replace(backwards=before.backwards + 1)
+
+
+def test_nothing_is_opened_before_a_loader_is_seen_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch)
+    own = pair.shares(0)
+    for minibatch in pair.job.make(0):  # a look
+        list(minibatch.microbatches)
+    found = iter(next(iter(pair.loaders[0])).microbatches)
+    next(found)
+    assert not own.binds
+    assert not pair.job.store.check([own._name(0)])
+    pair.backward()
+    next(found)
+    assert own.binds
+    assert pair.job.store.check([own._name(0)])
+
+
+@pytest.mark.parametrize("differs", [{}, {"seed": 5}, {"lengths": [3] * 40}])
+def test_a_rank_with_another_loader_is_named_and_binds_alone(
+    differs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(monkeypatch, **differs)
+    pair.run(4)
+    warnings = [record.message for record in caplog.records if "late binding goes on without ranks" in record.message]
+    assert len(warnings) == (2 if differs else 0)  # each says so of the other
+    assert all("They train with a loader that has other arguments" in warning for warning in warnings)
+
+
+def test_who_reads_ahead_takes_nothing_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(monkeypatch)
+    pair.run(2)
+    caplog.clear()
+    pair = Pair(monkeypatch)
+    pair.run(4, is_listed=True)
+    assert pair.loaders[1].num_taken == 0
+    (warning,) = [record.message for record in caplog.records if "before the last one had a backward" in record.message]
+    assert "rank 1 has asked for a microbatch before" in warning
+
+
+def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch)
+    idle = pair.shares(1)
+    pair.job.now = 1
+    idle.open(idle.expect("0.0"), [])
+    idle.is_through()
+    idle.handed_out([])
+    assert not idle.binds
+    pair.job.trained[1] = Trained(1, 0, 0.0)
+    idle.expect("0.1")
+    assert idle.binds
 
 
 def outcomes(seeds: range, change: Callable[[pytest.MonkeyPatch], object]) -> Counter[str]:
