@@ -235,6 +235,19 @@ def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkey
     assert idle.binds
 
 
+def test_hosts_have_no_clock_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's host is an hour ahead. Both met at 100 s; rank 0 began at 103 s, and is seen from there at 107 s."""
+    pair = Pair(monkeypatch)
+    pair.job.trained = [Trained(1, 0, pair.job.seconds(rank)) for rank in range(2)]
+    for pair.job.now, after_s in ((0, 3.0), (1, 4.0)):
+        pair.job.clock.now += after_s
+        own = pair.shares(pair.job.now)
+        own.binds = True
+        own.open(own.expect("0.0"), [[0], [1]])
+        own.begin(own.mine(1).microbatches, 5.0)
+    assert (own.of_others()[0].since, own.now) == (3.0, 7.0)
+
+
 def outcomes(seeds: range, change: Callable[[pytest.MonkeyPatch], object]) -> Counter[str]:
     """How many configurations ended well, by an error that names the reason, or wrongly; and samples taken."""
     found = Counter[str]()
