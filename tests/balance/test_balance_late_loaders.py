@@ -162,23 +162,23 @@ class Pair:
         self.job.world_size, self.job.size = 2, 4
         self.job.trained = self.job.trained[:1] * 2
         self.loaders = [self.job.make(0), self.job.make(1, **differs)]
+        self.minibatches = zip(*self.loaders, strict=True)
 
     def shares(self, rank: int) -> shares.Shares:
         found = self.loaders[rank]._shares
         assert found is not None
         return found
 
-    def run(self, num_minibatches: int, is_listed: bool = False) -> None:
-        """Rank 0 first. All compute each microbatch when it is asked for; or rank 1 lists its own first."""
-        for both in itertools.islice(zip(*self.loaders, strict=True), num_minibatches):
+    def run(self, num_minibatches: int) -> None:
+        """Rank 0 first. All compute each microbatch when it is asked for."""
+        for both in itertools.islice(self.minibatches, num_minibatches):
             for self.job.now, minibatch in enumerate(both):
-                found = list(minibatch.microbatches) if is_listed and self.job.now else minibatch.microbatches
-                for _ in found:
-                    self.job.clock.now += 1.0
+                for _ in minibatch.microbatches:
                     self.backward()
             self.job.trained = [before._replace(minibatches=before.minibatches + 1) for before in self.job.trained]
 
     def backward(self) -> None:
+        self.job.clock.now += 1.0
         before = self.job.trained[self.job.now]
         self.job.trained[self.job.now] = before._replace(backwards=before.backwards + 1)
 
@@ -209,17 +209,31 @@ def test_a_rank_with_another_loader_is_named_and_binds_alone(
     assert all("They train with a loader that has other arguments" in warning for warning in warnings)
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
 def test_who_reads_ahead_takes_nothing_and_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_listed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(monkeypatch)
     pair.run(2)
-    caplog.clear()
+    before, (slow, fast) = pair.loaders[1].num_taken, next(pair.minibatches)
+    pair.job.now = 0
+    next(iter(slow.microbatches))
+    pair.job.now = 1
+    for _ in list(fast.microbatches) if is_listed else fast.microbatches:
+        pair.backward()
+    assert (pair.loaders[1].num_taken == before) == is_listed
+    warnings = [record.message for record in caplog.records if "before the last one had a backward" in record.message]
+    assert len(warnings) == is_listed
+
+
+def test_who_always_reads_ahead_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It never takes part, and nobody else could say why."""
     pair = Pair(monkeypatch)
-    pair.run(4, is_listed=True)
-    assert pair.loaders[1].num_taken == 0
-    (warning,) = [record.message for record in caplog.records if "before the last one had a backward" in record.message]
-    assert "rank 1 has asked for a microbatch before" in warning
+    for minibatch in itertools.islice(pair.loaders[0], 3):
+        for _ in list(minibatch.microbatches):
+            pair.backward()
+    assert not pair.shares(0).binds
+    assert [record.message[:40] for record in caplog.records] == ["odc: rank 0 has asked for a microbatch b"]
 
 
 def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
