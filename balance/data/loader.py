@@ -162,7 +162,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             devices equal. ``microbatches`` of a minibatch is then no list: each is chosen when the loop asks for it.
             For policy "lb-mini", where ODC is at work. Of ranks that compute together (``mesh``), one chooses for all.
             It goes through the store of ``torch.distributed``. Gradients are those of the same samples, summed in
-            an order that differs from run to run. ``microbatch_cost`` tells it what a further microbatch costs.
+            an order that differs from run to run. ``microbatch_cost`` tells it what a further microbatch costs. A
+            loader that is only looked at, or evaluated with, has the microbatches of the plan.
         pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
         persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
         multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last

@@ -92,6 +92,8 @@ class Shares:
         self._told: deque[tuple[str, int]] = deque()
         """Of the last minibatches: the name of this rank's word, and how many microbatches were told beside it."""
         self._share, self._word = _NOTHING, b""
+        self._num_begun, self._takes = 0, True
+        self._opened = self._before = trained()
         self.begin_pass()
 
     def begin_pass(self) -> None:
