@@ -22,6 +22,8 @@ from odc.launch.script import last_line, leave_last_words, run_module, run_scrip
 from odc.liveness.faults import FaultInjector
 from odc.transports import registry
 
+_REPORT_S = 10.0  # for torchrun's store to answer
+
 
 def odc_options() -> argparse.ArgumentParser:
     """The options of ODC itself, without help and without the script."""
@@ -207,9 +209,11 @@ def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) 
 
 def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account], learned: str) -> None:
     """A training that has succeeded does not fail for want of a report. ``learned``: by loaders, on each rank alike."""
+    from odc.balance.data.watched_store import WatchedStore
+
     try:
-        store = report.open_store(launch)
-        lines = report.leave(store, launch, accounts) if store is not None else None
+        store = WatchedStore(lambda: report.open_store(launch), "the ranks leave what they have measured")
+        lines = store.ask(lambda there: None if there is None else report.leave(there, launch, accounts), _REPORT_S)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         _print(f"odc: no report from rank {launch.rank}: {type(error).__name__}: {error}")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -182,7 +183,20 @@ def test_a_store_that_is_gone_does_not_fail_the_run(
 
     monkeypatch.setattr(report, "open_store", gone)
     launch_main._report(environment(1), [account()], "")
-    assert "no report from rank 1: DistNetworkError: connection refused" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no report from rank 1: PeerDiedError: a process is gone" in said
+    assert "(connection refused)" in said
+
+
+def test_a_store_that_is_silent_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = threading.Event()
+    monkeypatch.setattr(launch_main, "_REPORT_S", 0.05)
+    monkeypatch.setattr(report, "open_store", lambda launch: stopped.wait())
+    launch_main._report(environment(1), [account()], "")
+    stopped.set()
+    assert "no report from rank 1: PeerSilentError: 0.05 s have gone by" in capsys.readouterr().err
 
 
 def test_what_loaders_have_learned_is_reported_once(
