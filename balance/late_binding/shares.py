@@ -86,8 +86,8 @@ class Shares:
         """Samples that this rank, or the one that leads, has taken from others."""
         self._expected = 0, ""
         self._has_warned = False
-        self._is_complete = False
-        """Whether each of the others is known to have a word."""
+        self._has_looked = False
+        """Whether each of the others has a word in the store, if an empty one."""
         self._num_told = 0
         self._told: deque[tuple[str, int]] = deque()
         """Of the last minibatches: the name of this rank's word, and how many microbatches were told beside it."""
@@ -177,11 +177,11 @@ class Shares:
 
     def _words(self) -> list[tuple[int, Share]]:
         names = [self._name(rank) for rank in self.others]
-        if self._is_complete:
-            words = self._store.multi_get(names)
-        else:  # which leaves an empty word where there is none
-            words = [self._store.compare_set(name, "", "") for name in names]
-            self._is_complete = all(words)
+        if not self._has_looked:  # that leaves an empty word where there was none, and all can be asked for at once
+            for name in names:
+                self._store.compare_set(name, "", "")
+        self._has_looked = True
+        words = self._store.multi_get(names)
         return [(rank, Share.decode(word) if word else _NOTHING) for rank, word in zip(self.others, words, strict=True)]
 
     def _say_who_is_alone(self) -> None:
