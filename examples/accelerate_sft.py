@@ -17,17 +17,15 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType, set_seed
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
+from trainer_parts import build_dataset, build_model, options, pad, use_cpu_ranks
+from transformers import get_linear_schedule_with_warmup
 
-VOCAB_SIZE = 512
 ACCUMULATION_STEPS = 4
 
 
@@ -111,54 +109,11 @@ def fsdp_plugin(args: argparse.Namespace) -> FullyShardedDataParallelPlugin:
     )
 
 
-def use_cpu_ranks() -> None:
-    """Make accelerate use FSDP without a GPU: it does so for several accelerators only, so call the CPU ranks that."""
-    state = PartialState(cpu=True)
-    state.device = torch.device("cpu")  # without an index, as FSDP1 wants it
-    state.distributed_type = DistributedType.MULTI_GPU
-
-
-def build_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def build_dataset(num_samples: int) -> list[dict[str, torch.Tensor]]:
-    """Samples of 8 to 400 tokens, log-normal; each counts up in its own stride, so one can learn."""
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(mean=4.0, sigma=1.0, size=num_samples), 8, 400).astype(int)
-    starts, strides = rng.integers(0, VOCAB_SIZE, num_samples), rng.integers(1, 4, num_samples)
-    tokens = [
-        (start + stride * np.arange(n)) % VOCAB_SIZE for n, start, stride in zip(lengths, starts, strides, strict=True)
-    ]
-    return [{"input_ids": torch.tensor(ids)} for ids in tokens]
-
-
-def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch padded on the right; padding has no loss."""
-    ids = [sample["input_ids"] for sample in samples]
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
-    input_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fsdp-version", type=int, choices=[1, 2], default=2)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
-    parser.add_argument("--per-device-batch-size", type=int, default=2, help="samples per rank and microbatch")
+    parser = options(__doc__)
     parser.add_argument("--balance", metavar="POLICY", help="balance minibatches by this policy of odc.balance")
     parser.add_argument("--online", action="store_true", help="balance them without known lengths; needs --max-tokens")
     parser.add_argument("--max-tokens", type=int, help="with --balance or --online: tokens of a microbatch")
-    parser.add_argument("--log-json", type=Path, help="file for the losses and rank 0's samples/s")
     return parser.parse_args()
 
 

@@ -8,22 +8,17 @@ every rank, and two runs print the same losses.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports its use otherwise
 
-import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_parts import counting, fsdp_config, options, use_cpu_ranks
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -32,7 +27,7 @@ ACCUMULATION_STEPS = 4
 
 
 def main() -> None:
-    args = parse_args()
+    args = options(__doc__).parse_args()
     set_seed(0)
     cpu = not torch.cuda.is_available()
     if cpu:
@@ -74,21 +69,6 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
-def fsdp_config(args: argparse.Namespace) -> dict[str, Any]:
-    """One unit per decoder layer. FSDP1 would broadcast the weights of rank 0; here they are equal already."""
-    config: dict[str, Any] = {"version": args.fsdp_version, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    if args.fsdp_version == 1:
-        config["sync_module_states"] = False
-    return config
-
-
-def use_cpu_ranks() -> None:
-    """Make accelerate use FSDP without a GPU: it does so for several accelerators only, so call the CPU ranks that."""
-    state = PartialState(cpu=True)
-    state.device = torch.device("cpu")  # without an index, as FSDP1 wants it
-    state.distributed_type = DistributedType.MULTI_GPU
-
-
 def build_model(vocab_size: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=vocab_size,
@@ -111,23 +91,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_dataset(num_samples: int) -> Dataset:
-    """Texts of 8 to 400 words, log-normal; each counts up in its own stride, so one can learn."""
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(mean=4.0, sigma=1.0, size=num_samples), 8, 400).astype(int)
-    starts, strides = rng.integers(0, NUM_WORDS, num_samples), rng.integers(1, 4, num_samples)
-    words = [
-        (start + stride * np.arange(n)) % NUM_WORDS for n, start, stride in zip(lengths, starts, strides, strict=True)
-    ]
-    return Dataset.from_dict({"text": [" ".join(map(str, sample)) for sample in words]})
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fsdp-version", type=int, choices=[1, 2], default=2)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
-    parser.add_argument("--per-device-batch-size", type=int, default=2, help="samples per rank and microbatch")
-    parser.add_argument("--log-json", type=Path, help="file for the losses and rank 0's samples/s")
-    return parser.parse_args()
+    """Texts of as many words as the samples of the other examples have tokens."""
+    return Dataset.from_dict({"text": [" ".join(map(str, sample)) for sample in counting(num_samples, NUM_WORDS)]})
 
 
 if __name__ == "__main__":
