@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import itertools
 import json
 import stat
 import sys
 import tokenize
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -24,8 +28,15 @@ from odc.errors import shorten, shown
 MOST_TOKENS = 10**12
 # What is read is held in memory, with a few copies of it: some GB at most.
 MOST_SAMPLES = 10**8
-# Characters of one line: of a number, and of a sample as JSON.
-_LONGEST_LINE, _LONGEST_OBJECT = 2**20, 2**26
+# Characters of one line: of a number, and of a sample as JSON; and of a whole document.
+_LONGEST_LINE, _LONGEST_OBJECT, _LONGEST_DOCUMENT = 2**20, 2**26, 2**32
+_ROWS_AT_ONCE = 1000  # that are read of columns
+
+_RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+RECORDS = f"{', '.join(_RECORDS)} (the text among them also as .gz), or a folder of datasets' save_to_disk"
+"""What holds an object or a row for each sample, for messages."""
+
+_SAVED = ("state.json", "dataset_dict.json")  # in a folder, by datasets.save_to_disk
 
 
 @dataclass(frozen=True)
@@ -43,15 +54,16 @@ def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_
     """Lengths (tokens) from ``source``.
 
     Args:
-        source: ``.npy`` (integers); ``.jsonl`` (an object per line with a length, a list of tokens, text or a chat);
-            any other file: one integer per line, blank lines and lines starting with # ignored; ``-`` is
-            standard input in that form; or the name of a length law.
+        source: ``.npy`` (integers); what :func:`read_records` reads, an object per sample with a length, a list of
+            tokens, text or a chat; any other file: one integer per line, blank lines and lines starting with #
+            ignored; ``-`` is standard input in that form; or the name of a length law.
         num_samples: how many samples of a law.
-        fields: of JSONL objects, added up; by default the first known ones that the first object has.
+        fields: of objects, added up; by default the first known ones that the first object has.
         count_tokens: counts the tokens of texts.
 
     Raises:
-        ValueError: there is no such file or law, it is no file that ends, or something in it is not a length.
+        ValueError: there is no such file or law, it is no file that ends, something in it is not a length, or what
+            reads its format is not installed.
         OSError: the file cannot be read.
     """
     if source == "-":
@@ -61,25 +73,50 @@ def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_
         if source in law_names():
             return Lengths(even_lengths(source, num_samples), f"drawn from the law {source}")
         raise ValueError(f"{shown(source)} is neither a file nor a length law: laws are {', '.join(law_names())}")
+    named, form = shorten(source), _format_of(path)
+    if holds_records(path):
+        reader = RecordReader(fields, count_tokens)
+        found = _checked(_as_array(_from_records(path, reader), named), named)
+        items = reader.item_fields
+        note = f"; {how_to_plan(items)}, here they count for nothing" if items else ""
+        return Lengths(found, reader.about + note)
     check_ends(path)
-    named = shorten(source)
-    if path.suffix == ".npy":
+    if form == ".npy":
         return Lengths(_checked(_load_npy(path), named), f"the numbers in {named}")
-    if path.suffix == ".json":
-        raise ValueError(f"{named} is one JSON document: expected .jsonl, one object per line")
     with open_text(path) as lines:
-        if path.suffix in (".jsonl", ".ndjson"):
-            reader = RecordReader(fields, count_tokens)
-            found = _checked(_as_array(_from_objects(lines, named, reader), named), named)
-            items = reader.item_fields
-            note = f"; {how_to_plan(items)}, here they count for nothing" if items else ""
-            return Lengths(found, reader.about + note)
-        return Lengths(_from_lines(lines, named), f"one length per line of {named}")
+        try:
+            return Lengths(_from_lines(lines, named), f"one length per line of {named}")
+        except ValueError as error:
+            if form in ("", ".txt"):
+                raise
+            raise ValueError(
+                f"{error}. A {form} file is read as one length per line: samples are read from {RECORDS}"
+            ) from None
 
 
-def open_text(path: Path) -> TextIO:
-    """Open a file of lines. Bytes that are not UTF-8 become surrogates, so that its reader can say in which line."""
-    return path.open(encoding="utf-8", errors="surrogateescape")
+def _format_of(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def holds_records(path: Path) -> bool:
+    """Whether :func:`read_records` reads it."""
+    return any((path / name).exists() for name in _SAVED) or _format_of(path) in _RECORDS
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """Open a file of lines. Bytes that are not UTF-8 become surrogates, so that its reader can say in which line.
+
+    Raises:
+        ValueError: it was compressed by gzip, and is damaged.
+    """
+    check_ends(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8", errors="surrogateescape") as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{shorten(str(path))} is not whole, or not by gzip: {error}") from None
 
 
 def check_ends(path: Path) -> None:
@@ -130,29 +167,27 @@ def _check_count(num_samples: int, source: str) -> None:
 def _lines(file: TextIO, source: str, longest: int) -> Iterator[str]:
     """The lines of a file, of which none is longer than ``longest`` characters."""
     number = 0
-    while line := file.readline(longest + 1):
-        number += 1
-        if len(line) > longest:
-            raise ValueError(
-                f"{source}, line {number} starts with {shown(line[:40])} and is longer than {longest:,} characters: "
-                "expected one integer per line, or .jsonl with one object per line"
-            )
-        yield line
-
-
-def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
-    """Each line that is not blank, and where it is."""
-    number = 0
     try:
-        for number, line in enumerate(lines, 1):
-            text = line.removeprefix("\ufeff").strip() if number == 1 else line.strip()
-            text.encode()
-            if text:
-                yield text, f"{source}, line {number}"
+        while line := file.readline(longest + 1):
+            number += 1
+            if len(line) > longest:
+                raise ValueError(
+                    f"{source}, line {number} starts with {shown(line[:40])} and is longer than {longest:,} "
+                    "characters: expected one integer per line, or .jsonl with one object per line"
+                )
+            line.encode()
+            yield line.removeprefix("\ufeff") if number == 1 else line
     except UnicodeDecodeError:
         raise _not_text(source, number + 1) from None
     except UnicodeEncodeError:
         raise _not_text(source, number) from None
+
+
+def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
+    """Each line that is not blank, and where it is."""
+    for number, line in enumerate(lines, 1):
+        if text := line.strip():
+            yield text, f"{source}, line {number}"
 
 
 def _not_text(source: str, number: int) -> ValueError:
@@ -191,22 +226,78 @@ def in_range(value: int, where: str) -> int:
     return value
 
 
-def read_objects(file: TextIO, source: str) -> Iterator[tuple[object, str]]:
-    """What each line of JSONL holds, and where it is, for messages. Blank lines are left out.
+def read_records(path: Path) -> Iterator[tuple[object, str]]:
+    """What each sample of a dataset holds, and where it is, for messages. Blank lines are left out.
 
     Raises:
-        ValueError: a line is not JSON.
+        ValueError: it is not in its format, or what reads that is not installed.
+        OSError: the file cannot be read.
     """
-    for line, where in _numbered(_lines(file, source, _LONGEST_OBJECT), source):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {shorten(str(error))}") from None
-        yield record, where
+    named, form = shorten(str(path)), _format_of(path)
+    if path.is_dir() or form == ".parquet":
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in _batches(path, named))
+        yield from ((row, f"{named}, row {number}") for number, row in enumerate(rows, 1))
+        return
+    with open_text(path) as file:
+        lines: Iterable[str] = _lines(file, named, _LONGEST_DOCUMENT if form == ".json" else _LONGEST_OBJECT)
+        if form in (".csv", ".tsv"):
+            yield from _from_csv(lines, named, "," if form == ".csv" else "\t")
+            return
+        if form == ".json":
+            lines = list(lines)
+            with suppress(ValueError, RecursionError):  # or it has an object per line, all the same
+                document = json.loads("".join(lines))
+                if isinstance(document, list):
+                    yield from ((record, f"{named}, sample {number}") for number, record in enumerate(document, 1))
+                    return
+        for line, where in _numbered(lines, named):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {shorten(str(error))}") from None
+            yield record, where
 
 
-def _from_objects(file: TextIO, source: str, reader: RecordReader) -> Iterator[int]:
-    for record, where in read_objects(file, source):
+def _batches(path: Path, named: str) -> Any:
+    """Some rows of columns at a time, as pyarrow has them."""
+    try:
+        if not path.is_dir():
+            from pyarrow.parquet import ParquetFile
+
+            check_ends(path)
+            return ParquetFile(path).iter_batches(_ROWS_AT_ONCE)
+        from datasets import load_from_disk
+
+        saved = load_from_disk(str(path))
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise ValueError(f"{named} needs the package {package}: pip install {package}") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{named} cannot be read: {shorten(str(error))}") from None
+    if isinstance(saved, dict):
+        raise ValueError(f"{named} holds the splits {', '.join(saved)}: expected one, as {path / next(iter(saved))}")
+    return saved.with_format("arrow").iter(_ROWS_AT_ONCE)
+
+
+def _from_csv(lines: Iterable[str], source: str, delimiter: str) -> Iterator[tuple[object, str]]:
+    """The rows by the names in the first line; without names, a column of lengths."""
+    csv.field_size_limit(_LONGEST_OBJECT)
+    lines = iter(lines)
+    first = next(lines, "")
+    names = ["length"] if first.strip().isdecimal() else None
+    rows = csv.DictReader(itertools.chain([first], lines), names, delimiter=delimiter, strict=True)
+    try:
+        for row in rows:
+            where = f"{source}, line {rows.line_num}"
+            if None in row:
+                raise ValueError(f"{where} has more values than the first line has names")
+            yield row, where
+    except csv.Error as error:
+        raise ValueError(f"{source}, line {rows.line_num} is not in the CSV format: {error}") from None
+
+
+def _from_records(path: Path, reader: RecordReader) -> Iterator[int]:
+    for record, where in read_records(path):
         yield in_range(reader.length(record, where), f"{where}, {reader.place}")
 
 

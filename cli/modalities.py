@@ -16,7 +16,7 @@ from odc.balance.checks import IntArray, as_count, as_lengths
 from odc.balance.layout import as_layout
 from odc.balance.multimodal import ItemLengths, Items, Phase, SampleLengths
 from odc.cli.costs import read_timings
-from odc.cli.lengths import check_ends, in_range, open_text, read_objects
+from odc.cli.lengths import RECORDS, holds_records, in_range, read_records
 from odc.cli.records import RecordReader, TokenCounter, item_fields
 from odc.errors import shorten, shown
 
@@ -24,7 +24,7 @@ LANGUAGE = "language"
 """Name of the language model's phase."""
 
 _EXAMPLE = '{"length": 812, "vision": [[1024, 256], [576, 144]]}'
-_NEEDS = f"--modality needs .jsonl, one object per line: {_EXAMPLE}"
+_NEEDS = f"--modality needs samples, {_EXAMPLE} each, in {RECORDS}"
 _SIZES, _COEFFICIENTS = ("layers", "hidden", "ffn"), ("linear", "quadratic")
 _FLAGS = ("gated", "frozen")
 _KEYS = (*_SIZES, *_COEFFICIENTS, "timings", "rate", "bytes", "layout", "max-tokens", *_FLAGS)
@@ -252,7 +252,7 @@ def read_dataset(
     fields: Sequence[str],
     count_tokens: TokenCounter,
 ) -> Dataset:
-    """The lengths of samples of several modalities from JSONL.
+    """The lengths of samples of several modalities.
 
     Each object has its length, that of the whole interleaved sequence (``fields``; as for samples of text alone), and
     its items in a field for each modality, which may be missing. Where the length is counted from text, the rows that
@@ -265,32 +265,25 @@ def read_dataset(
     path, named = Path(source), shorten(source)
     if not path.exists():
         raise ValueError(f"{shown(source)} is no file: {_NEEDS}")
-    if path.suffix not in (".jsonl", ".ndjson"):
-        raise ValueError(
-            f"{named} holds no items of modalities: --modality needs .jsonl, one object per line: {_EXAMPLE}"
-        )
-    check_ends(path)
+    if not holds_records(path):
+        raise ValueError(f"{named} holds no items of modalities: {_NEEDS}")
     reader = RecordReader(fields, count_tokens)
     columns = [_Column(modality) for modality in modalities]
-    seen: dict[str, None] = {}
     tokens = array("q")
-    with open_text(path) as file:
-        for record, where in read_objects(file, named):
-            length = in_range(reader.length(record, where), f"{where}, {reader.place}")
-            assert isinstance(record, dict)  # or it had no length
-            _check_known(record, modalities, where)
-            if len(seen) < 50:
-                seen.update(dict.fromkeys(record))
-            rows = {c.modality.name: c.add(len(tokens), record.get(c.modality.name), where) for c in columns}
-            if reader.counts_text:
-                length += sum(rows.values())
-            elif sum(rows.values()) > length:
-                raise ValueError(f"{where}: {_too_many_rows(length, rows)}")
-            tokens.append(length)
+    for record, where in read_records(path):
+        length = in_range(reader.length(record, where), f"{where}, {reader.place}")
+        assert isinstance(record, dict)  # or it had no length
+        _check_known(record, modalities, where)
+        rows = {c.modality.name: c.add(len(tokens), record.get(c.modality.name), where) for c in columns}
+        if reader.counts_text:
+            length += sum(rows.values())
+        elif sum(rows.values()) > length:
+            raise ValueError(f"{where}: {_too_many_rows(length, rows)}")
+        tokens.append(length)
     if not tokens:
         raise ValueError(f"{named} holds no samples: expected at least one")
     items = {column.modality.name: column.items() for column in columns}
-    _check_any(items, len(tokens), named, list(seen))
+    _check_any(items, len(tokens), named, reader.columns)
     about = reader.about + (", and rows of encoders" if reader.counts_text else "")
     return Dataset(as_lengths(np.array(tokens, dtype=np.int64)), items, about)
 
@@ -312,7 +305,7 @@ def _too_many_rows(length: int, rows: dict[str, int]) -> str:
     )
 
 
-def _check_any(items: dict[str, Items], num_samples: int, source: str, fields: list[str]) -> None:
+def _check_any(items: dict[str, Items], num_samples: int, source: str, fields: Sequence[str]) -> None:
     if empty := [name for name in items if not items[name].number]:
         what = " or ".join(map(shown, empty))
         raise ValueError(

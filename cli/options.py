@@ -14,8 +14,9 @@ _TRUTH: dict[str, Any] = {"rich_help_panel": "What plans do not know"}
 Lengths = Annotated[
     str,
     typer.Argument(
-        help="Lengths in tokens: text (one integer per line; - is standard input), .jsonl (a length, tokens, "
-        f"text or a chat per object), .npy, or a law: {', '.join(law_names())}.",
+        help="Lengths in tokens: text (one integer per line; - is standard input), .npy, samples (.jsonl, .json, .csv, "
+        ".tsv, .parquet, or a folder of datasets' save_to_disk, with a length, tokens, text or a chat each), or a law: "
+        f"{', '.join(law_names())}.",
         show_default=False,
     ),
 ]
@@ -45,8 +46,8 @@ Field = Annotated[
     list[str] | None,
     typer.Option(
         "--field",
-        help="Field of the JSONL objects: length, tokens, text or a chat; repeatable, e.g. for a prompt and its "
-        "completion. Default: the first known.",
+        help="Field (column) of the samples: length, tokens, text or a chat; repeatable, e.g. for a prompt and its "
+        "completion. Default: the first known, and what a chat template shows beside them.",
         show_default=False,
     ),
 ]
@@ -80,7 +81,7 @@ Modalities = Annotated[
         "--modality",
         "--modalities",
         metavar="NAME:KEY=VALUE,...",
-        help="An encoder; NAME is the field of the JSONL objects that lists its items. Repeatable. "
+        help="An encoder; NAME is the field of the samples that lists its items. Repeatable. "
         "Its cost: layers=, hidden=, ffn= and gated (three matrices in an MLP); or FLOPs linear= and quadratic=, per "
         "token and per squared token, forward and backward; or timings=FILE, a CSV of measured 'length,seconds'. "
         "Besides: rate= (tokens per row, for items of which only the length in the encoder is there), layout= (packed, "

@@ -115,7 +115,11 @@ def encode(record: Record, tokenizer: Any, max_tokens: int | None = None) -> Sam
     elif "messages" in record and "{% generation" in (tokenizer.chat_template or "").replace("{%-", "{%"):
         # The template itself marks the assistant's tokens.
         made = tokenizer.apply_chat_template(
-            record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            record["messages"],
+            tools=record.get("tools"),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         ids, mask = np.array(made["input_ids"]), np.array(made["assistant_masks"], dtype=bool)
     else:
@@ -130,7 +134,7 @@ def segments(record: Record, tokenizer: Any) -> Iterator[tuple[str, bool]]:
     """The text of a record in pieces, and whether each has a loss."""
     end = tokenizer.eos_token or ""
     if "messages" in record:
-        yield from _turns(record["messages"], _renderer(tokenizer))
+        yield from _turns(record["messages"], _renderer(tokenizer, record.get("tools")))
     elif {"prompt", "completion"} <= set(record):
         yield record["prompt"], False
         yield record["completion"] + end, True
@@ -159,12 +163,16 @@ def _turns(messages: Messages, render: Callable[[Messages, bool], str]) -> Itera
         raise ValueError('a record has no message of the role "assistant", so there is nothing to learn from')
 
 
-def _renderer(tokenizer: Any) -> Callable[[Messages, bool], str]:
+def _renderer(tokenizer: Any, tools: Any) -> Callable[[Messages, bool], str]:
     def own(messages: Messages, prompt: bool) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
         return text
 
     def chatml(messages: Messages, prompt: bool) -> str:
+        if tools or any(m.get(name) for m in messages for name in ("tool_calls", "reasoning_content", "thinking")):
+            raise ValueError(
+                "ChatML has no place for tools, their calls, and reasoning: give a tokenizer with a template"
+            )
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         return text + "<|im_start|>assistant\n" if prompt else text
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import gzip
 import io
 import json
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +175,11 @@ def test_more_lengths_than_memory_should_hold(tmp_path: Path, monkeypatch: pytes
         ([{"id": 1, "text": "twelve chars"}], None, [3]),
         ([{"answer": "twelve chars", "length": 99}], "answer", [3]),
         ([{"text": ""}], None, [1]),
+        ([{"length": "812"}, {"length": " 7 "}], None, [812, 7]),
+        ([{"n": "812", "text": "x"}], "n", [812]),
+        ([{"n": "no number"}, {"n": "812"}], "n", [2, 1]),
+        ([{"input_ids": "[1, 2, 3]"}], None, [3]),
+        ([{"question": "eight ch", "answer": 42}, {"question": "eight ch", "answer": "twelve chars"}], None, [2, 5]),
     ],
 )
 def test_jsonl(tmp_path: Path, records: list[dict[str, object]], field: str | None, lengths: list[int]) -> None:
@@ -185,6 +194,7 @@ def test_jsonl(tmp_path: Path, records: list[dict[str, object]], field: str | No
         ("[1]", None, "line 1 holds a list: expected an object"),
         ('{"id": 1}', None, "line 1 has the fields 'id': none of them is known.*--field"),
         ('{"id": 1}', "text", "line 1 has no field 'text', only 'id'"),
+        ('{"length": "many"}', None, "field 'length' is 'many': expected an integer"),
         ('{"length": 1.5}', None, "field 'length' is 1.5: expected an integer, a list of tokens, text, or a chat"),
         ('{"length": true}', None, "field 'length' is True"),
         ("[" * 100_000, None, "line 1 is not JSON"),
@@ -199,7 +209,11 @@ def test_bad_jsonl(tmp_path: Path, line: str, field: str | None, message: str) -
 
 
 TALK = [{"role": "user", "content": "eight ch"}, {"role": "assistant", "content": "twelve chars"}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "eight ch"}, {"type": "text", "text": "four"}]}]
+SHARED = [{"from": "human", "value": "eight ch"}]
+CALL = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+PARTS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "eight ch"}, {"type": "text", "text": "four"}]}
+]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +230,50 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "eight ch"}, {"ty
         ({"prompt": TALK[:1], "completion": TALK[1:]}, (), 5, "field 'prompt' + 'completion': chats"),
         ({"prompt": "eight ch", "completion": "twelve chars"}, ("prompt",), 2, "field 'prompt': text"),
         ({"q": "eight ch", "a": [1, 2]}, ("q", "a"), 4, "field 'q' + 'a': text and its tokens, counted; 4 characters"),
-        ({"instruction": "eight ch", "input": "", "output": "four"}, (), 3, "'instruction' + 'input' + 'output'"),
+        ({"instruction": "eight ch", "input": "", "output": "four"}, (), 3, "'instruction' + 'output': text"),
         ({"prompt": "eight ch", "id": 1}, (), 2, "field 'prompt': text"),
+        (
+            {"problem": "eight ch", "solution": "four", "answer": "f"},
+            (),
+            3,
+            "an estimate (--tokenizer counts); not cou",
+        ),
+        ({"question": "eight ch", "answer": "four", "id": 1}, (), 3, "; not counted: 'id'"),
+        # What chat templates show beside what is said
+        ({"messages": [*TALK, CALL]}, (), 18, "field 'messages': chats"),
+        ({"messages": [{**CALL, "content": None}]}, (), 13, "field 'messages': chats"),
+        ({"messages": [{"content": "four", "reasoning_content": "twelve chars", "weight": 0}]}, (), 4, "'messages.wei"),
+        ({"messages": [{"content": "four", "thinking": "twelve chars"}]}, (), 4, "field 'messages': chats"),
+        (
+            {"messages": [{"content": [{"type": "thinking", "thinking": "twelve chars"}, *PARTS[0]["content"]]}]},
+            (),
+            6,
+            "",
+        ),
+        ({"messages": TALK, "tools": [{"name": "f"}, {"name": "g"}]}, (), 11, "field 'messages', and 'tools': chats"),
+        ({"messages": json.dumps(TALK), "tools": '[{"name": "f"}]'}, (), 9, "field 'messages', and 'tools': chats"),
+        ({"system": "twelve chars", "tools": "four", "conversations": SHARED}, (), 6, "and 'system', 'tools': chats"),
+        (
+            {
+                "instruction": "four",
+                "output": "four",
+                "system": "four",
+                "history": [["four", "four"], ["four", "four"]],
+            },
+            (),
+            7,
+            "field 'instruction' + 'output', and 'system', 'history': text",
+        ),
+        # Both sequences of a pair
+        ({"prompt": "eight ch", "chosen": "four", "rejected": "twelve chars"}, (), 8, "both sequences of a pair count"),
+        ({"prompt": "eight ch", "chosen": TALK, "rejected": TALK}, (), 10, "'chosen' + 'rejected': chats"),
+        (
+            {"conversations": SHARED, "chosen": {"value": "four"}, "rejected": {"value": "four"}, "system": "four"},
+            (),
+            8,
+            "chats",
+        ),
+        ({"text": "x"}, (), 1, "1 of the samples have no text for a token, and count as 1"),
     ],
 )
 def test_the_field_used_and_how_tokens_were_counted(
@@ -231,13 +287,13 @@ def test_the_field_used_and_how_tokens_were_counted(
 @pytest.mark.parametrize(
     ("records", "fields", "message"),
     [
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], (), "known to hold a whole sample: 'prompt' is a part"),
+        ([{"prompt": "a", "reward": "b"}], (), "known to hold a whole sample: 'prompt' is a part"),
         ([{"text": ["one", "two"]}], (), "field 'text' is a list of str: expected tokens .integers., or the messages"),
         ([{"input_ids": [[1, 2], [3]]}], (), "field 'input_ids' is a list of list: expected tokens"),
         ([{"input_ids": [True]}], (), "is a list of bool"),
         ([{"messages": [{"role": "user"}]}], (), "holds the message {'role': 'user'}: expected text in its 'content'"),
         ([{"messages": [{"content": None, "tool_calls": []}]}], (), "expected text in its 'content'"),
-        ([{"text": "a"}, {"text": [1]}], (), "line 2 holds its tokens, counted, the lines before text: expected the s"),
+        ([{"text": "a"}, {"text": [1]}], (), "line 2 holds its tokens, counted, those before it text: expected the s"),
         ([{"x": "a", "y": "b"}, {"x": "a"}], ("x", "y"), "line 2 has no field 'y', only 'x'"),
     ],
 )
@@ -282,8 +338,75 @@ def test_bad_files(tmp_path: Path) -> None:
         read(write(tmp_path / "zero.txt", "4\n5\n0\n"))
     with pytest.raises(ValueError, match="line 2 is 1000.*at most"):
         read(write(tmp_path / "large.txt", f"4\n{10**30}\n"))
-    with pytest.raises(ValueError, match=r"a.json is one JSON document: expected .jsonl"):
-        read(write(tmp_path / "a.json", "[4]"))
+
+
+RECORDS: list[dict[str, Any]] = [
+    {"question": "eight ch", "answer": "four, and\nmore", "n": 5},
+    {"question": '"twelve" ch', "answer": "ß", "n": 7},
+]
+
+
+@pytest.mark.parametrize("form", [".json", ".json by lines", ".jsonl.gz", ".csv", ".tsv.gz", ".parquet", " saved"])
+def test_each_format_gives_the_same_lengths(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"a{form.removesuffix(' by lines')}"
+    if form in (".parquet", " saved"):
+        datasets = pytest.importorskip("datasets", reason="datasets is an optional package")
+        made = datasets.Dataset.from_list([*RECORDS[::-1], RECORDS[0]]).select([1, 0])
+        made.to_parquet(path) if form == ".parquet" else made.save_to_disk(path)
+    elif form == ".json":
+        path.write_text(json.dumps(RECORDS, indent=1))
+    else:
+        text = io.StringIO()
+        if "json" in form:
+            text.write("\n".join(map(json.dumps, RECORDS)))
+        else:
+            rows = csv.DictWriter(text, list(RECORDS[0]), delimiter="," if form == ".csv" else "\t")
+            rows.writeheader()
+            rows.writerows(RECORDS)
+        content = text.getvalue().encode()
+        path.write_bytes(gzip.compress(content) if form.endswith(".gz") else content)
+    found = read_all(path)
+    assert found.tokens.tolist() == [6, 3]
+    assert found.about.endswith("not counted: 'n'")
+    assert read(path, "n") == [5, 7]
+
+
+def test_a_call_of_a_tool_counts_the_same_from_columns(tmp_path: Path) -> None:
+    """Which have the names of all messages in each, as None."""
+    datasets = pytest.importorskip("datasets", reason="datasets is an optional package")
+    datasets.Dataset.from_list([{"messages": [*TALK, CALL]}]).to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [18]
+
+
+def test_a_format_that_is_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.arrow", "a.jsonl.zst", "a.yaml"):
+        (tmp_path / name).write_bytes(b"\xff: 1")
+        form = Path(name).suffix
+        with pytest.raises(ValueError, match=f"A {form} file is read as one length per line: samples are read from .j"):
+            read(tmp_path / name)
+    whole = gzip.compress(b'{"length": 5}' * 99)
+    for name, content, message in (
+        ("a.jsonl.gz", b'{"length": 5}', "a.jsonl.gz is not whole, or not by gzip"),
+        ("b.jsonl.gz", whole[:-9], "is not whole"),
+        ("c.jsonl.gz", whole[:12] + b"\xff\xff" + whole[14:], "is not whole"),
+        ("a.csv", b"a,length\n1,2,3\n", "line 2 has more values than the first line has names"),
+        ("b.csv", b'length\n"1', "is not in the CSV format"),
+        ("a.parquet", b"PAR1", "a.parquet cannot be read"),
+        ("a.json", b"[4]", "sample 1 holds a int: expected an object"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
+    assert read(write(tmp_path / "plain.csv", "4\n5\n")) == [4, 5]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    write(saved / "dataset_dict.json", '{"splits": []}')
+    for path, package in ((saved, "datasets"), (tmp_path / "a.parquet", "pyarrow")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            patch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+            with pytest.raises(ValueError, match=f"needs the package {package}: pip install {package}"):
+                read(path)
 
 
 def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:

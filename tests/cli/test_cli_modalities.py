@@ -332,10 +332,8 @@ def test_options_that_cannot_be_read(tmp_path: Path, option: str, message: str) 
 
 def test_other_sources_have_no_items(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("12\n")
-    assert "a.txt holds no items of modalities: --modality needs .jsonl" in error(
-        str(tmp_path / "a.txt"), "--modality", VISION
-    )
-    assert "'llava' is no file: --modality needs .jsonl" in error("llava", "--modality", VISION)
+    assert "a.txt holds no items of modalities: --modality ne" in error(str(tmp_path / "a.txt"), "--modality", VISION)
+    assert "'llava' is no file: --modality ne" in error("llava", "--modality", VISION)
     assert "--ranks-per-node is for samples of several modalities" in error("llava", "--ranks-per-node", "4")
     path = write(tmp_path / "b.jsonl", [GOOD] * 64)
     assert "expected full nodes" in error(path, "--modality", VISION, "--ranks-per-node", "3")
@@ -350,7 +348,7 @@ def test_items_without_the_option(tmp_path: Path) -> None:
     note = (
         "odc plan --modality vision:... plans their encoders (odc plan --help tells how), here they count for nothing"
     )
-    assert f"Lengths: field 'length': the length that it says; {note}." in said
+    assert f"Lengths: field 'length': the length that it says; not counted: 'labels'; {note}." in said
     message = error(write(tmp_path / "b.jsonl", [{"id": 1, "vision": [[64, 16]]}]))
     assert "'vision' looks like items of a modality, and none holds the length of the whole interleaved" in message
     assert "odc plan --modality vision:... plans their encoders" in message

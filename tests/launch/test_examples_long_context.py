@@ -175,6 +175,19 @@ def test_only_answers_have_a_loss() -> None:
     assert text.endswith("two<|im_end|>\n")
 
 
+def test_what_a_template_shows_beside_the_messages_is_there_or_refused() -> None:
+    tokenizer, tools = chat_data.ByteTokenizer(), [{"name": "f"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    called = [*messages[:1], {**messages[1], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+    for record in ({"messages": messages, "tools": tools}, {"messages": called}):
+        with pytest.raises(ValueError, match="ChatML has no place for tools, their calls, and reasoning"):
+            chat_data.encode(record, tokenizer)
+    tokenizer.chat_template = "own"
+    tokenizer.apply_chat_template = lambda told, tools, **_: f"{tools}" + "".join(m["content"] for m in told)
+    shown = bytes(chat_data.encode({"messages": messages, "tools": tools}, tokenizer)["input_ids"].tolist()).decode()
+    assert shown == f"{tools}2+24"
+
+
 def test_flex_attention_computes_what_sdpa_does() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
