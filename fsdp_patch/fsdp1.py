@@ -30,12 +30,12 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
 from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
 from odc.fsdp_patch.unit import (
-    GRADIENT_DTYPES,
     Communication,
     Place,
     Undo,
     Unit,
     Watched,
+    check_grad_dtype,
     shadow,
     waiting_gradients,
 )
@@ -576,8 +576,5 @@ def _check_unit(unit: Fsdp1Unit) -> None:
         raise UnsupportedError(
             f"{where}: MixedPrecision(keep_low_precision_grads=True) is not supported: gradients are summed in float32"
         )
-    if unit.trainable_parameters() and unit.grad_dtype not in GRADIENT_DTYPES:
-        raise UnsupportedError(
-            f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of MixedPrecision, or the parameters' "
-            "own dtype), which is not supported; use float32, float64 or bfloat16"
-        )
+    if unit.trainable_parameters():
+        check_grad_dtype(where, unit.grad_dtype)

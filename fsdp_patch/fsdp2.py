@@ -17,10 +17,16 @@ from odc.fsdp_patch.compat import is_tested, param_groups
 from odc.fsdp_patch.fsdp2_extension import Extension
 from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
-from odc.fsdp_patch.unit import GRADIENT_DTYPES, shadow
+from odc.fsdp_patch.unit import check_grad_dtype, shadow
 from odc.timeline import Timeline
 
 logger = logging.getLogger("odc")
+
+# What sets communication of torch's own, by how its classes begin.
+_ALLOCATORS = {
+    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
+    "SymmMem": "set_symm_mem_for_comm",
+}
 
 
 def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
@@ -77,6 +83,7 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     ):
         kind = type(getattr(group, attribute)).__name__
         if not kind.startswith("Default"):
+            option = next((name for start, name in _ALLOCATORS.items() if kind.startswith(start)), option)
             raise UnsupportedError(f"{where}: {option} ({kind}) is set already and would be overridden: leave it out")
     _check_smaller_mesh(unit, where)
     if group._all_reduce_hook is not None:
@@ -84,11 +91,8 @@ def _check_unit(unit: Fsdp2Unit) -> None:
             f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end): work on gradients "
             "after the last backward of a step"
         )
-    if unit.trainable and unit.grad_dtype not in GRADIENT_DTYPES:
-        raise UnsupportedError(
-            f"{where}: gradients are reduced in {unit.grad_dtype} (reduce_dtype of the mixed precision policy, or the "
-            "parameters' own dtype), which is not supported; use float32, float64 or bfloat16"
-        )
+    if unit.trainable:
+        check_grad_dtype(where, unit.grad_dtype)
     for param in unit.params:
         if param.sharded.device.type == "meta":
             raise ValueError(

@@ -11,15 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.errors import ProtocolError
+from odc.errors import ProtocolError, UnsupportedError
 from odc.fsdp_patch.pending import Pending, Reduction, Use
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import Destination, Rows, UnitSpec
 
 Undo = Callable[[], None]
 
-GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""In which gradients may be pushed. FSDP divides those in float16 before the reduction, in part, lest they overflow."""
+# In which gradients may be pushed. FSDP divides those in float16 before the reduction, in part, lest they overflow.
+_GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def check_grad_dtype(where: str, dtype: torch.dtype) -> None:
+    """Refuse a unit (``where``) that is trained and whose gradients are reduced in a dtype that is not supported."""
+    if dtype in _GRADIENT_DTYPES:
+        return
+    cause = (
+        ". A trainer sets it for fp16 mixed precision (fp16=True, accelerate's mixed_precision='fp16'), some of them "
+        "also for weights in float32 (ms-swift: --torch_dtype float32): take bf16"
+        if dtype == torch.float16
+        else ""
+    )
+    raise UnsupportedError(
+        f"{where}: gradients are reduced in {dtype} (reduce_dtype of the mixed precision policy, or the parameters' "
+        f"own dtype), which is not supported; use float32, float64 or bfloat16{cause}"
+    )
 
 
 class Communication(Protocol):

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,14 +61,16 @@ def all_reduce_hook(model: nn.Module, world_size: int) -> None:
     model.set_all_reduce_hook(lambda grad: None)
 
 
-def custom_comm(model: nn.Module, world_size: int) -> None:
+def custom_comm(model: nn.Module, world_size: int, name: str = "Mine") -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-    class Mine(DefaultAllGather):
-        pass
-
     shard(model, world_size)
-    model.set_custom_all_gather(Mine())
+    model.set_custom_all_gather(type(name, (DefaultAllGather,), {})())
+
+
+def own_allocator(model: nn.Module, world_size: int) -> None:
+    shard(model, world_size)
+    model.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def twice(model: nn.Module, world_size: int) -> None:
@@ -83,9 +86,13 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
     (number_beside_another_mesh, "'blocks.0': other units have reshard_after_forward=<int>"),
     (no_sharding, "NO_SHARD"),
-    (half_reduce, "gradients are reduced in torch.float16"),
+    (half_reduce, "gradients are reduced in torch.float16 (reduce_dtype of the mixed precision policy"),
+    (half_reduce, "fp16 mixed precision (fp16=True, accelerate's mixed_precision='fp16'), some of them"),
     (all_reduce_hook, "set_all_reduce_hook"),
     (custom_comm, "set_custom_all_gather (Mine)"),
+    (own_allocator, "set_allocate_memory_from_process_group_for_comm (ProcessGroupAllocAllGather) is set already"),
+    # As set_symm_mem_for_comm does, which asks for NCCL
+    (partial(custom_comm, name="SymmMemAllGather"), "set_symm_mem_for_comm (SymmMemAllGather) is set already"),
     (twice, "patched already"),
     (nothing, "fully_shard"),
 ]
@@ -107,8 +114,8 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
 def test_every_unsupported_option_is_named_when_patching() -> None:
     for results in run_ranks(4, refusals, timeout_s=180):
         for (prepare, words), (kind, text) in zip(REFUSED, results, strict=True):
-            assert kind in ("UnsupportedError", "ValueError"), (prepare.__name__, kind)
-            assert words in text, (prepare.__name__, text)
+            assert kind in ("UnsupportedError", "ValueError"), (prepare, kind)
+            assert words in text, (prepare, text)
 
 
 def one_rank_unsupported(rank: int, world_size: int) -> None:
