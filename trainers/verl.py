@@ -8,6 +8,7 @@ number of loss tokens of the minibatch on all ranks, by which its losses divide,
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from odc.balance import CostModel, Plan, balance_batch
+from odc.balance.rearrange.exchange import Meeting
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.fsdp_patch.session import Session
@@ -200,9 +202,8 @@ class BalancedEngine:
         counts = self.plan.num_microbatches
         kinds = {name: metric.aggregation for name, metric in metrics.items() if isinstance(metric, Metric)}
         if 0 in counts:  # a rank that had nothing to compute does not know what others have measured
-            everyone: list[Any] = [None] * len(counts)
-            dist.all_gather_object(everyone, kinds, group=self._group)
-            kinds = {name: kind for one in everyone for name, kind in one.items()}
+            told = Meeting(self._group).tell(json.dumps({name: kind.value for name, kind in kinds.items()}))
+            kinds = {name: AggregationType(kind) for one in told for name, kind in json.loads(one).items()}
         reduced: dict[Any, Callable[[Sequence[float]], float]] = {
             AggregationType.SUM: sum,
             # verl takes the mean over ranks of what they have here: that of all microbatches then.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_costs
-from odc.errors import shown
+from odc.errors import shorten, shown
 
 
 class CostModel(Protocol):
@@ -80,15 +80,34 @@ def evaluate(cost: CostModel, lengths: IntArray) -> FloatArray:
     """``cost(lengths)``, checked.
 
     Raises:
-        ValueError: ``cost`` is no model, or it returned another shape, or costs that are negative, infinite or NaN.
+        ValueError: ``cost`` is no model, or no function of arrays; or it returned another shape, or costs that are
+            negative, infinite or NaN.
     """
     if not callable(cost):
         raise ValueError(f"cost={shown(cost)}: expected a cost model, a function of lengths")
-    costs = as_costs(cost(lengths), name=f"{shown(cost)}(lengths)")
+    try:
+        returned = cost(lengths)
+    except Exception as error:
+        raise ValueError(
+            f"cost={shown(cost)} fails for an array of {lengths.size} lengths ({type(error).__name__}: "
+            f"{shorten(str(error))}): expected a function of an array, as lambda lengths: np.maximum(lengths, 5); one "
+            "of a single length becomes one by np.vectorize(function)"
+        ) from error
+    costs = as_costs(returned, name=f"{shown(cost)}(lengths)")
     if costs.shape != lengths.shape:
         got = f"{costs.size} costs for {lengths.size} lengths"
         raise ValueError(f"{shown(cost)} returned {got}: expected one per sample")
     return costs
+
+
+def check_cost(cost: CostModel) -> CostModel:
+    """``cost``, where lengths are not known yet.
+
+    Raises:
+        ValueError: as :func:`evaluate`.
+    """
+    evaluate(cost, np.array([1, 2]))
+    return cost
 
 
 def attention_costs(cost: CostModel, lengths: IntArray) -> FloatArray:

@@ -23,7 +23,7 @@ from odc.balance.costs import CostModel
 from odc.balance.costs.models import evaluate
 from odc.balance.data.carried import check_sample, from_row, to_row
 from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
-from odc.balance.data.loss_tokens import as_loss_tokens
+from odc.balance.data.loss_tokens import as_loss_tokens, check_length
 from odc.balance.data.loss_weights import loss_weights
 from odc.balance.data.microbatches import SampleT
 from odc.balance.data.place import Place
@@ -305,6 +305,7 @@ def balance_batch(
         counts = None if num_loss_tokens is None else as_loss_tokens(tokens, num_loss_tokens)
         for i, sample in enumerate(samples):
             check_sample(sample, f"samples[{i}]")
+            check_length(sample, int(tokens[i]), f"samples[{i}]")
         arguments = {
             "policy": chosen.name,
             "max_tokens": most,

@@ -173,10 +173,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             ``torch.utils.data.get_worker_info().dataset.dataset`` there.
 
     Raises:
-        ValueError: an argument is out of range, or is about workers where there are none. While iterating:
+        ValueError: an argument is out of range, is about workers where there are none, or there is not one length for
+            each sample of ``dataset``. While iterating:
             labels and ``num_loss_tokens`` disagree, or a packed batch has more tokens than ``max_tokens`` (where that
             was given).
-        TypeError: ``policy`` or ``cost`` is something else.
+        TypeError: ``policy`` is something else.
         RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC
             at work; a worker died or was silent for too long, or the iteration was ended by another. Errors of
             ``dataset`` and ``collate`` keep their type, and name the samples.

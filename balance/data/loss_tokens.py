@@ -89,6 +89,20 @@ def check_tokens(
     )
 
 
+def check_length(sample: object, length: int, name: str) -> None:
+    """Compare the ``input_ids`` of a sample, if it has them in one array, with its length.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    found = _num_tokens(sample)
+    if found is not None and found != length:
+        raise ValueError(
+            f"{name} has {found} tokens in its input_ids, and its length says {length}: pass as lengths the tokens "
+            "that each sample has in a batch; of one that is padded, its attention_mask beside input_ids says them"
+        )
+
+
 def check_batch(
     batch: object,
     samples: Sequence[int | str],
@@ -118,8 +132,7 @@ def check_batch(
     if (area := int(np.prod(shape))) > max_tokens:
         raise ValueError(
             f"the batch of samples {list(samples)} has {area} tokens, padding included: expected at most "
-            f"max_tokens={max_tokens}. Their lengths are {list(lengths)}: length(sample) must return the tokens of a "
-            "sample in a batch"
+            f"max_tokens={max_tokens}. Their lengths are {list(lengths)}, and {_why_larger(shape, lengths, layout)}"
         )
     found = _lengths_in(batch, shape, layout)
     if found is None or len(found) >= len(samples):
@@ -136,6 +149,21 @@ def check_batch(
         f"{missing if known else 'some'} are not in it. Leave samples out where they are made, before their length is "
         "taken: what is dropped here would still count in the loss scale"
     )
+
+
+def _why_larger(shape: tuple[int, ...], lengths: Sequence[int], layout: Layout) -> str:
+    """Why a batch of this shape has more tokens than its samples should have."""
+    if len(shape) > 1 and shape[0] > 1 and layout == "packed":
+        return (
+            f"collate pads them to {shape[0]} rows of {shape[1]}, where grouping='pack' counts on one row without "
+            "padding: collate by pack_collate, or take a grouping that counts padding, such as 'token-budget'"
+        )
+    if len(shape) > 1 and shape[0] == len(lengths) and shape[1] > max(lengths):
+        return (
+            f"their rows have {shape[1]}: length(sample) must return the tokens of a sample in a batch. If collate "
+            "pads rows to more than the longest sample, round lengths up likewise"
+        )
+    return "length(sample) must return the tokens of a sample in a batch, with what collate adds"
 
 
 def _lengths_in(batch: Mapping[str, Any], shape: tuple[int, ...], layout: Layout) -> list[int] | None:
@@ -155,7 +183,10 @@ def _num_tokens(batch: object) -> int | None:
     """Tokens of a sample or packed batch that are not padding; None: they cannot be told."""
     if not (isinstance(batch, Mapping) and "input_ids" in batch):
         return None
-    shape = np.shape(batch["input_ids"])
+    ids = batch["input_ids"]
+    if isinstance(ids, list | tuple) and any(np.ndim(one) for one in ids):
+        return None  # several sequences
+    shape = np.shape(ids)
     mask = batch.get("attention_mask")
     if mask is not None and np.shape(mask) == shape:
         return int(torch.as_tensor(mask, device="cpu").bool().sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ class MicrobatchDataset(torch_data.Dataset[BatchT], Generic[SampleT, BatchT]):
     """A dataset of microbatches: its "index" is the list of the samples of one, its item their batch.
 
     Errors keep their type and are told which samples they are about.
+
+    Raises:
+        ValueError: there is not one length for each sample.
     """
 
     dataset: Dataset[SampleT]
@@ -41,6 +44,13 @@ class MicrobatchDataset(torch_data.Dataset[BatchT], Generic[SampleT, BatchT]):
 
     max_tokens: int | None
     """Most tokens in one microbatch; None: the user gave no limit."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset, Sized) and len(self.dataset) != self.lengths.size:
+            raise ValueError(
+                f"{self.lengths.size} lengths for a dataset of {len(self.dataset)} samples: expected one for each sample; "
+                "to train on some of them give a torch.utils.data.Subset and the lengths of these"
+            )
 
     def __getitem__(self, samples: list[int]) -> BatchT:
         read = [self._read(sample) for sample in samples]

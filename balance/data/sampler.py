@@ -42,7 +42,7 @@ class MinibatchSampler:
     Raises:
         ValueError: an argument is out of range, a sample is longer than ``max_tokens``, or there would be no
             minibatch.
-        TypeError: ``policy`` or ``cost`` is something else.
+        TypeError: ``policy`` is something else.
 
     Example:
         >>> lengths = [5, 90, 30, 40, 80, 10, 20, 60]
@@ -73,8 +73,6 @@ class MinibatchSampler:
         self.world_size = as_count(world_size, "world_size")
         self.minibatch_size = as_count(minibatch_size, "minibatch_size")
         self.policy = policy if isinstance(policy, Policy) else get_policy(policy)
-        if not callable(cost):
-            raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
         self.cost = cost
         longest = int(self.lengths.max(initial=1))
         self.max_tokens = longest if max_tokens is None else as_count(max_tokens, "max_tokens")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_cost, as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel, LinearCost
+from odc.balance.costs.models import check_cost
 from odc.balance.data.exchange import VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
@@ -207,9 +208,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.comm = as_one_of(comm, "comm", ("auto", "odc"))
         most = as_count(max_tokens, "max_tokens")
         size = None if batch_size is None else as_count(batch_size, "batch_size")
-        if cost is not None and not callable(cost):
-            raise TypeError(f"cost={cost!r}: expected a cost model, such as TransformerCost.from_config(model.config)")
-        self.cost = LinearCost() if cost is None else cost
+        self.cost = LinearCost() if cost is None else check_cost(cost)
         self.grouping = Grouping(grouping, most, size, self.shuffle)
         self.alignment = Alignment(
             align,

@@ -11,6 +11,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_integer
 from odc.balance.costs import CostModel
+from odc.balance.costs.models import check_cost
 from odc.balance.layout import Layout, as_layout, by_rank, split
 from odc.errors import shorten, shown
 
@@ -48,8 +49,10 @@ class Phase:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a phase is called {shown(self.name)}: expected a text, the name of a modality")
-        if not callable(self.cost):
-            raise ValueError(f"phase {self.name!r}: cost={shown(self.cost)}: expected a cost model")
+        try:
+            check_cost(self.cost)
+        except ValueError as error:
+            raise ValueError(f"phase {self.name!r}: {error}") from error
         as_layout(self.layout)
         if self.max_tokens is not None:
             as_count(self.max_tokens, f"max_tokens of phase {self.name!r}")

@@ -341,6 +341,9 @@ def test_a_rank_with_other_arguments_is_named_on_all(options: list[dict[str, Any
         assert words in text
 
 
+MASKED = {"input_ids": torch.arange(8), "attention_mask": torch.tensor([1] * 5 + [0] * 3)}
+
+
 def bad_input(rank: int, world_size: int, lengths: list[int], sample: Any, changed: dict[str, Any]) -> str:
     return said([sample] * 2, lengths, **changed) if rank == 1 else said([{"a": 1}] * 2, [5, 6])
 
@@ -355,6 +358,9 @@ def bad_input(rank: int, world_size: int, lengths: list[int], sample: Any, chang
         ([5, 6], {"a": [torch.ones(2, requires_grad=True)]}, {}, "samples[0]['a'][0] requires a gradient"),
         ([5, 6], {"a": np.ones(2)}, {}, "samples[0]['a'] is a ndarray: expected tensors, numbers and texts"),
         ([5, 6], {"a": torch.ones(2, dtype=torch.complex64)}, {}, "has dtype torch.complex64: expected one of"),
+        ([5, 6], {"input_ids": torch.arange(5)}, {}, "samples[1] has 5 tokens in its input_ids, and its length says 6"),
+        ([5, 6], MASKED, {}, "samples[1] has 5 tokens in its input_ids, and its length says 6"),
+        ([[5, 6], [6]], {"input_ids": [1] * 11}, {"max_tokens": 99}, "samples[1] has 11 tokens in its input_ids, and"),
         ([5, 6], {3: 1}, {}, "samples[0] has an entry named 3"),
         ([5, 6], {}, {"policy": "lb-mimi"}, "policy 'lb-mimi' is not known"),
         ([5, 6], {}, {"ranks_per_node": 2}, "3 ranks on nodes of ranks_per_node=2"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from odc.balance import (
     Minibatch,
@@ -390,9 +393,33 @@ def test_a_state_of_the_wrong_type_says_what_was_expected(state: Any, error: typ
 
 
 def test_policies_and_costs_of_the_wrong_type_say_what_was_expected() -> None:
-    for options, message in (({"policy": 5}, "policy 5 is not known: expected"), ({"cost": 3.0}, "cost=3.0: expected")):
+    for options, message in (
+        ({"policy": 5}, "policy 5 is not known: expected"),
+        ({"cost": 3.0}, "cost=3.0: expected"),
+        ({"cost": math.sqrt}, r"fails for an array of 24 lengths \(TypeError: .*by np.vectorize"),
+        ({"cost": lambda length: max(length, 5)}, r"fails for an array of 24 lengths \(ValueError"),
+        ({"cost": lambda length: {60: 1.0}[length]}, r"fails for an array of 24 lengths \(TypeError: unhashable"),
+    ):
         with pytest.raises((TypeError, ValueError), match=message):
             make_loader(make_dataset(24), **options)
+    vectorized = make_loader(make_dataset(24), cost=np.vectorize(lambda length: max(length, 5), otypes=[float]))
+    assert len(vectorized) == len(make_loader(make_dataset(24)))
+
+
+@pytest.mark.parametrize("num_lengths", [4, 8, 10])
+def test_there_is_one_length_for_each_sample(num_lengths: int) -> None:
+    """With fewer the rest would never be trained, with more an index fails far into the epoch."""
+    dataset = make_dataset(9)
+
+    def make(dataset: Any) -> Any:
+        return MinibatchLoader(dataset, [4] * num_lengths, list, 0, 1, minibatch_size=2, cost=COST)
+
+    with pytest.raises(ValueError, match=f"{num_lengths} lengths for a dataset of 9 samples: expected one for each"):
+        make(dataset)
+    unsized = SimpleNamespace(__getitem__=dataset.__getitem__)
+    assert len(make(unsized)) == num_lengths // 2
+    if num_lengths < 9:
+        assert len(make(Subset(dataset, range(num_lengths)))) == num_lengths // 2
 
 
 def test_a_second_pass_over_an_epoch_begins_with_nothing_done() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -51,6 +53,8 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
         ({"exchange_timeout_s": 0}, "exchange_timeout_s=0: expected more than 0"),
         ({"prefetch_factor": 2}, "prefetch_factor=2 without workers"),
         ({"align": "none", "infinite": True, "world_size": 300}, "203 samples on 300 ranks with join=True"),
+        ({"cost": 3.0}, "cost=3.0: expected a cost model"),
+        ({"cost": math.sqrt}, "sqrt.* fails for an array of 2 lengths .TypeError.*expected a function of an array"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -65,7 +69,6 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
         ({"dataset": iter([1, 2])}, "is an iterator, which can be gone through once"),
         ({"length": None}, "length=None: expected a function"),
         ({"collate": "pad"}, "collate='pad': expected a function"),
-        ({"cost": 3.0}, "cost=3.0: expected a cost model"),
         ({"transform": 5}, "transform=5: expected a function"),
         ({"sampler": iter([1])}, "expected an iterable of indices that has a length"),
     ],
@@ -203,6 +206,21 @@ def test_collate_that_fails_or_drops_samples_names_them() -> None:
     assert "the labels of samples [0, 1, 2, 3] have 9 loss tokens, num_loss_tokens says 22" in text
     found, text = failure(make_loader(dataset=samples, collate=lambda s: {"input_ids": torch.zeros(4, 31)}, **options))
     assert "has 124 tokens, padding included: expected at most max_tokens=120. Their lengths are [5, 6, 7, 8]" in text
+    for collate, grouping, reason in (
+        (pad_collate, "pack", "collate pads them to 2 rows of [78], where grouping='pack' counts on one row without p"),
+        (lambda s: {"input_ids": torch.zeros(1, 16)}, "pack", "tokens of a sample in a batch, with what collate adds"),
+        (
+            lambda s: {"input_ids": torch.zeros(len(s), 64)},
+            "token-budget",
+            "their rows have 64: length.* round",
+        ),
+    ):
+        changed = {**options, "grouping": grouping, "batch_size": None, "max_tokens": 15}
+        found, text = failure(
+            make_loader(dataset=[{**s, "labels": s["input_ids"]} for s in samples], collate=collate, **changed)
+        )
+        assert found is ValueError
+        assert re.search(reason, text)
     unchecked = make_loader(dataset=samples, collate=padded, check_batches=False, **options)
     assert len(list(unchecked)) == 1
 
@@ -245,7 +263,7 @@ def test_what_cannot_be_handed_over_or_has_no_cost_is_named() -> None:
     assert issubclass(found, TypeError)
     assert "when sample 5 was handed over by its worker" in text
     found, text = failure(
-        make_loader(cost=lambda lengths: np.full(len(lengths), np.nan), grouping="none", batch_size=2)
+        make_loader(cost=lambda lengths: np.where(lengths > 2, np.nan, 1.0), grouping="none", batch_size=2)
     )
     assert found is ValueError
     assert "when the costs of samples [" in text

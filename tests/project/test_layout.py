@@ -82,6 +82,13 @@ def test_the_launcher_stands_above_all_but_the_command_line_and_benchmarks() -> 
         assert not any(other.startswith(("odc.trainers", "odc.balance")) for other in names), name
 
 
+def test_ranks_hand_each_other_no_pickles() -> None:
+    """But for the results of a benchmark's own ranks. Where torch takes objects, it pickles them."""
+    takes_objects = re.compile(r"\b(all_gather|gather|scatter|broadcast|send|recv)_object(_list)?\b")
+    product = {name for name in modules() if not name.startswith("odc/bench/")}
+    assert {name for name in product if takes_objects.search((ROOT / name).read_text())} == set()
+
+
 def test_no_module_is_loaded_under_two_names() -> None:
     """By any test before this one."""
     names: dict[str, list[str]] = {}
