@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from odc.fsdp_patch.compat import root_mesh
 from odc.fsdp_patch.unit import Unit
+from odc.liveness.gloo import num_entered
 from odc.minibatch.partners import Counts
 from odc.setup.agreement import Exchange
 
@@ -67,12 +67,5 @@ def _dimensions(units: Sequence[Unit]) -> Iterator[tuple[str, dist.ProcessGroup]
             yield name, root.get_group(name)
 
 
-def _counter(groups: Sequence[Any]) -> Counts:
-    def count(group: Any) -> int:
-        try:
-            number: int = group._get_sequence_number_for_group()
-        except RuntimeError:  # this backend does not count, so nobody is seen to compute together
-            return 0
-        return number
-
-    return lambda: [count(group) for group in groups]
+def _counter(groups: Sequence[dist.ProcessGroup]) -> Counts:
+    return lambda: [num_entered(group) for group in groups]

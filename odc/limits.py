@@ -20,6 +20,11 @@ FIRST_REMINDER_S = 10.0
 """After which a wait is first told of, then after twice that, and so on."""
 COLLECTIVE_FIRST_LOOK_S = 0.1
 """Before it, a collective is looked at only for failures."""
+COLLECTIVE_STUCK_S = 3.0
+"""For which nobody works until a rank that is in a collective of all ranks, and waited for outside of it, is not waited
+for any more."""
+STUCK_BEATS = 3
+"""Of the watchdog of the last of ranks that wait for each other, until they are taken for stuck: its process runs."""
 FENCE_AWAY_S = 1.0
 """For which no other rank has worked (each waits, or is gone) until a fence is left to go into a collective first;"""
 FENCE_STUCK_S = 3.0

@@ -48,8 +48,8 @@ class MicrobatchDataset(torch_data.Dataset[BatchT], Generic[SampleT, BatchT]):
     def __post_init__(self) -> None:
         if isinstance(self.dataset, Sized) and len(self.dataset) != self.lengths.size:
             raise ValueError(
-                f"{self.lengths.size} lengths for a dataset of {len(self.dataset)} samples: expected one for each sample; "
-                "to train on some of them give a torch.utils.data.Subset and the lengths of these"
+                f"{self.lengths.size} lengths for a dataset of {len(self.dataset)} samples: expected one for each "
+                "sample; to train on some of them give a torch.utils.data.Subset and the lengths of these"
             )
 
     def __getitem__(self, samples: list[int]) -> BatchT:

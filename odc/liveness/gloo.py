@@ -63,6 +63,13 @@ def num_connections() -> int | None:
         return None
 
 
+def num_entered(group: dist.ProcessGroup | None) -> int:
+    """How many collectives of ``group`` this rank has entered; 0 where its backend does not count, or there is none."""
+    with contextlib.suppress(RuntimeError):
+        return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return 0
+
+
 def is_of_collective(error: BaseException) -> bool:
     """Whether a process group has raised it. Gloo's errors have no type of their own: they name its source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

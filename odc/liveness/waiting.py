@@ -14,19 +14,23 @@ Units on other meshes add their groups.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import torch.distributed as dist
+
 from odc import limits
 from odc.engines.base import Engine
 from odc.errors import AbortedError, OdcError, PeerClosedError, PeerDiedError, PeerSilentError
 from odc.liveness.faults import FaultInjector
+from odc.liveness.gloo import num_entered
 from odc.liveness.threads import Reminder, look_until
 from odc.timeline import Stats, Timeline
 from odc.transports._control import Heartbeats
-from odc.transports._peers import IN_COLLECTIVE, Peer, Peers, PeerState
+from odc.transports._peers import IN_COLLECTIVE, Peer, Peers, PeerState, in_collective
 from odc.transports.base import Transport
 
 logger = logging.getLogger("odc")
@@ -304,9 +308,10 @@ class Waiter:
         found = patience.blame(ranks)
         if found is None:
             return
-        rank, blamed, fault = found
+        rank, blamed, fault, may_be_slow = found
         after = self.job.after_refusal(blamed)
-        advice = "" if after else f". If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+        slow = f". If it is only slow, raise timeout_s or ODC_TIMEOUT (now {self._timeout_s:g} s)."
+        advice = slow if may_be_slow and not after else ""
         via = "" if blamed == rank else f" (rank {rank} itself waits for {self.job.peer(blamed).who})"
         raise PeerSilentError(
             f"{self._describe(rank, what, patience.waited_s)}{via}. Cause: rank {blamed} {fault} "
@@ -337,14 +342,15 @@ class Patience:
         self._timeout_s = timeout_s
         self._started = self._last_look = time.monotonic()
         self._seen: dict[int, tuple[Heartbeats, float]] = {}
-        self._circles: dict[int, tuple[list[int], float]] = {}
+        self._circles: dict[int, tuple[list[int], float, int]] = {}
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self._started
 
-    def blame(self, ranks: Sequence[int]) -> tuple[int, int, str] | None:
-        """(awaited rank, rank to blame, its fault) of the first awaited rank for which the time is over."""
+    def blame(self, ranks: Sequence[int]) -> tuple[int, int, str, bool] | None:
+        """(awaited rank, rank to blame, its fault, whether it may only be slow) of the first awaited rank for which the
+        time is over."""
         self.forgive_own_absence()
         for rank in ranks:
             chain, is_circle = self._follow(rank)
@@ -352,15 +358,40 @@ class Patience:
             blamed = max(chain, key=lambda one: silences[one] - self.limit_s(one))
             silence_s = silences[blamed]
             if silence_s > self.limit_s(blamed):
-                return rank, blamed, self.describe_silence(blamed, silence_s)
-            stuck_s = self._stuck_s(rank, chain) if is_circle else self._not_stuck(rank)
+                return rank, blamed, self.describe_silence(blamed, silence_s), True
+            waits_for_this = self._waits_for_this(chain[-1])
+            stuck_s = self._stuck_s(rank, chain) if is_circle or waits_for_this else self._not_stuck(rank)
+            if waits_for_this and stuck_s > limits.COLLECTIVE_STUCK_S and self._nobody_works():
+                return rank, chain[-1], self._describe_collective(stuck_s), False
             if stuck_s > self._timeout_s + 2 * limits.STATUS_LAG_S:  # one that is stopped is found before
-                return rank, blamed, f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
+                fault = f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
+                return rank, blamed, fault, False
         return None
+
+    def _describe_collective(self, stuck_s: float) -> str:
+        return (
+            f"has waited for {stuck_s:.1f} s in a collective of the script, to which all ranks have to come, and rank "
+            f"{self._job.rank} waits here instead: neither goes on. Give each rank as many minibatches as the others "
+            "(of loaders of different lengths, up to the end of the shortest), and let all come to such a collective "
+            "between the same ones"
+        )
+
+    def _waits_for_this(self, rank: int) -> bool:
+        """Whether ``rank`` is in a collective of all ranks, and the training loop of this one waits elsewhere."""
+        whom = self._job.peer(rank).waiting_on
+        if whom is None or whom < IN_COLLECTIVE or threading.current_thread() is not threading.main_thread():
+            return False
+        ahead = (whom - in_collective(num_entered(dist.group.WORLD))) % IN_COLLECTIVE
+        return 0 < ahead < IN_COLLECTIVE // 2
+
+    def _nobody_works(self) -> bool:
+        """A rank that works may come to what others wait for, if that is another collective."""
+        peers = [self._job.peer(rank) for rank in self._job.others]
+        return all(peer.waiting_on is not None for peer in peers if peer.state is PeerState.ALIVE)
 
     def describe_silence(self, rank: int, silence_s: float) -> str:
         """What to say of a rank that is alive and gives no sign of life."""
-        if self._job.peer(rank).waiting_on == IN_COLLECTIVE:
+        if (self._job.peer(rank).waiting_on or 0) >= IN_COLLECTIVE:
             return f"has waited for {silence_s:.1f} s in a collective of the script, to which another rank has to come"
         return f"is alive but silent for {silence_s:.1f} s"
 
@@ -396,13 +427,14 @@ class Patience:
         return chain, False
 
     def _stuck_s(self, rank: int, chain: Sequence[int]) -> float:
-        """For how long ranks that all look have made no progress: somebody waits outside the protocol."""
+        """For how long ranks that all wait, and run, have made no progress: somebody waits outside the protocol."""
         now, progress = time.monotonic(), [self._job.peer(one).heartbeats.progress for one in chain]
-        before, since = self._circles.get(rank, (progress, now))
+        beats = self._job.peer(chain[-1]).heartbeats.beats
+        before, since, beats_then = self._circles.get(rank, (progress, now, beats))
         if before != progress:
-            since = now
-        self._circles[rank] = (progress, since)
-        return now - since
+            since, beats_then = now, beats
+        self._circles[rank] = (progress, since, beats_then)
+        return now - since if beats - beats_then >= limits.STUCK_BEATS else 0.0
 
     def _not_stuck(self, rank: int) -> float:
         self._circles.pop(rank, None)

@@ -35,7 +35,7 @@ class _Stillness:
                 if (peer := job.peer(rank)).state is PeerState.ALIVE:
                     seen[rank] = seen.get(rank, 0) + peer.heartbeats.progress
                     whom = peer.waiting_on  # one that is not seen from here may work
-                    waiting |= {rank} if whom == IN_COLLECTIVE or (whom is not None and job.sees(whom)) else set()
+                    waiting |= {rank} if whom is not None and (whom >= IN_COLLECTIVE or job.sees(whom)) else set()
         was_absent = now - self._last_look > limits.ABSENCE_S  # suspended, as the others may have been
         if seen != self._seen or was_absent or len(waiting) < len(seen):
             self._seen, self._since = seen, now
@@ -121,7 +121,8 @@ def _wait_for_any(runtimes: Sequence[Runtime], beside: Sequence[Runtime], may_le
 
 def _why_it_does_not_come(runtime: Runtime, number: int, whom: int | None) -> str:
     me = runtime.topology.me
-    where = "in a collective of the script" if whom == IN_COLLECTIVE else f"for rank {me if whom is None else whom}"
+    whom = me if whom is None else whom
+    where = "in a collective of the script" if whom >= IN_COLLECTIVE else f"for rank {whom}"
     return (
         f"rank {me} has changed parameters since minibatch {runtime.minibatch} was published, and waits for the other "
         f"ranks to publish theirs anew; rank {number} has not changed any, and waits {where}. Change parameters on "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
 from odc.errors import OUR_FAULT, MisuseError, OdcError
-from odc.liveness.gloo import is_of_collective
+from odc.liveness.gloo import is_of_collective, num_entered
 from odc.liveness.leaving import Closable
 from odc.liveness.waiting import Endpoint
 from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
@@ -36,7 +36,7 @@ from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
 from odc.transports import registry
-from odc.transports._peers import IN_COLLECTIVE
+from odc.transports._peers import in_collective
 from odc.transports.base import HOST, Transport, aligned
 from odc.units import Destination, Rows, UnitSpec
 
@@ -408,7 +408,7 @@ class Runtime(RankContext):
         if not self._closed and os.getpid() == self._pid:
             self._in_collective.is_due, self._in_collective.what = is_due, what
             if not is_due:  # else the watchdog says for whom
-                self._waiter.job.own.set_waiting_on(IN_COLLECTIVE)
+                self._waiter.job.own.set_waiting_on(in_collective(num_entered(dist.group.WORLD)))
 
     def leaves_collective(self) -> None:
         """It is not there any more."""

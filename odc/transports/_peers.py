@@ -27,9 +27,15 @@ from odc.transports._frames import MAX_RANKS
 
 logger = logging.getLogger("odc")
 
-IN_COLLECTIVE = MAX_RANKS - 1
-"""In place of the rank that a rank waits for: nobody knows, it is in a collective of its script."""
+IN_COLLECTIVE = MAX_RANKS // 2
+"""In place of the rank that a rank waits for: nobody knows, it is in a collective of its script. Added to it is how
+many collectives of all ranks of the job it has entered, see :func:`in_collective`."""
 _NO_NOTICE = (0,)
+
+
+def in_collective(num_entered: int) -> int:
+    """What a rank shows that is in a collective of its script, and has entered so many of all ranks."""
+    return IN_COLLECTIVE + num_entered % IN_COLLECTIVE
 
 
 class PeerState(enum.Enum):
@@ -249,8 +255,8 @@ class Peers:
             block.beat()
 
     def set_waiting_on(self, rank: int | None) -> None:
-        """Show which rank of the job, by its number there, this one waits for (None: it is working;
-        :data:`IN_COLLECTIVE`).
+        """Show which rank of the job, by its number there, this one waits for (None: it is working; or
+        :func:`in_collective`).
 
         To be repeated at each look: a rank that says for whom it waits, and does not look, is stopped itself.
         """

@@ -13,6 +13,7 @@ from odc.liveness import waiting
 from odc.liveness.waiting import Failure, Patience
 from odc.liveness.watchdog import InCollective, JobWatchdog
 from odc.transports._control import Heartbeats
+from odc.transports._peers import IN_COLLECTIVE, PeerState, in_collective
 
 LIMIT_S = 10.0
 
@@ -39,12 +40,16 @@ class Ranks:
     def sees(self, rank: int) -> bool:
         return rank in self.seen
 
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in self.seen if rank != self.rank]
+
     def peer(self, rank: int) -> Any:
         shown = self.seen[rank]
         heartbeats = Heartbeats(shown.progress, shown.looks, shown.beats)
-        return SimpleNamespace(heartbeats=heartbeats, waiting_on=shown.waits_for)
+        return SimpleNamespace(heartbeats=heartbeats, waiting_on=shown.waits_for, state=PeerState.ALIVE)
 
-    def blame_within(self, patience: Patience, awaited: int, seconds: int) -> tuple[int, int, str] | None:
+    def blame_within(self, patience: Patience, awaited: int, seconds: int) -> tuple[int, int, str, bool] | None:
         """Look once a second; ranks that wait and are not stopped look as well."""
         for _ in range(seconds):
             found = patience.blame([awaited])
@@ -54,7 +59,7 @@ class Ranks:
             for rank, shown in self.seen.items():
                 if rank not in self.stopped:
                     shown.beats += 1
-                    shown.looks += shown.waits_for is not None
+                    shown.looks += shown.waits_for is not None and shown.waits_for < IN_COLLECTIVE
         return None
 
 
@@ -108,6 +113,35 @@ def test_ranks_that_all_wait_for_each_other_are_not_waited_for_without_end(ranks
     found = ranks.blame_within(patience_of(ranks), 1, 30)
     assert found is not None
     assert "wait for each other" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("entered", "waits_for", "stopped", "is_stuck"),
+    [
+        (4, {1: in_collective(5), 2: in_collective(5), 3: 1}, set(), True),
+        (4, {1: 2, 2: in_collective(5), 3: in_collective(5)}, set(), True),
+        (5, {1: in_collective(5), 2: 1, 3: 1}, set(), False),  # this rank has been there, and they come out of it
+        (4, {1: in_collective(5), 2: 1}, set(), False),  # rank 3 works
+        (4, {1: in_collective(5), 2: 1, 3: 1}, {1}, False),  # rank 1 does not run
+    ],
+)
+def test_a_rank_that_waits_for_this_one_in_a_collective_of_all_is_not_waited_for(
+    entered: int,
+    waits_for: dict[int, int],
+    stopped: set[int],
+    is_stuck: bool,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "num_entered", lambda group: entered)
+    for rank, whom in waits_for.items():
+        ranks.seen[rank].waits_for = whom
+    ranks.stopped = stopped
+    found = ranks.blame_within(patience_of(ranks), 1, 30)
+    assert found is not None
+    assert (ranks.now - 100.0 < LIMIT_S) == is_stuck
+    assert ("neither goes on" in found[2]) == is_stuck
+    assert found[3] != is_stuck
 
 
 def test_progress_in_a_circle_shows_that_it_is_none(ranks: Ranks) -> None:
