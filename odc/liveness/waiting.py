@@ -362,13 +362,14 @@ class Patience:
             waits_for_this = self._waits_for_this(chain[-1])
             stuck_s = self._stuck_s(rank, chain) if is_circle or waits_for_this else self._not_stuck(rank)
             if waits_for_this and stuck_s > limits.COLLECTIVE_STUCK_S and self._nobody_works():
-                return rank, chain[-1], self._describe_collective(stuck_s), False
+                return rank, chain[-1], self.describe_collective(stuck_s), False
             if stuck_s > self._timeout_s + 2 * limits.STATUS_LAG_S:  # one that is stopped is found before
                 fault = f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
                 return rank, blamed, fault, False
         return None
 
-    def _describe_collective(self, stuck_s: float) -> str:
+    def describe_collective(self, stuck_s: float) -> str:
+        """What to say of a rank that waits for this one in a collective, while this one waits for it."""
         return (
             f"has waited for {stuck_s:.1f} s in a collective of the script, to which all ranks have to come, and rank "
             f"{self._job.rank} waits here instead: neither goes on. Give each rank as many minibatches as the others "

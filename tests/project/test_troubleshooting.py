@@ -20,7 +20,9 @@ _REPORTS = "odc/doctor/"  # what odc doctor prints has its advice beside it
 # What makes an error or a warning of its arguments, beside calls whose name ends in Error or Exit.
 _MAKERS = frozenset(("refusal", "_refusal", "_failed", "FaultInjected"))
 _WARNERS = frozenset(("warn", "warn_explicit", "warning", "error"))  # of their first argument
-_TELLERS = frozenset(("cause_of_death", "describe_silence"))  # their text becomes a part of errors
+_TELLERS = frozenset(
+    ("cause_of_death", "describe_silence", "describe_collective")
+)  # their text becomes a part of errors
 _LEAST_LETTERS = 10  # of a row. A message of fewer is another's text with a name before it
 _MOST_TEXTS = 40  # that one expression can be
 
