@@ -137,14 +137,8 @@ def _load_npy(path: Path) -> IntArray:
     named = shorten(str(path))
     if not path.is_file():
         raise ValueError(f"{named} is no file: .npy cannot be read from a pipe")
-    with path.open("rb") as file:
-        start = file.read(6)
-    if start != b"\x93NUMPY":
-        several = start.startswith(b"PK")
-        what = "is empty" if not start else "holds several arrays (.npz)" if several else "is not in the .npy format"
-        raise ValueError(f"{named} {what}: expected one array of lengths, saved with numpy.save")
     try:
-        values: IntArray = np.load(path, mmap_mode="r", allow_pickle=False)
+        values: IntArray = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, RecursionError, tokenize.TokenError) as error:
         raise ValueError(
             f"{named} cannot be read as an array of lengths ({shorten(str(error))}): expected integers in a file that "
@@ -177,10 +171,11 @@ def _lines(file: TextIO, source: str, longest: int) -> Iterator[str]:
                 )
             line.encode()
             yield line.removeprefix("\ufeff") if number == 1 else line
-    except UnicodeDecodeError:
-        raise _not_text(source, number + 1) from None
-    except UnicodeEncodeError:
-        raise _not_text(source, number) from None
+    except UnicodeError as error:
+        number += isinstance(error, UnicodeDecodeError)  # then this line has not come
+        raise ValueError(
+            f"{source}, line {number} is not text in UTF-8: expected one integer per line, .jsonl or .npy"
+        ) from None
 
 
 def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
@@ -188,10 +183,6 @@ def _numbered(lines: Iterable[str], source: str) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
         if text := line.strip():
             yield text, f"{source}, line {number}"
-
-
-def _not_text(source: str, number: int) -> ValueError:
-    return ValueError(f"{source}, line {number} is not text in UTF-8: expected one integer per line, .jsonl or .npy")
 
 
 def _from_lines(file: TextIO, source: str) -> IntArray:

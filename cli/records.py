@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,27 +281,19 @@ def _has_prompt(prompt: Any, chosen: Any) -> bool:
     return json.dumps(prompt, default=str).strip("[]") in json.dumps(chosen, default=str)
 
 
-def _texts(message: dict[str, Any], where: str) -> Iterator[str]:
+def _texts(message: dict[str, Any], where: str) -> list[str]:
     """What a message of a chat says, or the texts among the parts of that; then the calls of tools that it has."""
-    calls = [text for name in _CALLED if message.get(name) for text in _plain_texts(message[name])]
     said = [message[name] for name in _SAID if message.get(name) is not None]
     parts = [part for value in said for part in (value if isinstance(value, list) else [value])]
-    if not parts and not calls:
-        raise _no_text_in(message, where)
-    for part in parts:
-        texts = [part.get("text"), part.get("thinking")] if isinstance(part, dict) else [part]
-        text = next((text for text in texts if isinstance(text, str)), None)
-        if text is None:
-            raise _no_text_in(message, where)
-        yield text
-    yield from calls
-
-
-def _no_text_in(message: dict[str, Any], where: str) -> ValueError:
-    return ValueError(
-        f"{where} holds the message {shown(message)}: expected text in its 'content'. Write the samples as your chat "
-        "template makes them, or their lengths, into a file"
-    )
+    forms = [[part.get("text"), part.get("thinking")] if isinstance(part, dict) else [part] for part in parts]
+    texts = [text for form in forms for text in form if isinstance(text, str)]
+    calls = [text for name in _CALLED if message.get(name) for text in _plain_texts(message[name])]
+    if len(texts) < len(parts) or not texts + calls:
+        raise ValueError(
+            f"{where} holds the message {shown(message)}: expected text in its 'content'. Write the samples as your "
+            "chat template makes them, or their lengths, into a file"
+        )
+    return texts + calls
 
 
 def _plain_texts(value: Any) -> list[str]:

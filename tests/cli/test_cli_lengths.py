@@ -71,10 +71,10 @@ def header(shape: str, descr: str = "'<i8'") -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty: expected one array of lengths, saved with numpy.save"),
-        (b"12", "is not in the .npy format"),
-        (pickle.dumps([1, 2]), "is not in the .npy format"),
-        (b"PK\x03\x04", r"holds several arrays \(.npz\)"),
+        (b"", "cannot be read as an array of lengths .*saved with numpy.save"),
+        (b"12", "cannot be read as an array of lengths"),
+        (pickle.dumps([1, 2]), "cannot be read as an array of lengths"),
+        (b"PK\x03\x04", "cannot be read as an array of lengths"),
         (b"\x93NUMPY", "cannot be read as an array of lengths"),
         (header("(3,)") + b"\x01" * 23, "cannot be read.*expected integers in a file that is whole"),
         (header("(1000000000000,)"), "cannot be read"),
