@@ -272,8 +272,9 @@ def balance_batch(
         comm: see :class:`~odc.balance.MinibatchLoader`.
 
     Raises:
-        ValueError: before anything is moved: an argument is out of range, a sample is longer than ``max_tokens``, or
-            cannot change ranks; or, on all ranks, their arguments differ.
+        ValueError: before anything is moved: an argument is out of range, a sample is longer than ``max_tokens``, its
+            ``input_ids`` have more or fewer tokens than its length says, or it cannot change ranks; or, on all ranks,
+            their arguments differ.
         AbortedError: on the other ranks, with the number of the one whose arguments were refused.
         RuntimeError: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC at work.
 
