@@ -125,7 +125,7 @@ class Fsdp1Unit(Unit):
     def agreement(self) -> tuple[str, dict[str, str]]:
         precision, flat = self.module.mixed_precision, self.flat_param
         options = (
-            f"{self.module.sharding_strategy.name}, divide by {self.divide_factor:g}, use_orig_params "
+            f"{self.module.sharding_strategy.name}, divide by {self.agreed_factor:.17g}, use_orig_params "
             f"{self.handle._use_orig_params}, param_dtype {precision.param_dtype}, reduce_dtype "
             f"{precision.reduce_dtype}"
         )

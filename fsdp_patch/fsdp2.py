@@ -23,12 +23,6 @@ from odc.timeline import Timeline
 logger = logging.getLogger("odc")
 
 # What sets communication of torch's own, by how its classes begin.
-_ALLOCATORS = {
-    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
-    "SymmMem": "set_symm_mem_for_comm",
-}
-
-
 def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
     """All FSDP2 units below ``model`` in module order (a unit shared by several modules appears once).
 
@@ -77,20 +71,8 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     group, where = unit.group, f"unit {unit.name!r}"
     if isinstance(group._all_gather_comm, OdcAllGather):
         raise UnsupportedError(f"{where} is patched already: close() the other session first")
-    for attribute, option in (
-        ("_all_gather_comm", "set_custom_all_gather"),
-        ("_reduce_scatter_comm", "set_custom_reduce_scatter"),
-    ):
-        kind = type(getattr(group, attribute)).__name__
-        if not kind.startswith("Default"):
-            option = next((name for start, name in _ALLOCATORS.items() if kind.startswith(start)), option)
-            raise UnsupportedError(f"{where}: {option} ({kind}) is set already and would be overridden: leave it out")
+    unit.check_doors(is_entered=False)
     _check_smaller_mesh(unit, where)
-    if group._all_reduce_hook is not None:
-        raise UnsupportedError(
-            f"{where}: set_all_reduce_hook is not supported (gradients are final only at the end): work on gradients "
-            "after the last backward of a step"
-        )
     if unit.trainable:
         check_grad_dtype(where, unit.grad_dtype)
     for param in unit.params:

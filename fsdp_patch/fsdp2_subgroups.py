@@ -80,11 +80,6 @@ class SubgroupUnit(Fsdp2Unit):
         return sorted(own) != sorted(self.smaller.mesh.mesh.flatten().tolist())
 
     @property
-    def divide_factor(self) -> float:
-        factor = self.group.gradient_divide_factor
-        return float(self._places * self._groups) if factor is None else float(factor)
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self.smaller.shard_process_group
         return group
@@ -126,11 +121,6 @@ class SubgroupUnit(Fsdp2Unit):
         return super().beside(published.view(self._groups, -1)[self.replicas.rank])
 
     # See [Note: Three orders of rows].
-
-    @property
-    def num_ranks(self) -> int:
-        """Of all subgroups."""
-        return self._places * self._groups
 
     def arrange(self, published: torch.Tensor, out: torch.Tensor, *, is_forward: bool) -> None:
         """Fill ``out`` as FSDP wants it from what the places have published."""

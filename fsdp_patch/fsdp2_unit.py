@@ -143,6 +143,13 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         return grads
 
 
+_OTHER_SETTERS = {
+    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
+    "SymmMem": "set_symm_mem_for_comm",
+}
+"""Of torch's own communication, by the beginning of its name."""
+
+
 class Fsdp2Unit(Unit):
     """One ``FSDPParamGroup`` and the module that carries its doors."""
 
@@ -232,12 +239,20 @@ class Fsdp2Unit(Unit):
     def divide_factor(self) -> float:
         """Of the sum of what is pushed: FSDP divides gradients of other dtypes than these two by a power of two before
         the reduction."""
-        num_ranks = self.process_group.size() * (self.replica_group.size() if self.replica_group else 1)
-        factor, before = float(self.group.gradient_divide_factor or num_ranks), 1.0
-        if self.grad_dtype not in (torch.float32, torch.bfloat16):
+        factor, before = float(self.group.gradient_divide_factor or self.num_ranks), 1.0
+        if self._is_divided_before:
             while factor % before == 0 and factor / before > before:
                 before *= 2
         return factor / before
+
+    @cached_property
+    def _is_divided_before(self) -> bool:
+        return self.grad_dtype not in (torch.float32, torch.bfloat16)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Whose gradients are summed."""
+        return self.process_group.size() * (self.replica_group.size() if self.replica_group else 1)
 
     @property
     def pushes_behind_backward(self) -> bool:
@@ -319,7 +334,7 @@ class Fsdp2Unit(Unit):
     def agreement(self) -> tuple[str, dict[str, str]]:
         policy = mp_policy(self.group)
         options = (
-            f"divide by {self.divide_factor:g}, param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}"
+            f"divide by {self.agreed_factor:.17g}, param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}"
         )
         return options, {p.name: p.describe() for p in self.params}
 
@@ -412,6 +427,7 @@ class Fsdp2Unit(Unit):
         return bool(is_waiting) and (self._has_sent or any(have_gradients(self.params)))
 
     def discard_gathered(self) -> None:
+        self.waiting_factor = None
         self._forget_interrupted_pass()
         if not self.group.is_sharded:
             self.module.reshard()
@@ -517,6 +533,7 @@ class Fsdp2Unit(Unit):
         def post_backward(*args: Any) -> None:
             if self._frozen:
                 self._check_late_gradients()
+            self._check_settings()
             self._present = self._coming_gradients()
             self._is_sent = False
             parameters = [param.inner.sharded_param for param in self.trainable]
@@ -542,6 +559,8 @@ class Fsdp2Unit(Unit):
                 for parameter, grad in aside:
                     parameter.grad = grad
             if self._is_sent:
+                is_waiting = self.replica_group is not None and not all_reduce_grads
+                self.waiting_factor = self.divide_factor if is_waiting else None
                 if not is_expected:
                     self.expect(communication.data_of, old=True)
                 for index, here in enumerate(self._present):
@@ -549,6 +568,43 @@ class Fsdp2Unit(Unit):
                         self.pending[index].is_sent = True
 
         return shadow(self.group, post_backward=post_backward)
+
+    def _check_settings(self) -> None:
+        """Refuse what the script has set since the model was patched, and would not be honoured."""
+        self.check_doors(is_entered=True)
+        if self.waiting_factor is None or self.waiting_factor == self.divide_factor:
+            return
+        if self.group.force_sum_reduction_for_comms or self._is_divided_before:
+            raise UnsupportedError(
+                f"unit {self.name!r}: set_gradient_divide_factor was called behind a microbatch with "
+                "set_requires_all_reduce(False), which FSDP2 divides by the factor of the next one that all-reduces: "
+                "leave set_requires_all_reduce out (ODC sums over replicas once a step, whatever it says)"
+            )
+
+    def check_doors(self, *, is_entered: bool) -> None:
+        """Refuse communication of the script's own, which this session replaces or would be replaced by.
+
+        Raises:
+            UnsupportedError: naming the option.
+        """
+        group = self.group
+        for comm, option in (
+            (group._all_gather_comm, "set_custom_all_gather"),
+            (group._reduce_scatter_comm, "set_custom_reduce_scatter"),
+        ):
+            kind = type(comm).__name__
+            if isinstance(comm, _OfUnit) if is_entered else kind.startswith("Default"):
+                continue
+            setter = next((name for prefix, name in _OTHER_SETTERS.items() if kind.startswith(prefix)), option)
+            raise UnsupportedError(
+                f"unit {self.name!r}: {setter} ({kind}) cannot be used beside on-demand communication, which takes the "
+                "place of what it sets: leave it out"
+            )
+        if group._all_reduce_hook is not None:
+            raise UnsupportedError(
+                f"unit {self.name!r}: set_all_reduce_hook is not supported (gradients are final only at the end): work "
+                "on gradients after the last backward of a step"
+            )
 
     def _coming_gradients(self) -> list[bool]:
         """Which trainable parameters the coming reduction will contain; asked when post-backward begins."""

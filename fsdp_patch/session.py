@@ -224,6 +224,14 @@ class Session:
         self._require_open()
         with self._runtime.reporting:
             check_backward_complete(self._units)
+        if waiting := [unit.name for unit in self._units if unit.waiting_factor is not None]:
+            raise self._runtime.refusal(
+                f"the last microbatch of minibatch {self._runtime.minibatch} that has used unit {waiting[0]!r} ran "
+                "under set_requires_all_reduce(False): plain FSDP2 would leave its gradients out of .grad and of the "
+                "step. Set it to True for the last microbatch, and let that use every unit; or leave it out, as ODC "
+                "sums over replicas once a step",
+                UnsupportedError,
+            )
         self._gradients.end_if_cleared()
         self._end_minibatch(EndKind.USE, step)
 
@@ -431,7 +439,7 @@ class Session:
         elif state.is_ready:
             self._begin()  # used without the context manager: the first backward opens the minibatch
         is_first = not any(state.pushes)
-        self._runtime.scatter_accumulate(unit, grads, present=present)
+        self._runtime.scatter_accumulate(unit, self._units[unit].as_agreed(grads), present=present)
         if is_first:
             self._gradients.expect_others(unit)
 

@@ -84,7 +84,7 @@ class Turns:
             self._kept[index] = found
         if found is None:
             return False
-        unit.install(torch.div(found.total, unit.divide_factor), found.touched)  # memory of its own
+        unit.install(torch.div(found.total, unit.agreed_factor), found.touched)  # memory of its own
         return True
 
     def _sum(self, index: int) -> FinalSum | None:

@@ -125,7 +125,23 @@ class Unit(ABC):
     @property
     @abstractmethod
     def divide_factor(self) -> float:
-        """What FSDP divides the sum of all ranks' gradients by."""
+        """What FSDP divides the sum of all ranks' gradients by, as the script has it now."""
+
+    @functools.cached_property
+    def agreed_factor(self) -> float:
+        """The :attr:`divide_factor` that the ranks have agreed on, by which its sums are divided."""
+        return self.divide_factor
+
+    def as_agreed(self, grads: torch.Tensor | Sequence[Rows]) -> torch.Tensor | Sequence[Rows]:
+        """What to push of gradients, so that :attr:`agreed_factor` divides them as :attr:`divide_factor` does now: a
+        script may change that between microbatches, and on one rank alone."""
+        factor = self.divide_factor
+        if factor == self.agreed_factor:
+            return grads
+        scale = self.agreed_factor / factor
+        if isinstance(grads, torch.Tensor):
+            return grads * scale
+        return [Rows(part.grads * scale, part.numel) for part in grads]
 
     @property
     def pushes_behind_backward(self) -> bool:
@@ -227,6 +243,10 @@ class Unit(ABC):
     def holds_unsent(self) -> bool:
         """Whether it has gradients of backward passes under ``no_sync()`` or ``set_requires_gradient_sync(False)``,
         which the next synchronization will send along."""
+
+    waiting_factor: float | None = None
+    """The :attr:`divide_factor` of gradients that it has pushed under ``set_requires_all_reduce(False)``: plain FSDP2
+    would sum them over the replicas with those of a later microbatch, which has not come. None: there are none."""
 
     @abstractmethod
     def incomplete_backward(self) -> bool:

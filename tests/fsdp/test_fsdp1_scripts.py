@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fsdp_scripts import by_unit, changing, kept, reading
+from fsdp_scripts import by_unit, changing, kept, loops, reading
 from fsdp_scripts.pairs import PAIRS
 from fsdp_scripts.run import Run, difference
 from process_ranks import run_ranks
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
 
-CASES = {**reading.CASES, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
+CASES = {**loops.CASES, **reading.CASES, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
 FURTHER = ("gradients scaled in a compiled function", *PAIRS)
 """With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py)."""
 

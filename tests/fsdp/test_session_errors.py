@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_scripts.loops import divide_by
 from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.utils import clip_grad_norm_
 from training import build, loss_of, optimizer_of, shard, tokens, wrap
 
@@ -62,13 +64,11 @@ def all_reduce_hook(model: nn.Module, world_size: int) -> None:
 
 
 def custom_comm(model: nn.Module, world_size: int, name: str = "Mine") -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-
     shard(model, world_size)
     model.set_custom_all_gather(type(name, (DefaultAllGather,), {})())
 
 
-def own_allocator(model: nn.Module, world_size: int) -> None:
+def allocating(model: nn.Module, world_size: int) -> None:
     shard(model, world_size)
     model.set_allocate_memory_from_process_group_for_comm(True)
 
@@ -90,12 +90,58 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (half_reduce, "fp16 mixed precision (fp16=True, accelerate's mixed_precision='fp16'), some of them"),
     (all_reduce_hook, "set_all_reduce_hook"),
     (custom_comm, "set_custom_all_gather (Mine)"),
-    (own_allocator, "set_allocate_memory_from_process_group_for_comm (ProcessGroupAllocAllGather) is set already"),
     # As set_symm_mem_for_comm does, which asks for NCCL
-    (partial(custom_comm, name="SymmMemAllGather"), "set_symm_mem_for_comm (SymmMemAllGather) is set already"),
+    (partial(custom_comm, name="SymmMemAllGather"), "set_symm_mem_for_comm (SymmMemAllGather) cannot be used beside"),
+    (allocating, "set_allocate_memory_from_process_group_for_comm (ProcessGroupAllocAllGather) cannot be used"),
     (twice, "patched already"),
     (nothing, "fully_shard"),
 ]
+
+
+def hook_within_a_step(model: nn.Module, rank: int) -> None:
+    model.set_all_reduce_hook(lambda grad: None)
+
+
+def comm_within_a_step(model: nn.Module, rank: int) -> None:
+    model.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+def factor_of_what_waits(model: nn.Module, rank: int) -> None:
+    """The all-reduce is yet to come, and what it sums is divided behind it."""
+    model.set_requires_all_reduce(False)
+    loss_of(model, tokens(0, rank, 1)).backward()
+    divide_by(model, 3.0)
+
+
+def no_all_reduce(model: nn.Module, rank: int) -> None:
+    model.set_requires_all_reduce(False)
+
+
+REFUSED_LATER: list[tuple[Callable[[nn.Module, int], None], str]] = [
+    (hook_within_a_step, "'<root>': set_all_reduce_hook is not supported"),
+    (comm_within_a_step, "set_custom_reduce_scatter (DefaultReduceScatter)"),
+    (factor_of_what_waits, "set_gradient_divide_factor was called behind a microbatch"),
+    (no_all_reduce, "ran under set_requires_all_reduce(False)"),
+]
+"""Set while a session is in the model, and named at the next microbatch, or the end."""
+
+
+def late_refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for prepare, _ in REFUSED_LATER:
+        model = fully_shard(build(), mesh=mesh)
+        session = odc.patch_fsdp(model)
+        loss_of(model, tokens(0, rank, 0)).backward()
+        try:
+            prepare(model, rank)
+            loss_of(model, tokens(0, rank, 1)).backward()
+            optimizer_of(model).step()
+            found.append(("nothing raised", ""))
+        except odc.UnsupportedError as error:
+            found.append((type(error).__name__, str(error)))
+        session.close()
+    return found
 
 
 def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
@@ -108,12 +154,12 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
             found.append(("nothing raised", ""))
         except (odc.UnsupportedError, ValueError) as error:
             found.append((type(error).__name__, str(error)))
-    return found
+    return [*found, *late_refusals(rank, world_size)]
 
 
-def test_every_unsupported_option_is_named_when_patching() -> None:
+def test_every_unsupported_option_is_named() -> None:
     for results in run_ranks(4, refusals, timeout_s=180):
-        for (prepare, words), (kind, text) in zip(REFUSED, results, strict=True):
+        for (prepare, words), (kind, text) in zip(REFUSED + REFUSED_LATER, results, strict=True):
             assert kind in ("UnsupportedError", "ValueError"), (prepare, kind)
             assert words in text, (prepare, text)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import loss_of, optimizer_of, tokens
+from training import TOLERANCE, loss_of, optimizer_of, tokens
 
-from fsdp_scripts.run import STEPS, Outcome, Run
+from fsdp_scripts.run import STEPS, Case, Outcome, Run
 
 
 def accumulation(run: Run, sync_last_only: bool) -> None:
@@ -40,6 +42,54 @@ def accumulation_without_sync_and_deterministic(run: Run) -> None:
             run.backward(model, step, m)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def divided_by_microbatch(run: Run) -> None:
+    """A mean over the tokens of each microbatch. The last factor is the one of the next step."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        for m in range(3):
+            divide_by(model, 3.0 + 10 * m + step)
+            run.backward(model, step, m)
+        divide_by(model, 100.0)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def divided_without_sync(run: Run) -> None:
+    """The factor at the reduction divides all that it reduces."""
+    model = run.net()
+    run.patch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for m in range(4):
+            divide_by(model, 3.0 + 10 * m)
+            with without_sync(model, m % 2 == 0):
+                run.backward(model, step, m)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def divide_by(model: nn.Module, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        elif isinstance(module, FullyShardedDataParallel):
+            module._gradient_predivide_factor, module._gradient_postdivide_factor = 1.0, factor
+
+
+@contextlib.contextmanager
+def without_sync(model: Any, is_without: bool) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync() if is_without else contextlib.nullcontext():
+            yield
+    else:
+        model.set_requires_gradient_sync(not is_without)
+        yield
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
@@ -192,3 +242,10 @@ def logging_between(run: Run) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": torch.stack(losses)}
+
+
+CASES = {
+    "another divide factor for each microbatch": Case(divided_by_microbatch, TOLERANCE),
+    "another divide factor, without sync": Case(divided_without_sync, TOLERANCE),
+}
+"""Under either FSDP."""
