@@ -28,7 +28,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
-from odc.fsdp_patch.pending import Pending, PendingGradient, Use, settled
+from odc.fsdp_patch.pending import PendingGradient, Standing, Use, settled
 from odc.fsdp_patch.unit import (
     Communication,
     Place,
@@ -255,7 +255,7 @@ class Fsdp1Unit(Unit):
 
     def _leave_replaced(self, mean: torch.Tensor) -> None:
         """Nothing is added to gradients that the script has replaced."""
-        gone = {pending.key for pending in self.pending.values() if not pending.stood}
+        gone = {one.pending.key for one in self.standing.values() if not one.stood}
         if id(self.flat_param) in gone:
             mean.zero_()
         for _, parameter, part in self._in_shard():
@@ -350,12 +350,12 @@ class Fsdp1Unit(Unit):
                 flat.grad = None
                 for parameter in chain(flat._params or [], flat._shared_params or []):
                     parameter.grad = None
-            for pending in self.pending.values():
-                pending.step_back()
+            for one in self.standing.values():
+                one.step_back()
             if was_sent:
                 self.expect(communication.data_of, old=True)
-                for pending in self.pending.values():
-                    pending.is_sent = True
+                for one in self.standing.values():
+                    one.pending.is_sent = True
 
         undo_methods = shadow(
             self.handle,
@@ -387,10 +387,10 @@ class Fsdp1Unit(Unit):
         def method() -> Any:
             flat = self.flat_param
             self._unwrap()
-            for pending in self.pending.values():
-                is_flat = pending.is_of(flat)  # it is unsharded: no sharded gradient can be put there now
-                if pending.step_aside(leave_base=not is_flat) and is_flat and pending.base is not None:
-                    flat._saved_grad_shard = pending.base
+            for one in self.standing.values():
+                is_flat = one.parameter is flat  # it is unsharded: no sharded gradient can be put there now
+                if one.step_aside(leave_base=not is_flat) and is_flat and one.pending.base is not None:
+                    flat._saved_grad_shard = one.pending.base
             return original()
 
         return method
@@ -401,8 +401,8 @@ class Fsdp1Unit(Unit):
 
         @functools.wraps(original)
         def method() -> Any:
-            for pending in self.pending.values():
-                pending.spare_base()
+            for one in self.standing.values():
+                one.spare_base()
             return original()
 
         return method
@@ -416,15 +416,15 @@ class Fsdp1Unit(Unit):
             try:
                 return original()
             finally:
-                for pending in aside:
-                    pending.step_back()
+                for one in aside:
+                    one.step_back()
 
         return method
 
-    def _step_aside(self) -> list[Pending]:
+    def _step_aside(self) -> list[Standing]:
         """Those that have stood in ``.grad``."""
         self._unwrap()
-        return [pending for pending in self.pending.values() if pending.step_aside()]
+        return [one for one in self.standing.values() if one.step_aside()]
 
     def _completed(self, backward: int) -> None:
         """A backward pass has come to its end. One that has sent gradients before it, and is not a part of it (these

@@ -390,9 +390,9 @@ class Fsdp2Unit(Unit):
         self._touched = touched
         offset = 0
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
-            pending = self.pending.get(index)
-            if here and (pending is None or pending.stood):
-                handle = pending.handle if pending is not None and pending.is_of(param.sharded) else None
+            one = self.standing.get(index)
+            if here and (one is None or one.stood):
+                handle = one.handle if one is not None and one.parameter is param.sharded else None
                 param.add_to_grad(mean[offset : offset + param.local.numel()], handle)
             offset += param.padded.numel()
 
@@ -537,7 +537,7 @@ class Fsdp2Unit(Unit):
             self._present = self._coming_gradients()
             self._is_sent = False
             parameters = [param.inner.sharded_param for param in self.trainable]
-            is_expected = not self._is_offloaded and stand_alone(self.pending, parameters)
+            is_expected = not self._is_offloaded and stand_alone(self.standing, parameters)
             aside = [] if is_expected else [(parameter, parameter.grad) for parameter in parameters]
             for parameter, grad in aside:
                 if grad is not None:
@@ -565,7 +565,7 @@ class Fsdp2Unit(Unit):
                     self.expect(communication.data_of, old=True)
                 for index, here in enumerate(self._present):
                     if here:
-                        self.pending[index].is_sent = True
+                        self.standing[index].pending.is_sent = True
 
         return shadow(self.group, post_backward=post_backward)
 

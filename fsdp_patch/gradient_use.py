@@ -221,8 +221,8 @@ class GradientUse(Listener):
         place, path = (reader.place, reader.path) if reader is not None else (0, 0)
         ender = number_of(BY_HAND if reader is not None else what) if what else 0
         num_places = sum(len(unit.places()) for unit in self._units)
-        pending = [pending for unit in self._units for pending in unit.pending.values()]
-        said = Said.EXPECTED if len(pending) == num_places and all(one.stands for one in pending) else Said(0)
+        standing = [one for unit in self._units for one in unit.standing.values()]
+        said = Said.EXPECTED if len(standing) == num_places and all(one.stands for one in standing) else Said(0)
         if any(unit.is_left_full for unit in self._units):
             said |= Said.LEFT_FULL
         if self._cleared_full:
@@ -296,8 +296,8 @@ class GradientUse(Listener):
         """
         if not self._runtime.state.pushed:
             return
-        sent = [pending for unit in self._units for pending in unit.pending.values() if pending.is_sent]
-        num_gone = sum(pending.is_cleared for pending in sent)
+        sent = [one for unit in self._units for one in unit.standing.values() if one.pending.is_sent]
+        num_gone = sum(one.is_cleared for one in sent)
         if num_gone == len(sent) > 0:
             self._live_session().discard()
         elif num_gone:
@@ -321,7 +321,7 @@ class GradientUse(Listener):
 
         def begin(*, is_method: bool) -> None:
             # A look at one of each unit: who clears all has cleared it, and clears a part is found at the end.
-            if any(next(iter(unit.pending.values())).is_cleared for unit in self._units if unit.pending):
+            if any(next(iter(unit.standing.values())).is_cleared for unit in self._units if unit.standing):
                 self.end_if_cleared()
             if not self.is_in_backward:
                 self._live_session().publish_changed(is_evaluation=not torch.is_grad_enabled())

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import TensorWeakRef
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)  # .data, .detach()
@@ -102,47 +101,28 @@ class Reduction:
 
 
 class Pending:
-    """The coming gradient of one parameter, in its ``.grad``. It keeps neither that nor the parameter.
+    """The coming gradient of one parameter, for whoever has it at hand. It keeps neither the parameter nor what stands
+    in ``.grad``, of which it is a part.
 
     Args:
-        parameter: as an optimizer holds it.
         like: shape, dtype and device of this rank's part of the gradient.
+        base: the gradient that was there, to which it will be added.
+        key: the id of the parameter.
         use: called when somebody needs the data.
         reduction: tells when FSDP, and not the script, is at work.
-        as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
     """
 
-    __slots__ = ("_aside", "_handle", "_like", "_parameter", "_use", "base", "final", "is_sent", "reduction", "stood")
+    __slots__ = ("_like", "_use", "base", "final", "is_sent", "key", "reduction")
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        like: torch.Tensor,
-        use: Use,
-        reduction: Reduction,
-        as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-    ) -> None:
-        earlier = parameter.grad
-        self.base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
-        """The gradient that was there, to which it will be added."""
+    def __init__(self, like: torch.Tensor, base: torch.Tensor | None, key: int, use: Use, reduction: Reduction) -> None:
+        self.base = base
         self.final: torch.Tensor | None = None
         self.is_sent = False
         """This rank has pushed to it."""
-        self.stood = True
-        """The script had neither cleared nor replaced it when the minibatch ended."""
-        self._use = use
+        self.key = key
         self.reduction = reduction
         self._like = (like.size(), like.dtype, like.device)
-        self._parameter = TensorWeakRef(parameter)  # a plain reference loses tensors up to torch 2.9
-        self._aside: torch.Tensor | None = None
-        wrapper = PendingGradient(like if self.base is None else self.base, self)
-        if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
-            earlier._local_tensor = wrapper
-            handle: torch.Tensor = earlier
-        else:
-            handle = as_gradient(wrapper)
-            parameter.grad = handle
-        self._handle = TensorWeakRef(handle)
+        self._use = use
 
     def data(self) -> torch.Tensor:
         """For who needs it."""
@@ -153,86 +133,105 @@ class Pending:
         size, dtype, device = self._like
         return torch.zeros(size, dtype=dtype, device=device) if self.base is None else self.base
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        return self._parameter() is parameter
-
-    @property
-    def key(self) -> int:
-        """The id of the parameter."""
-        return id(self._parameter())
-
-    @property
-    def handle(self) -> torch.Tensor | None:
-        """What stands, or has stood, in ``.grad``, if anybody has it still."""
-        handle: torch.Tensor | None = self._handle()
-        return handle
-
     @property
     def is_nothing(self) -> bool:
         """Zeros so far, as far as this rank is concerned."""
         return self.final is None and self.base is None and not self.is_sent
 
+
+class Standing:
+    """A pending gradient in the ``.grad`` of its parameter, from when it is expected until the minibatch ends.
+
+    [Note: No weak references] It has plain ones to the parameter and to what stands there. ``Module.to`` and
+    ``torch.utils.swap_tensors`` refuse tensors that anybody refers to weakly. So it belongs to the unit, and nothing
+    that a script can have at hand leads to it: as long as a gradient, which the parameter keeps, leads to the
+    parameter, the collector cannot free either.
+
+    Args:
+        parameter: as an optimizer holds it.
+        like, use, reduction: see :class:`Pending`.
+        as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
+    """
+
+    __slots__ = ("_aside", "handle", "parameter", "pending", "stood")
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        like: torch.Tensor,
+        use: Use,
+        reduction: Reduction,
+        as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        earlier = parameter.grad
+        base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
+        self.parameter = parameter
+        self.pending = Pending(like, base, id(parameter), use, reduction)
+        self.stood = True
+        """The script had neither cleared nor replaced it when the minibatch ended."""
+        self._aside: torch.Tensor | None = None
+        wrapper = PendingGradient(like if base is None else base, self.pending)
+        self.handle: torch.Tensor
+        """What stands, or has stood, in ``.grad``."""
+        if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
+            earlier._local_tensor = wrapper
+            self.handle = earlier
+        else:
+            self.handle = parameter.grad = as_gradient(wrapper)
+
     @property
     def stands(self) -> bool:
         """Whether it is what the script finds: it has neither cleared nor replaced it."""
-        parameter = self._parameter()
-        gradient = None if parameter is None else parameter.grad
-        return self._aside is not None or (gradient is not None and gradient is self._handle())
+        return self._aside is not None or self.parameter.grad is self.handle
 
     @property
     def is_cleared(self) -> bool:
         """Whether the script has put None in its place."""
-        parameter = self._parameter()
-        return self._aside is None and parameter is not None and parameter.grad is None
+        return self._aside is None and self.parameter.grad is None
 
     def withdraw(self) -> None:
         """Leave in ``.grad`` what was there before, unless the script has put something else there."""
         if self._aside is not None:
             return
-        self.stood = self.stands
-        parameter, handle = self._parameter(), self._handle()
-        if isinstance(handle, DTensor) and self.base is not None:
-            handle._local_tensor = self.base
-        elif self.stood and parameter is not None:
-            parameter.grad = self.base
+        self.stood, base = self.stands, self.pending.base
+        if isinstance(self.handle, DTensor) and base is not None:
+            self.handle._local_tensor = base
+        elif self.stood:
+            self.parameter.grad = base
 
     def step_aside(self, *, leave_base: bool = True) -> bool:
         """While FSDP is at work: as :meth:`withdraw`, or leave None. Whether it has stood there."""
-        parameter = self._parameter()
-        if parameter is None or self._aside is not None or not self.stands:
+        if self._aside is not None or not self.stands:
             return False
-        self._aside, parameter.grad = parameter.grad, self.base if leave_base else None
+        self._aside, self.parameter.grad = self.parameter.grad, self.pending.base if leave_base else None
         return True
 
     def spare_base(self) -> None:
         """While it has stepped aside: FSDP1 is about to write into the tensor that it finds in ``.grad``."""
-        parameter = self._parameter()
-        if self._aside is not None and parameter is not None and parameter.grad is self.base:
-            parameter.grad = None
+        if self._aside is not None and self.parameter.grad is self.pending.base:
+            self.parameter.grad = None
 
     def step_back(self) -> None:
         """FSDP has done its work."""
-        parameter = self._parameter()
-        if self._aside is not None and parameter is not None:
-            parameter.grad, self._aside = self._aside, None
+        if self._aside is not None:
+            self.parameter.grad, self._aside = self._aside, None
 
     def settle(self) -> None:
         """The minibatch has ended, and ``.grad`` is final: so is what anybody has at hand."""
-        parameter, handle = self._parameter(), self._handle()
-        gradient = parameter.grad if self.stood and parameter is not None else None
+        gradient = self.parameter.grad if self.stood else None
         local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-        self.final = self.now() if local is None else local
+        final = self.pending.final = self.pending.now() if local is None else local
         self._aside = None
-        if isinstance(handle, DTensor):
-            handle._local_tensor = self.final
+        if isinstance(self.handle, DTensor):
+            self.handle._local_tensor = final
 
 
-def stand_alone(gradients: Mapping[int, Pending], parameters: Iterable[nn.Parameter]) -> bool:
+def stand_alone(gradients: Mapping[int, Standing], parameters: Iterable[nn.Parameter]) -> bool:
     """Whether each parameter has a pending gradient, which the script finds in ``.grad``, and no earlier one in it.
     Asked of all of a unit behind each backward, so at once; ``gradients``: by number of the parameter."""
     for index, parameter in enumerate(parameters):
-        pending, gradient = gradients.get(index), parameter.grad
-        if pending is None or gradient is None or gradient is not pending._handle() or pending.base is not None:
+        one = gradients.get(index)
+        if one is None or parameter.grad is not one.handle or one.pending.base is not None:
             return False
     return True
 

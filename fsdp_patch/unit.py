@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import ProtocolError, UnsupportedError
-from odc.fsdp_patch.pending import Pending, Reduction, Use
+from odc.fsdp_patch.pending import Reduction, Standing, Use
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import Destination, Rows, UnitSpec
 
@@ -94,7 +94,7 @@ class Unit(ABC):
     """Set by the session where there is a :attr:`replica_group`."""
 
     def __init__(self) -> None:
-        self.pending: dict[int, Pending] = {}
+        self.standing: dict[int, Standing] = {}
         """The coming gradients, by the number of the place, see :meth:`places`."""
         self.reduction = Reduction()
         """FSDP's own work on this unit's gradients, in which these are no news."""
@@ -325,23 +325,23 @@ class Unit(ABC):
     def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         """Let gradients be pending: where there are none (``none``), and where there are (``old``)."""
         for index, place in enumerate(self.places()):
-            known = self.pending.get(index)
-            if known is not None and known.is_of(place.parameter) and (known.is_sent or known.stands):
+            known = self.standing.get(index)
+            if known is not None and known.parameter is place.parameter and (known.pending.is_sent or known.stands):
                 continue
             if none if place.parameter.grad is None else old:
                 make = functools.partial(self.as_gradient, index)
-                self.pending[index] = Pending(place.parameter, place.like, use, self.reduction, make)
+                self.standing[index] = Standing(place.parameter, place.like, use, self.reduction, make)
 
     def withdraw(self) -> None:
         """Leave the gradients as they were before."""
-        for pending in self.pending.values():
-            pending.withdraw()
+        for one in self.standing.values():
+            one.withdraw()
 
     def settle(self) -> None:
         """The minibatch has ended, and what is in ``.grad`` is final."""
-        for pending in self.pending.values():
-            pending.settle()
-        self.pending.clear()
+        for one in self.standing.values():
+            one.settle()
+        self.standing.clear()
 
     # Entering it
 

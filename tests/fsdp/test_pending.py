@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from odc.fsdp_patch.pending import Pending, PendingGradient, Reduction, settled
+from odc.fsdp_patch.pending import Pending, PendingGradient, Reduction, Standing, settled
 
 FINAL = torch.arange(12.0).reshape(4, 3)
 
@@ -28,14 +28,14 @@ class Ender:
         self.parameter, self.as_gradient = parameter, as_gradient
         self.num_ends, self.reduction = 0, Reduction()
         like = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self.pending = Pending(parameter, like, self.end, self.reduction, as_gradient)
+        self.standing = Standing(parameter, like, self.end, self.reduction, as_gradient)
 
     def end(self, pending: Pending) -> torch.Tensor:
         self.num_ends += 1
-        pending.withdraw()
-        if pending.stood:
+        self.standing.withdraw()
+        if self.standing.stood:
             self.parameter.grad = self.as_gradient(FINAL + (0 if pending.base is None else pending.base))
-        pending.settle()
+        self.standing.settle()
         assert pending.final is not None
         return pending.final
 
@@ -132,21 +132,28 @@ def test_what_a_script_puts_there_stays() -> None:
     cleared.parameter.grad = None
     replaced.parameter.grad = torch.full((4, 3), 7.0)
     for ender in (cleared, replaced):
-        assert not ender.pending.stands
-        ender.end(ender.pending)
-    assert cleared.pending.is_cleared
+        assert not ender.standing.stands
+        ender.end(ender.standing.pending)
+    assert cleared.standing.is_cleared
     assert cleared.parameter.grad is None
     assert float(replaced.parameter.grad.mean()) == 7.0
 
 
 def test_it_keeps_neither_the_parameter_nor_its_gradient_alive() -> None:
+    """Nor does who has it at hand."""
     ender = plain()
-    pending, parameter = ender.pending, weakref.ref(ender.parameter)
+    gradient, parameter = ender.parameter.grad, weakref.ref(ender.parameter)
     gc.disable()
     try:
-        del ender.parameter
+        del ender.parameter, ender.standing
         assert parameter() is None
-        assert pending.handle is None
     finally:
         gc.enable()
-    assert torch.equal(pending.now(), torch.zeros(4, 3))
+    assert isinstance(gradient, PendingGradient)
+    assert torch.equal(gradient.pending.now(), torch.zeros(4, 3))
+
+
+def test_nothing_refers_weakly_to_what_a_script_may_swap() -> None:
+    ender = plain()
+    parameter = ender.parameter
+    assert not [*weakref.getweakrefs(parameter), *weakref.getweakrefs(parameter.grad)]
