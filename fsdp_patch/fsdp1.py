@@ -35,6 +35,7 @@ from odc.fsdp_patch.unit import (
     Undo,
     Unit,
     Watched,
+    cast_within,
     check_grad_dtype,
     shadow,
     waiting_gradients,
@@ -159,6 +160,13 @@ class Fsdp1Unit(Unit):
         if self._idle and self.handle._use_orig_params:
             self._take_over_gradients()  # else FSDP1 writes zeros over cleared ones, which the script may have kept
             self.handle._writeback_orig_params()  # FSDP1 itself takes over a `param.data = ...` in its next unshard
+
+    def take_over_place(self) -> None:
+        flat, dtype = self.flat_param, self._zero.dtype
+        if flat.dtype != dtype:
+            raise cast_within(self.name, dtype, flat.dtype)
+        if self._idle and flat.shape == flat._local_shard.shape:
+            flat._local_shard = flat.data
 
     def fill_shard(self, out: torch.Tensor) -> None:
         self.take_over_data()

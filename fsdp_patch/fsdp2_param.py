@@ -21,6 +21,7 @@ class FsdpParam:
     def __init__(self, inner: Any, name: str) -> None:
         self.inner = inner
         self.name = name
+        self.patched_dtype = self.dtype
         self._hidden: dict[int, Callable[[torch.Tensor], object]] | None = None
         self.extension = Extension(inner, name) if has_extension(self.local) else None
         """Where something else travels than the shard in the compute dtype."""

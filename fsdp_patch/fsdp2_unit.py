@@ -31,7 +31,7 @@ from odc.fsdp_patch.compat import is_tested, mp_policy, param_groups
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients, reaches_optimizer
 from odc.fsdp_patch.pending import stand_alone
-from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, shadow, waiting_gradients
+from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, cast_within, shadow, waiting_gradients
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -359,6 +359,11 @@ class Fsdp2Unit(Unit):
     def full_parameters(self) -> list[tuple[torch.Tensor, nn.Parameter]] | None:
         return [(p.full, p.sharded) for p in self.trainable if p.full is not None]
 
+    def take_over_place(self) -> None:
+        for param in self.params:
+            if param.dtype != param.patched_dtype:
+                raise cast_within(param.name, param.patched_dtype, param.dtype)
+
     def fill_shard(self, out: torch.Tensor) -> None:
         parts, data = [], []
         for param, dtype, part in self._parts(out):
@@ -398,8 +403,9 @@ class Fsdp2Unit(Unit):
 
     def places(self) -> Sequence[Place]:
         known = self._gradient_places
-        if any(place.parameter is not p.sharded for place, p in zip(known, self.trainable, strict=True)):
-            # A checkpoint was loaded as new parameters.
+        now = zip(known, self.trainable, strict=True)
+        if any(place.parameter is not p.sharded or place.like is not p.local for place, p in now):
+            # A checkpoint was loaded as new parameters, or they were moved.
             self._gradient_places = known = [Place(p.sharded, p.local) for p in self.trainable]
         return known
 

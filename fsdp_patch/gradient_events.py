@@ -110,6 +110,12 @@ class Listener:
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
         """The gradients of these parameters were cleared."""
 
+    def before_moving(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A module with these parameters, and their gradients, is about to be moved to another device, or the like."""
+
+    def after_moving(self, tensors: Sequence[torch.Tensor]) -> None:
+        """It was moved, or that has failed."""
+
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         """``GradScaler.step`` has returned: it has updated these parameters, or skipped that for good."""
 

@@ -116,6 +116,7 @@ class GradientUse(Listener):
         self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
         self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
         self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
+        self._places: list[tuple[int, int]] = []  # before parameters are moved
         self._in_forward = False
         self._state = runtime.state
         self.is_deterministic = runtime.config.deterministic
@@ -494,6 +495,21 @@ class GradientUse(Listener):
             for unit in self._units:
                 unit.withdraw()
                 unit.settle()
+
+    def before_moving(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._publisher.owned(tensors):
+            self._places = self._publisher.places()
+            for unit in self._units:
+                unit.withdraw()
+                unit.take_over_data()
+
+    def after_moving(self, tensors: Sequence[torch.Tensor]) -> None:
+        places, self._places = self._places, []
+        if places:
+            for unit in self._units:
+                unit.take_over_place()
+                unit.stand_again()
+            self._publisher.after_moving(places)
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
         for parameter, gradient in self._out_of_reach:

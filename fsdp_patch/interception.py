@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -274,6 +274,24 @@ class Clearing(Method):
         return telling
 
 
+class Moving(Method):
+    """``Module._apply``, below ``to``, ``cpu``, ``float`` and others, which exchanges parameters and gradients. FSDP's
+    own goes on behind that of its base."""
+
+    def _make_telling(self, original: Any) -> Any:
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            if self.running:
+                return original(*args, **kwargs)
+            tensors = self._argument.look(args, kwargs)[2]
+            self.listeners.tell(lambda listener: listener.before_moving(tensors))
+            try:
+                return self.run(original, args, kwargs)
+            finally:
+                self.listeners.tell(lambda listener: listener.after_moving(tensors))
+
+        return telling
+
+
 class Initialising(Method):
     """The function with which checkpoints give an optimizer a state before its first step: if it finds no gradients.
     Those that are pending are none, for one that never steps afterwards either (SGD has no state)."""
@@ -403,6 +421,9 @@ _INTERCEPTED: tuple[Intercepted, ...] = (
     Initialising(state_dict, "_init_optim_state", _LISTENERS, OPTIMIZER_FIRST),
     Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
     Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),
+    Moving(nn.Module, "_apply", _LISTENERS, MODULE),
+    Moving(FSDPModule, "_apply", _LISTENERS, MODULE),
+    Moving(FullyShardedDataParallel, "_apply", _LISTENERS, MODULE),
     Wait(dist.Work, "wait", _LISTENERS, MODULE),
     Wait(AsyncCollectiveTensor, "wait", _LISTENERS, MODULE),  # collectives of DTensors: checkpoints, full_tensor()
     Wait(AsyncCollectiveTensor, "trigger_wait", _LISTENERS, MODULE),

@@ -105,32 +105,32 @@ class Pending:
     in ``.grad``, of which it is a part.
 
     Args:
-        like: shape, dtype and device of this rank's part of the gradient.
-        base: the gradient that was there, to which it will be added.
         key: the id of the parameter.
         use: called when somebody needs the data.
         reduction: tells when FSDP, and not the script, is at work.
     """
 
-    __slots__ = ("_like", "_use", "base", "final", "is_sent", "key", "reduction")
+    __slots__ = ("base", "final", "is_sent", "key", "like", "reduction", "use")
 
-    def __init__(self, like: torch.Tensor, base: torch.Tensor | None, key: int, use: Use, reduction: Reduction) -> None:
-        self.base = base
+    def __init__(self, key: int, use: Use, reduction: Reduction) -> None:
+        self.base: torch.Tensor | None = None
+        """The gradient that was there, to which it will be added."""
+        self.like = (torch.Size(), torch.float32, torch.device("cpu"))
+        """Shape, dtype and device of this rank's part of the gradient."""
         self.final: torch.Tensor | None = None
         self.is_sent = False
         """This rank has pushed to it."""
         self.key = key
         self.reduction = reduction
-        self._like = (like.size(), like.dtype, like.device)
-        self._use = use
+        self.use = use
 
     def data(self) -> torch.Tensor:
         """For who needs it."""
-        return self._use(self) if self.final is None else self.final
+        return self.use(self) if self.final is None else self.final
 
     def now(self) -> torch.Tensor:
         """What there is before the end of the minibatch."""
-        size, dtype, device = self._like
+        size, dtype, device = self.like
         return torch.zeros(size, dtype=dtype, device=device) if self.base is None else self.base
 
     @property
@@ -149,11 +149,12 @@ class Standing:
 
     Args:
         parameter: as an optimizer holds it.
-        like, use, reduction: see :class:`Pending`.
+        like: of the shape, dtype and device of this rank's part of the gradient.
+        use, reduction: see :class:`Pending`.
         as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
     """
 
-    __slots__ = ("_aside", "handle", "parameter", "pending", "stood")
+    __slots__ = ("_as_gradient", "_aside", "handle", "parameter", "pending", "stood")
 
     def __init__(
         self,
@@ -163,21 +164,27 @@ class Standing:
         reduction: Reduction,
         as_gradient: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        earlier = parameter.grad
-        base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
         self.parameter = parameter
-        self.pending = Pending(like, base, id(parameter), use, reduction)
+        self.pending = Pending(id(parameter), use, reduction)
         self.stood = True
-        """The script had neither cleared nor replaced it when the minibatch ended."""
-        self._aside: torch.Tensor | None = None
-        wrapper = PendingGradient(like if base is None else base, self.pending)
+        """The script had neither cleared nor replaced it when it was withdrawn."""
         self.handle: torch.Tensor
         """What stands, or has stood, in ``.grad``."""
+        self._aside: torch.Tensor | None = None
+        self._as_gradient = as_gradient
+        self.stand(like)
+
+    def stand(self, like: torch.Tensor) -> None:
+        """Put it in ``.grad``, in place of what is there: at first, and again behind :meth:`withdraw`."""
+        earlier = self.parameter.grad
+        base = self.pending.base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
+        self.pending.like = (like.size(), like.dtype, like.device)
+        wrapper = PendingGradient(like if base is None else base, self.pending)
         if isinstance(earlier, DTensor):  # whoever has it at hand has the coming one
             earlier._local_tensor = wrapper
             self.handle = earlier
         else:
-            self.handle = parameter.grad = as_gradient(wrapper)
+            self.handle = self.parameter.grad = self._as_gradient(wrapper)
 
     @property
     def stands(self) -> bool:

@@ -383,12 +383,17 @@ class Session:
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         pushed = self._runtime.state.pushed
-        if self._publisher.after_load() and pushed:
+        if not self._publisher.after_load():
+            return
+        if pushed:
             raise self._runtime.refusal(
                 f"load_state_dict(assign=True) within a minibatch: gradients of {len(pushed)} units have "
                 "gone to the other ranks, for the parameters that were there before. Load before the first backward or "
                 "after the step; or call odc.session_of(model).discard() on every rank before it"
             )
+        for unit in self._units:
+            unit.withdraw()
+            unit.stand_again()
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.

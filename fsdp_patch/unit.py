@@ -215,6 +215,14 @@ class Unit(ABC):
         return
 
     @abstractmethod
+    def take_over_place(self) -> None:
+        """The script has moved parameters (``Module.to``): take where they are for this rank's shard.
+
+        Raises:
+            UnsupportedError: they have another dtype.
+        """
+
+    @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parts of ``published`` beside what :meth:`fill_shard` would write there now, or what stands for both: of
         equal shape and dtype."""
@@ -337,6 +345,19 @@ class Unit(ABC):
         for one in self.standing.values():
             one.withdraw()
 
+    def stand_again(self) -> None:
+        """Behind :meth:`withdraw`, where the script has moved parameters, or replaced them: expect the gradients of
+        those that are there now."""
+        for index, place in enumerate(self.places()):
+            one = self.standing.get(index)
+            if one is None or not one.stood:
+                continue
+            if one.parameter is place.parameter:
+                one.stand(place.like)
+            elif place.parameter.grad is None:
+                make = functools.partial(self.as_gradient, index)
+                self.standing[index] = Standing(place.parameter, place.like, one.pending.use, self.reduction, make)
+
     def settle(self) -> None:
         """The minibatch has ended, and what is in ``.grad`` is final."""
         for one in self.standing.values():
@@ -391,6 +412,14 @@ def waiting_gradients(name: str) -> ProtocolError:
         f"unit {name!r} still holds gradients of backward passes under no_sync() or set_requires_gradient_sync(False): "
         "run the last microbatch of every minibatch with synchronization, and let it use every unit that the others "
         "used"
+    )
+
+
+def cast_within(name: str, before: torch.dtype, now: torch.dtype) -> UnsupportedError:
+    """What to say where a script has cast a parameter of a patched model."""
+    return UnsupportedError(
+        f"parameter {name!r} was {before} when the model was patched, and has been cast to {now} (model.to, .float(), "
+        ".half()): cast before patch_fsdp, or close() the session, cast, and patch again"
     )
 
 

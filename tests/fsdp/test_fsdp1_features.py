@@ -212,10 +212,33 @@ def left_overs(model: nn.Module) -> list[Any]:
     return found
 
 
+def moved(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
+    """To another device and back, anywhere in the loop: under ODC alone. Plain FSDP1 trains with cleared gradients
+    behind that, and with the parameters of before a step."""
+    model = wrap(build(), use_orig_params=use_orig_params)
+    session = patched(model, use_odc)
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        move(model, use_odc)
+        (loss_of(model, tokens(step, rank, 0)) * 0.02).backward()
+        move(model, use_odc)
+        optimizer.step()
+        move(model, use_odc)
+        optimizer.zero_grad()
+    if session:
+        session.close()
+    return full_parameters_of_fsdp1(model)
+
+
+def move(model: nn.Module, is_moved: bool) -> None:
+    if is_moved:
+        model.to("cpu")._apply(torch.clone)
+
+
 Script = Callable[[int, bool, bool], dict[str, Any]]
 SCRIPTS: dict[str, Script] = {
     function.__name__: function
-    for function in (state_dicts, local_state_dict, summoned, replaced_data, two_roots, ignored, tied, closed)
+    for function in (state_dicts, local_state_dict, summoned, replaced_data, two_roots, ignored, tied, closed, moved)
 }
 
 

@@ -98,6 +98,12 @@ MODELS: dict[str, Case] = {
     "meta device, assign": Case(with_(models.from_meta, True)),
     "load after patching": Case(with_(models.loaded_after_patching, False), minibatches=None),
     "load after patching, assign": Case(with_(models.loaded_after_patching, True), minibatches=None),
+    "moved between steps": Case(models.moved_between_steps),
+    "moved between steps, a rank without microbatches": Case(
+        with_(models.replaced_between_steps, models.move), minibatches=4
+    ),
+    "swap_tensors between steps": Case(with_(models.replaced_between_steps, models.swap), minibatches=4),
+    "loaded between steps, assign": Case(with_(models.replaced_between_steps, models.assign), minibatches=None),
     "add_param_group": Case(models.added_at_the_end),
     "averages in a step hook": Case(models.weight_averages),
     **extended.CASES,

@@ -117,10 +117,20 @@ def no_all_reduce(model: nn.Module, rank: int) -> None:
     model.set_requires_all_reduce(False)
 
 
+def cast_within_a_step(model: nn.Module, rank: int) -> None:
+    model.double()
+
+
+def changed_within_a_step(model: nn.Module, rank: int) -> None:
+    model._apply(lambda tensor: tensor * 0.5)
+
+
 REFUSED_LATER: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (hook_within_a_step, "'<root>': set_all_reduce_hook is not supported"),
     (comm_within_a_step, "set_custom_reduce_scatter (DefaultReduceScatter)"),
     (factor_of_what_waits, "set_gradient_divide_factor was called behind a microbatch"),
+    (cast_within_a_step, "was torch.float32 when the model was patched, and has been cast to torch.float64"),
+    (changed_within_a_step, "changed by Module._apply between backward and step"),
     (no_all_reduce, "ran under set_requires_all_reduce(False)"),
 ]
 """Set while a session is in the model, and named at the next microbatch, or the end."""
@@ -138,7 +148,7 @@ def late_refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
             loss_of(model, tokens(0, rank, 1)).backward()
             optimizer_of(model).step()
             found.append(("nothing raised", ""))
-        except odc.UnsupportedError as error:
+        except odc.OdcError as error:
             found.append((type(error).__name__, str(error)))
         session.close()
     return found
@@ -160,7 +170,7 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str]]:
 def test_every_unsupported_option_is_named() -> None:
     for results in run_ranks(4, refusals, timeout_s=180):
         for (prepare, words), (kind, text) in zip(REFUSED + REFUSED_LATER, results, strict=True):
-            assert kind in ("UnsupportedError", "ValueError"), (prepare, kind)
+            assert kind in ("UnsupportedError", "MisuseError", "ValueError"), (prepare, kind)
             assert words in text, (prepare, text)
 
 

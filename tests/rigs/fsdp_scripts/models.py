@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Block, Net, build, optimizer_of, tokens
 
 import odc
-from fsdp_scripts.run import STEPS, Outcome, Run, train
+from fsdp_scripts.run import STEPS, Outcome, Run, full, train
 
 
 class Checkpointed(Net):
@@ -303,6 +304,56 @@ def loaded_after_patching(run: Run, assign: bool) -> None:
     state = sharded_like(model, weights, run.mesh)
     model.load_state_dict({n: nn.Parameter(v) for n, v in state.items()} if assign else state, assign=assign)
     train(run, model)
+
+
+def moved_between_steps(run: Run) -> None:
+    """As evaluation code does that "makes sure", or frees a device for a while; and everywhere in the loop."""
+    model = run.net()
+    run.patch(model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        model.to("cpu")
+        move(model)
+        run.backward(model, step)
+        move(model)
+        clip_grad_norm_(model.parameters(), 0.5)
+        model.blocks[0].float()
+        optimizer.step()
+        move(model)
+        optimizer.zero_grad()
+        model.cpu()
+
+
+def move(model: nn.Module) -> None:
+    """What ``to`` does from one device to another, where there is but one."""
+    model._apply(torch.clone)
+
+
+def replaced_between_steps(run: Run, replace: Callable[[nn.Module], object]) -> Outcome:
+    """Rank 1 has no microbatch then, and uses gradients by hand."""
+    model = run.net()
+    run.patch(model)
+    norms = {}
+    for step in range(4):
+        optimizer = optimizer_of(model)
+        run.backward_unless(run.rank == 1 and step == 2, model, step)
+        norms[str(step)] = sum(full(p.grad).norm() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        replace(model)
+    return norms
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: nn.Parameter(value.detach() * 0.9) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def swap(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient, parameter.grad = parameter.grad, None
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+        parameter.grad = gradient
 
 
 def added_at_the_end(run: Run) -> None:
