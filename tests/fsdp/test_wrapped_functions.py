@@ -34,7 +34,8 @@ ALWAYS = {
     *("FSDPState.init", "FSDPState._lazy_init", "FullyShardedDataParallel.__init__"),
     *("FullyShardedDataParallel.forward", "FullyShardedDataParallel.clip_grad_norm_"),
     *("GradScaler.unscale_", "GradScaler.step", "ShardedGradScaler.unscale_"),
-    *("Optimizer.zero_grad", "Module.zero_grad", "Module._apply", "FullyShardedDataParallel._apply"),
+    *("Optimizer.zero_grad", "Module.zero_grad"),
+    *("Module._apply", "FSDPModule._apply", "FullyShardedDataParallel._apply"),
     *(f"{function.__name__} (inner function)" for function in CLIPPING),
 }
 OF_A_MODEL = {
