@@ -92,8 +92,7 @@ class JobWatchdog:
 
     Args:
         end_collectives: makes collectives of torch in this process fail, those under way and those to come.
-        why_stuck: why a collective of the microbatch that the training loop is in will not complete, if that is so.
-            Told who says whether the loop is in a collective that is known.
+        why_stuck: why the collective that the training loop is in will not complete, if that is so.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class JobWatchdog:
         timeout_s: float,
         on_failure: Callable[[BaseException], None],
         end_collectives: Callable[[], object],
-        why_stuck: Callable[[Callable[[], bool]], str | None] = lambda is_in_collective: None,
+        why_stuck: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._job = job
         self._failure = failure
@@ -128,7 +127,7 @@ class JobWatchdog:
             self._look_for_losses()
             if self._look_for_failures():
                 continue
-            if (why := self._why_stuck(lambda: bool(self._in_collective.what))) is not None:
+            if (why := self._why_stuck()) is not None:
                 self._on_failure(ProtocolError(why))
             patience = (patience or Patience(self._job, self._timeout_s)) if self._in_collective.what else None
             if patience is not None:

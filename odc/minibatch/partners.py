@@ -175,9 +175,7 @@ class Partners:
         )
 
 
-def why_stuck(
-    partners: Iterable[Partners], state: MinibatchState | JointState, is_in_collective: Callable[[], bool]
-) -> str | None:
+def why_stuck(partners: Iterable[Partners], state: MinibatchState | JointState, is_in_collective: bool) -> str | None:
     """See :meth:`Partners.gone_on` and :meth:`Partners.show`, along every dimension of the mesh. Not for the training
     loop itself."""
     why = None
@@ -185,6 +183,6 @@ def why_stuck(
         look = group.look()  # first: what it has entered by now, it has entered before it was where it is seen next
         if microbatch := state.microbatch:
             why = why or group.gone_on(microbatch, state.minibatch, look)
-        elif is_in_collective():
+        elif is_in_collective:
             group.show(state.num_pushed, look)
     return why

@@ -11,7 +11,7 @@ import enum
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class End:
     """Numbers of the caller, which the protocol only carries."""
     has_pushed: bool = False
     """Filled in by the protocol: this rank has pushed gradients in this minibatch."""
+    num_collectives: int = 0
+    """Filled in by the protocol: :attr:`MinibatchProtocol.num_collectives` before it."""
 
 
 def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
@@ -74,7 +76,7 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
 
 _PushToAll = Callable[[int, torch.Tensor | Sequence[Rows], Sequence[bool] | None, int], None]
 
-_END_WORDS = 4 + NUM_NOTES  # minibatch, kind, has_pushed, notes, pushes sent to a daemon so far
+_END_WORDS = 5 + NUM_NOTES  # minibatch, kind, num_collectives, has_pushed, notes, pushes sent to a daemon so far
 _SENT = _END_WORDS - 1
 _END_FORMAT = f"={_END_WORDS}q"
 
@@ -127,6 +129,8 @@ class MinibatchProtocol:
         self._end_words = end.transport.allocate_host(num_bytes, "ends of minibatches")
         self._ends_of = [self._words_of(rank) for rank in range(self._world_size)]
         self.timeline: Timeline | None = None
+        self.num_collectives = 0
+        """How many that every rank comes to, outside of minibatches, this rank has entered since the last end."""
         self.others: Sequence[MinibatchProtocol] = ()
         """Of this rank on other meshes, where this one leads: they end with it."""
         end.waiter.where = self._where
@@ -442,8 +446,10 @@ class MinibatchProtocol:
         for one in self._meshes:
             one._send_all()
         has_pushed = any(any(one.state.pushes) for one in self._meshes)
+        said = replace(how, has_pushed=has_pushed, num_collectives=self.num_collectives)
+        self.num_collectives = 0
         for one in self._meshes:
-            one._post_done(how, has_pushed)
+            one._post_done(said)
 
     def _send_all(self) -> None:
         self._faults.hit("finish.before")
@@ -468,9 +474,22 @@ class MinibatchProtocol:
         self._check_ends()
         self._end.transport.peers.tick()
 
-    def _post_done(self, how: End, has_pushed: bool) -> None:
+    def left_behind(self) -> int | None:
+        """A rank, by its number in the job, that will not come to the collective in which this rank is: it has ended
+        the coming minibatch, and entered fewer before. Asked beside the training loop, which goes on meanwhile."""
+        before = number, coming = self.num_collectives, self.state.coming
+        found = None
+        for rank in self._others:
+            words, at = self._ends_of[rank], self._end_at(rank, coming)
+            if self._end.transport.count(rank, self._done) < coming or words[at + 1] == EndKind.FENCE:
+                continue
+            if words[at] == coming and words[at + 2] < number:
+                found = self._end.name(rank)
+        return found if (self.num_collectives, self.state.coming) == before else None
+
+    def _post_done(self, how: End) -> None:
         sent = 0 if self._daemon is None else self._daemon.sent
-        row = [self.state.minibatch, how.kind, has_pushed, *how.notes, sent]
+        row = [self.state.minibatch, how.kind, how.num_collectives, how.has_pushed, *how.notes, sent]
         at = self._end_at(self._rank)
         self._ends_of[self._rank][at : at + _END_WORDS] = words = memoryview(struct.pack(_END_FORMAT, *row)).cast("q")
         for rank in self._end.transport.topology.ranks_elsewhere():
@@ -478,9 +497,10 @@ class MinibatchProtocol:
                 self._end.transport.write_host(self._end_words, rank, 8 * at, words.tobytes())
         self._end.transport.post(self._done)
 
-    def _end_at(self, rank: int) -> int:
-        """Where the words of ``rank``'s end of this minibatch begin."""
-        return (self.state.minibatch % 2 * self._world_size + rank) * _END_WORDS
+    def _end_at(self, rank: int, minibatch: int | None = None) -> int:
+        """Where the words of ``rank``'s end of a minibatch begin; default: of this one."""
+        number = self.state.minibatch if minibatch is None else minibatch
+        return (number % 2 * self._world_size + rank) * _END_WORDS
 
     def _check_ends(self) -> None:
         """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
@@ -504,7 +524,10 @@ class MinibatchProtocol:
         """How each rank has ended the minibatch that is final. Until this rank has published the next one."""
         places = map(self._end_at, range(self._world_size))
         rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
-        return [End(EndKind(kind), tuple(notes), bool(pushed)) for _, kind, pushed, *notes, _ in rows]
+        return [
+            End(EndKind(kind), tuple(notes), bool(pushed), collectives)
+            for _, kind, collectives, pushed, *notes, _ in rows
+        ]
 
     def _await_done(self) -> None:
         self._waiter.wait(self.late, lambda: "end of the minibatch")

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,7 +31,7 @@ from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.partners import Counts, Partners, why_stuck
 from odc.minibatch.protocol import End, MinibatchProtocol
-from odc.minibatch.state import JointState, MinibatchState
+from odc.minibatch.state import JointState, MinibatchState, Phase
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
 from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
@@ -220,7 +221,7 @@ class Runtime(RankContext):
             self.config.timeout_s,
             weak_abort(self),
             end_collectives,
-            functools.partial(why_stuck, self._partners, self.state),
+            functools.partial(_why_stuck, self._partners, self.state, self._in_collective, weakref.ref(self._protocol)),
         )
 
     def _parts(self) -> list[Closable]:
@@ -407,6 +408,7 @@ class Runtime(RankContext):
         """
         if not self._closed and os.getpid() == self._pid:
             self._in_collective.is_due, self._in_collective.what = is_due, what
+            self._protocol.num_collectives += is_due
             if not is_due:  # else the watchdog says for whom
                 self._waiter.job.own.set_waiting_on(in_collective(num_entered(dist.group.WORLD)))
 
@@ -461,6 +463,26 @@ class Runtime(RankContext):
 def _count_at_border(groups: Iterable[Partners], is_entered: bool) -> None:
     for partners in groups:
         partners.count_at_border(is_entered)
+
+
+def _why_stuck(
+    partners: Sequence[Partners],
+    state: MinibatchState | JointState,
+    inside: InCollective,
+    reference: weakref.ref[MinibatchProtocol],
+) -> str | None:
+    """Why the collective that the training loop is in will not complete. Not for the training loop itself."""
+    what, protocol = inside.what, reference()
+    rank = protocol.left_behind() if inside.is_due and protocol is not None else None
+    if rank is None or not inside.is_due:
+        return why_stuck(partners, state, bool(what))
+    coming = state.minibatch + (state.phase is Phase.FINISHED)
+    return (
+        f"this rank is in {what}, with gradients of minibatch {coming - 1}, and rank {rank} has ended minibatch "
+        f"{coming} before it came to that: it waits for this rank there, and this rank for it here. A rank without a "
+        "microbatch cannot know that others add to gradients that are kept: call odc.session_of(model).finish() on "
+        "every rank before that line"
+    )
 
 
 def _in_this_process(action: Callable[[], object]) -> Callable[[], None]:

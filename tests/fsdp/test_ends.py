@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import optimizer as torch_optimizer
@@ -32,6 +32,9 @@ METHODS = [
     (state_dict, "_init_optim_state"),
     (torch.optim.Optimizer, "zero_grad"),
     (nn.Module, "zero_grad"),
+    (nn.Module, "_apply"),
+    (FSDPModule, "_apply"),
+    (FullyShardedDataParallel, "_apply"),
 ]
 FUNCTIONS = [clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_]
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from process_ranks import across, run_ranks, start_ranks
 from test_faults_pushes import LIMIT_S, NUMEL, create, publish_all, until
 from thread_ranks import ThreadExchange, run_threads, values
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import clip_grad_norm_
 from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
@@ -253,7 +255,7 @@ def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> N
         assert "rank 1 to throw it away (discard)" in (told.error or "")
 
 
-def steps_on_what_others_keep(rank: int, world_size: int, kind: str) -> None:
+def steps_on_what_others_keep(rank: int, world_size: int, kind: str, clip: Callable[[nn.Module], None]) -> None:
     """Gradients are kept once, said explicitly; behind that only those say so who have a microbatch: rank 1 has none,
     and takes its step on what rank 0 has added to."""
     model: Any = build(num_blocks=1)
@@ -269,16 +271,48 @@ def steps_on_what_others_keep(rank: int, world_size: int, kind: str) -> None:
             if step % 2 == 0:
                 session.finish()
                 continue
+            clip(model)
             optimizer.step()
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "hybrid"])
-def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(kind: str) -> None:
+def steps_alone(model: nn.Module) -> None:
+    """Without clipping."""
+
+
+def by_norm(model: nn.Module) -> None:
+    """In a collective, in which rank 1 waits for those that wait for it at the end of the next minibatch."""
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(0.5)
+    else:
+        clip_grad_norm_(model.parameters(), 0.5)
+
+
+def by_scaler(model: nn.Module) -> None:
+    """The same where it asks all ranks whether any gradient is not finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [
+        *(("fsdp2", steps_alone), ("fsdp1", steps_alone), ("hybrid", steps_alone)),
+        *(("fsdp2", by_norm), ("fsdp1", by_norm), ("hybrid", by_norm), ("fsdp2", by_scaler)),
+    ],
+)
+def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(
+    kind: str, clip: Callable[[nn.Module], None]
+) -> None:
     ranks = 4 if kind == "hybrid" else 2
-    for result in start_ranks(ranks, steps_on_what_others_keep, kind, env={"ODC_TIMEOUT": "60"}).join(150):
-        assert "have not taken the same steps" in (result.error or "")
-        assert re.search("rank [02] 0, rank [13] 1", result.error or "")
+    for result in start_ranks(ranks, steps_on_what_others_keep, kind, clip, env={"ODC_TIMEOUT": "300"}).join(150):
+        if clip is not steps_alone:
+            what = "clip_grad_norm_" if clip is by_norm else "unscale_"
+            assert re.search(f"this rank is in .*{what}, with gradients of minibatch 1", result.error or "")
+        else:
+            assert "have not taken the same steps" in (result.error or "")
+            assert re.search("rank [02] 0, rank [13] 1", result.error or "")
         assert ".finish() on every rank" in (result.error or "")
 
 
