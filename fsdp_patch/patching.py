@@ -24,7 +24,7 @@ from odc.fsdp_patch.fsdp1 import (
 )
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.fsdp2_in_place import Held
-from odc.fsdp_patch.session import Connection, Session
+from odc.fsdp_patch.session import Connection, Session, close_failed
 from odc.fsdp_patch.together import find_partners
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
@@ -91,6 +91,7 @@ def patch_fsdp(
     except ConfigError as error:  # of this host's environment, perhaps
         problem = error
     warn_if_untested()
+    close_failed()
     group, device = default_group(model)
     exchange = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
     try:

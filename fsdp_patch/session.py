@@ -561,6 +561,14 @@ def find_session(model: nn.Module) -> Session | None:
     return next((session for session in open_sessions() if session.is_of(model)), None)
 
 
+def close_failed() -> None:
+    """Close the sessions of this process that have ended by an error, which a script has caught, as in a notebook or a
+    test suite: it is about to patch a model."""
+    for session in open_sessions():
+        if session._runtime.has_failed:
+            session.close()
+
+
 def open_sessions() -> list[Session]:
     """Of this process, in the order in which they were made."""
     found = [listener.session() for listener in listening() if isinstance(listener, GradientUse)]

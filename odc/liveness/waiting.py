@@ -72,6 +72,8 @@ class Failure:
     """The first failure of this rank, shared by its training loop and its daemon thread."""
 
     error: BaseException | None = None
+    is_raised: bool = False
+    """The training loop has been told: it waits for nobody any more, and may catch that and go on."""
 
 
 class WaitStats(Protocol):

@@ -144,6 +144,8 @@ class JobWatchdog:
         now = time.monotonic()
         if self._failed_since is None:
             self._failed_since = now
+        elif self._failure.is_raised:
+            return True
         elif now - self._failed_since > limits.FAILURE_GRACE_S and self._end_collectives() and not self._has_said_so:
             self._has_said_so = True
             logger.error(

@@ -425,7 +425,9 @@ class Runtime(RankContext):
         """
         if isinstance(error, OdcError) or not is_of_collective(error) or os.getpid() != self._pid or self._closed:
             return None
-        return self._waiter.explain_collective(what, waited_s)
+        cause = self._waiter.explain_collective(what, waited_s)
+        self._failure.is_raised |= cause is not None
+        return cause
 
     def _at_failure(self) -> None:
         if self._end_collectives is not None:  # what is pending then would hold up the end of the process

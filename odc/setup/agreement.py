@@ -180,7 +180,12 @@ class ProcessGroupExchange:
         try:
             work.wait()
         except RuntimeError as problem:
-            self._raise_broken(f"a rank has ended or is out of reach: {_first_line(problem)}")
+            self._raise_broken(
+                f"a rank has ended or is out of reach: {_first_line(problem)}. If all are running, an earlier session "
+                "has failed while a rank was in a collective, and its process group was ended with that: on every rank "
+                "call dist.destroy_process_group(), then dist.init_process_group() with a store of its own, and shard "
+                "the model anew; or start the job again"
+            )
 
     @staticmethod
     def _await(work: dist.Work, look: Callable[[float], None]) -> None:

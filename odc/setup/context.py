@@ -153,6 +153,7 @@ class RankContext:
         elif isinstance(error, MisuseError):
             self._refused(error)
         else:
+            self._failure.is_raised = True
             self.abort(error)
 
     def _require_open(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
 
 import odc
-from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime
+from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime, limits
 from odc.minibatch.state import Phase
 
 # Fault test 18: a rank that leaves, wherever it is in its minibatch
@@ -263,17 +264,23 @@ def steps_on_what_others_keep(rank: int, world_size: int, kind: str, clip: Calla
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     else:
         model = wrap(model, use_orig_params=True) if kind == "fsdp1" else shard(model, world_size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with odc.patch_fsdp(model) as session:
-        for step in range(6):
-            if rank % 2 == 0 or step % 2 == 0:
-                (loss_of(model, tokens(step, rank, 0)) * 0.02).backward()
-            if step % 2 == 0:
-                session.finish()
-                continue
-            clip(model)
-            optimizer.step()
-            optimizer.zero_grad()
+        train_on_what_others_keep(rank, model, session, clip)
+
+
+def train_on_what_others_keep(
+    rank: int, model: nn.Module, session: odc.Session, clip: Callable[[nn.Module], None]
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        if rank % 2 == 0 or step % 2 == 0:
+            (loss_of(model, tokens(step, rank, 0)) * 0.02).backward()
+        if step % 2 == 0:
+            session.finish()
+            continue
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def steps_alone(model: nn.Module) -> None:
@@ -314,6 +321,36 @@ def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(
             assert "have not taken the same steps" in (result.error or "")
             assert re.search("rank [02] 0, rank [13] 1", result.error or "")
         assert ".finish() on every rank" in (result.error or "")
+
+
+def fails_and_goes_on(rank: int, world_size: int, clip: Callable[[nn.Module], None]) -> str:
+    """As in a notebook: the error is caught, nobody closes the session, and a while later another model is patched."""
+    limits.BEAT_S, limits.FAILURE_GRACE_S = 0.01, 0.02  # type: ignore[misc]
+    model = shard(build(num_blocks=1), world_size)
+    session = odc.patch_fsdp(model)
+    try:
+        train_on_what_others_keep(rank, model, session, clip)
+    except OdcError:
+        time.sleep(0.2)  # for the watchdog
+    other = shard(build(num_blocks=1), world_size)
+    try:
+        with odc.patch_fsdp(other):
+            loss_of(other, tokens(0, rank, 0)).backward()
+            optimizer_of(other).step()
+    except OdcError as error:
+        return str(error)
+    with pytest.raises(OdcError, match="this session is closed"):
+        session.finish()
+    return ""
+
+
+def test_another_model_can_be_patched_behind_a_session_that_has_failed() -> None:
+    assert run_ranks(2, fails_and_goes_on, steps_alone) == ["", ""]
+
+
+def test_who_cannot_go_on_behind_a_session_that_has_failed_is_told_what_to_do() -> None:
+    for told in run_ranks(2, fails_and_goes_on, by_norm):
+        assert "its process group was ended with that: on every rank call dist.destroy_process_group()" in told
 
 
 def waits_elsewhere(rank: int, world_size: int) -> None:
