@@ -28,6 +28,13 @@ sums have one order, else within the tolerance. Is a loop like yours among them?
 ([FSDP2](../tests/fsdp/test_fsdp2_scripts.py), [FSDP1](../tests/fsdp/test_fsdp1_scripts.py),
 [weights that change](../tests/fsdp/test_changing_scripts.py)); [the loops themselves](../tests/rigs/fsdp_scripts).
 
+Two things differ from plain FSDP on purpose:
+
+- After `zero_grad()` a `.grad` is not None but the coming gradient ([what that is](quickstart.md#what-grad-is)).
+- Plain FSDP2 leaves the parameters of the root full behind an evaluation. If the script steps before the next backward
+  has ended that (backward, evaluation, step), the next forward computes with the root of before the step. ODC computes
+  with the new one, as one process does ([test](../tests/fsdp/test_evaluation_alone.py)).
+
 Beside them there are [108 combinations of options](conformance.md), and generated scripts (`odc bench parity`).
 """
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_scripts.run import full
 from process_ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from training import build, largest_difference, loss_of, optimizer_of, shard, tokens
 
@@ -90,3 +92,33 @@ def compared(rank: int, world_size: int) -> float:
 
 def test_to_clear_another_model_clears_nothing_here() -> None:
     assert max(run_ranks(2, compared)) < 1e-6
+
+
+def before_the_step(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
+    """All ranks evaluate between backward and step, behind which plain FSDP2 keeps the root of before it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        for rank in ranks:
+            (loss_of(model, tokens(step, rank, 0)) * (0.02 / len(ranks))).backward()
+        evaluate(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def beside_one_process(rank: int, world_size: int) -> tuple[float, float]:
+    """How far patched and plain ranks are from one process."""
+    expected = before_the_step(build(torch.float64), [0, 1])
+    plain = before_the_step(shard(build(), world_size), [rank])
+    model = shard(build(), world_size)
+    with odc.patch_fsdp(model):
+        ours = before_the_step(model, [rank])
+    return largest_difference(ours, expected), largest_difference(plain, expected)
+
+
+def test_an_evaluation_before_the_step_leaves_no_stale_root() -> None:
+    ours, plain = run_ranks(2, beside_one_process)[0]
+    assert ours < 1e-6
+    assert plain > 1e-4  # else docs/loops.md is out of date
