@@ -5,7 +5,7 @@ One rank may have looked at it with a loader just like the one it trains with, o
 So a loader opens nothing before the microbatches that it hands out are seen to be computed: a backward has come between
 two of them. Then it takes part under a name that all ranks come to by themselves: what their loaders read, and after
 how many steps they began this pass over it. Who has another name shares nothing with the others, and they say so. Of
-the loaders of a rank that have the same name, one takes part.
+the loaders of a rank that have the same name, one takes part in a step: two could not tell whose samples are whose.
 """
 
 from __future__ import annotations
@@ -273,37 +273,29 @@ class Shares:
     def _put(self, microbatches: Parts, running: float) -> bool:
         """Replace this rank's share; False: by then it was another one, which is known now."""
         share = replace(self._share, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate)
-        new = share.encode()
-        if not self.binds:
-            self._share = share
-        elif not self._word:
-            self._claim(new)
-        elif not Share.decode(self._word).microbatches:  # nobody else has anything to replace
-            self._store.set(self._name(self.rank), new.decode())
-        else:
-            found = self._store.compare_set(self._name(self.rank), self._word.decode(), new.decode())
-            if found != new:
-                self._word, self._share = found, Share.decode(found)
-                if self._share.loader != self._loader:
-                    raise self._not_the_only_one(self._share)
-                return False
-        self._share = share
         if self.binds:
+            name, new, last = self._name(self.rank), share.encode(), self._word
+            while (there := self._store.compare_set(name, last.decode(), new.decode())) != new:
+                found, last = Share.decode(there), there
+                if self._word and found.loader == self._loader:
+                    self._word, self._share = there, found
+                    return False
+                self._require_to_be_alone(found)
             self._word = new
+        self._share = share
         return True
 
-    def _claim(self, new: bytes) -> None:
-        """Put the first word of this pass.
+    def _require_to_be_alone(self, other: Share) -> None:
+        """Refuse to go on where another loader's word, or one of an earlier pass, is of a share that still counts.
 
         Raises:
-            RuntimeError: another process, or another loader in this step, has one.
+            RuntimeError: it is another process's, has taken the place of this loader's, or counts in this step.
         """
-        name, found = self._name(self.rank), b""
-        while (there := self._store.compare_set(name, found.decode(), new.decode())) != new:
-            other, found = Share.decode(there), there
-            is_here = other.loader.partition("/")[0] == self._loader.partition("/")[0]
-            if not is_here or (other.step == self._share.step and other.is_torn):
-                raise self._not_the_only_one(other)
+        is_here = other.loader.partition("/")[0] == self._loader.partition("/")[0]
+        is_replaced = bool(self._word) and bool(Share.decode(self._word).microbatches)
+        is_alike = other.loader != self._loader and other.minibatch == self._share.minibatch
+        if not is_here or is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):
+            raise self._not_the_only_one(other)
 
     def _not_the_only_one(self, other: Share) -> RuntimeError:
         process = other.loader.partition("/")[0]
@@ -315,8 +307,8 @@ class Shares:
             )
         return RuntimeError(
             f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
-            "again: samples that went to or from other ranks the first time would count twice or not at all. Go "
-            "through the microbatches of one of them, then step"
+            "again: samples that went to or from other ranks the first time would count twice or not at all, or in the "
+            "other loader's loss. Go through the microbatches of one of them, then step; or give each its own seed"
         )
 
     def _name(self, rank: int) -> str:

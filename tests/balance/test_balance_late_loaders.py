@@ -12,6 +12,7 @@ import random
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -247,6 +248,22 @@ def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkey
     pair.job.trained[1] = Trained(1, 0, 0.0)
     idle.expect("0.1")
     assert idle.binds
+
+
+@pytest.mark.parametrize("steps_between", [False, True])
+def test_two_loaders_alike_that_train_in_one_step_are_named(
+    steps_between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank could take samples from the share of one of them for the loop of the other."""
+    pair = Pair(monkeypatch)
+    alike = zip(pair.job.make(0), pair.job.make(0), strict=True)
+    refused = pytest.raises(RuntimeError, match="rank 0 has begun a minibatch twice in one step, with two loaders alik")
+    with nullcontext() if steps_between else refused:
+        for minibatch in itertools.islice(itertools.chain.from_iterable(alike), 6):
+            for _ in minibatch.microbatches:
+                pair.backward()
+            before = pair.job.trained[0]
+            pair.job.trained[0] = before._replace(minibatches=before.minibatches + steps_between)
 
 
 def test_hosts_have_no_clock_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
