@@ -53,7 +53,8 @@ class WatchedStore:
         """What ``question`` returns of the store, in its thread.
 
         Args:
-            patience_s: how long to wait for it without a look at the ranks; None: as long as ODC waits for ranks.
+            patience_s: how long to wait for it, of one who can do without: no rank is looked at, nor told. None: as
+                long as ODC waits for ranks.
         """
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
@@ -81,15 +82,18 @@ class WatchedStore:
             wait_for_rank(answer.done, self._text, None)
         if (error := answer.exception()) is None:
             return
-        until = time.monotonic() + (_ACCOUNT_S if patience_s is None else 0.0)
+        gone = PeerDiedError(
+            f"a process is gone from which this rank wanted {self._text} ({shorten(str(error))}). It was that of "
+            "rank 0, or torchrun's on the first host"
+        )
+        if patience_s is not None:
+            raise gone from error  # who asks so can do without, and nobody else needs to hear of it
+        until = time.monotonic() + _ACCOUNT_S
 
         def give_up() -> bool:
             if time.monotonic() < until:
                 return False
-            raise PeerDiedError(
-                f"a process is gone from which this rank wanted {self._text} ({shorten(str(error))}). It was that of "
-                "rank 0, or torchrun's on the first host"
-            ) from error
+            raise gone from error
 
         wait_for_rank(give_up, self._text, None)  # raised there, the other ranks hear of it
 

@@ -21,7 +21,10 @@ from test_balance_stream import LENGTHS, Indices, InTurns, Sequence, make_loader
 from torch.utils.data import IterableDataset, get_worker_info
 
 from odc.balance import StreamLoader, pack_collate
+from odc.balance.data import watched_store
 from odc.balance.data.loss_tokens import check_batch
+from odc.balance.data.watched_store import WatchedStore
+from odc.errors import PeerDiedError
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
@@ -449,3 +452,14 @@ def test_a_batch_whose_attention_is_padded_is_read_as_a_packed_one(layout: Any) 
     check_batch(batch, ["a", "b"], [2, 4], 0, 6, layout)
     with pytest.raises(ValueError, match=r"made a batch of 2 samples out of samples .*: \['b'\] are not in it"):
         check_batch(batch, ["a", "b", "c"], [2, 3, 4], 0, 6, layout)
+
+
+def gone() -> Any:
+    raise RuntimeError("Connection was likely closed")
+
+
+def test_who_can_do_without_a_store_does_not_fail_the_ranks_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that leaves its loop after the process that has the store has ended."""
+    monkeypatch.setattr(watched_store, "wait_for_rank", lambda *_: pytest.fail("sessions end with what they hear so"))
+    with pytest.raises(PeerDiedError, match="a process is gone from which this rank wanted an answer"):
+        WatchedStore(gone, "ranks tell each other why").ask(id, 5.0)
