@@ -206,7 +206,7 @@ class Fsdp1Unit(Unit):
         self._sent_in, self._is_incomplete = None, False
         if self._state.training_state == TrainingState.FORWARD_BACKWARD:
             self._state.training_state = TrainingState.IDLE
-        if self._idle or self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+        if self._idle or self.is_summoned:
             return False
         self.handle._training_state = HandleTrainingState.IDLE
         return True
@@ -327,6 +327,7 @@ class Fsdp1Unit(Unit):
 
     def enter(self, index: int, communication: Communication) -> Undo:
         all_gather, prepare = self.handle._all_gather_flat_param, self.handle.prepare_gradient_for_optim
+        unshard_grad, reshard_grad = self.handle.unshard_grad, self.handle.reshard_grad
 
         @functools.wraps(all_gather)
         def all_gather_flat_param(padded_unsharded_flat_param: torch.Tensor) -> torch.Tensor:
@@ -365,11 +366,26 @@ class Fsdp1Unit(Unit):
                 for one in self.standing.values():
                     one.pending.is_sent = True
 
+        @functools.wraps(unshard_grad)
+        def show_full_gradients() -> None:  # `summon_full_params(with_grads=True)`, for which the minibatch has ended
+            self._unwrap()
+            for one in self.standing.values():
+                one.step_aside(leave_base=False)
+            unshard_grad()
+
+        @functools.wraps(reshard_grad)
+        def take_full_gradients_away() -> None:
+            reshard_grad()
+            for one in self.standing.values():
+                one.step_back()
+
         undo_methods = shadow(
             self.handle,
             _has_optim_in_backward=False,  # it would step in each backward, see `call_hooks`
             _all_gather_flat_param=untraced(all_gather_flat_param, _COMMUNICATES),
             prepare_gradient_for_optim=untraced(prepare_gradient_for_optim, _COMMUNICATES),
+            unshard_grad=show_full_gradients,
+            reshard_grad=take_full_gradients_away,
             prepare_gradient_for_backward=self._before(self.handle.prepare_gradient_for_backward),
             _writeback_orig_params=self._around(self.handle._writeback_orig_params),
             _use_sharded_grad_views=self._around(self.handle._use_sharded_grad_views),
@@ -430,8 +446,12 @@ class Fsdp1Unit(Unit):
         return method
 
     def _step_aside(self) -> list[Standing]:
-        """Those that have stood in ``.grad``."""
+        """Those that have stood in ``.grad``. None where the script has full parameters (``summon_full_params``): there
+        FSDP1 has nothing to do with gradients, and a part of one could not be put back."""
         self._unwrap()
+        flat = self.flat_param
+        if flat.shape != flat._local_shard.shape and any(p.shape != like.shape for p, like in self.places()):
+            return []
         return [one for one in self.standing.values() if one.step_aside()]
 
     def _completed(self, backward: int) -> None:
@@ -439,6 +459,10 @@ class Fsdp1Unit(Unit):
         have higher numbers), never will."""
         self._is_incomplete |= self._sent_in is not None and self._sent_in < backward
         self._sent_in = None
+
+    @property
+    def is_summoned(self) -> bool:
+        return bool(self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS)
 
     @property
     def _idle(self) -> bool:
@@ -452,7 +476,7 @@ class Fsdp1Unit(Unit):
     def _is_collective(self, out: torch.Tensor) -> bool:
         """Whether this all-gather is part of something that all ranks do together: a full state dict,
         ``summon_full_params``, or an evaluation in full precision, which is not what is published."""
-        return self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS or out.dtype != self.gather_dtype
+        return self.is_summoned or out.dtype != self.gather_dtype
 
     def _check_push(self, grads: torch.Tensor) -> None:
         late = self._unfrozen()

@@ -18,6 +18,7 @@ patches models and moves memory, none of which can be traced: the compiler break
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -97,6 +98,7 @@ OPTIMIZER = Argument(1, "optimizer", lambda optimizer: (optimizer, parameters_of
 OPTIMIZER_FIRST = Argument(0, "optim", lambda optimizer: (optimizer, parameters_of(optimizer)))
 SELF_OPTIMIZER = Argument(0, "self", lambda optimizer: (optimizer, parameters_of(optimizer)))
 MODULE = Argument(0, "self", lambda module: (module, list(module.parameters())))
+FSDP1_MODULE = Argument(0, "module", MODULE.parameters)
 
 
 class Intercepted(ABC):
@@ -250,6 +252,23 @@ class Method(_Reading):
 
     def _write(self, function: Any) -> None:
         setattr(self._owner, self._method, function)
+
+
+class Summoning(Method):
+    """What ``summon_full_params`` of FSDP1 does, which may show gradients, too."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        super().__init__(fully_sharded_data_parallel, "_unshard_params", listeners, FSDP1_MODULE)
+        self.name = "summon_full_params(with_grads=True)"
+
+    def _make_telling(self, original: Any) -> Any:
+        reading, signature = super()._make_telling(original), inspect.signature(original)
+
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            with_grads = signature.bind(*args, **kwargs).arguments["with_grads"]
+            return (reading if with_grads else original)(*args, **kwargs)
+
+        return telling
 
 
 class ScaledStep(Method):
@@ -418,6 +437,7 @@ _INTERCEPTED: tuple[Intercepted, ...] = (
     ScaledStep(torch.amp.GradScaler, "step", _LISTENERS, OPTIMIZER),  # a fused optimizer unscales by itself
     Method(ShardedGradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
+    Summoning(_LISTENERS),
     Initialising(state_dict, "_init_optim_state", _LISTENERS, OPTIMIZER_FIRST),
     Clearing(torch.optim.Optimizer, "zero_grad", _LISTENERS, SELF_OPTIMIZER),
     Clearing(nn.Module, "zero_grad", _LISTENERS, MODULE),

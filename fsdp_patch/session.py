@@ -222,6 +222,12 @@ class Session:
             step: for :func:`odc.step_by_unit`.
         """
         self._require_open()
+        if any(unit.is_summoned for unit in self._units):
+            raise self._runtime.refusal(
+                "the minibatch would end inside summon_full_params (something has clipped, stepped, used a .grad or "
+                "called session.finish()), where gradients have no place: do that before or behind that block; or, to "
+                "see full gradients in it, pass with_grads=True"
+            )
         with self._runtime.reporting:
             check_backward_complete(self._units)
         if waiting := [unit.name for unit in self._units if unit.waiting_factor is not None]:

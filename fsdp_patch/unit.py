@@ -321,6 +321,11 @@ class Unit(ABC):
 
     # Gradients to come
 
+    @property
+    def is_summoned(self) -> bool:
+        """Whether the script is in FSDP1's ``summon_full_params``, where there is no place for parts of gradients."""
+        return False
+
     @abstractmethod
     def places(self) -> Sequence[Place]:
         """Where gradients of this rank's part of the trainable parameters go; none for parameters that it has no part

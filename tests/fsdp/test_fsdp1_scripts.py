@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 from training import Net, wrap
 
-CASES = {**loops.CASES, **reading.CASES, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
+READING = {**reading.CASES, **reading.FSDP1_CASES}
+CASES = {**loops.CASES, **READING, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
 FURTHER = ("gradients scaled in a compiled function", *PAIRS)
 """With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py)."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from training import TOLERANCE, Net, build, loss_of, optimizer_of, tokens
 
@@ -309,6 +309,53 @@ def discarded(run: Run) -> None:
         optimizer.zero_grad()
 
 
+def full_gradients(run: Run, microbatches: int, by_hand: bool = False) -> Outcome:
+    """FSDP1 shows them, behind each microbatch, and takes back what the script has made of them. Rank 1 has no
+    microbatch in the second step. Without an optimizer, gradients are used by hand before and behind that."""
+    model = run.net()
+    run.patch(model)
+    optimizer, norms = optimizer_of(model), []
+    for step in range(STEPS):
+        for microbatch in range(microbatches):
+            if step != 1 or run.rank == 0:
+                run.backward(model, step, microbatch)
+            elif not run.patched:
+                (loss_of(model, tokens(step, run.rank, microbatch)) * 0.0).backward()
+            if by_hand:
+                norms.append(torch.stack([p.grad.sum() for p in model.parameters() if p.grad is not None]).sum()[None])
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True), torch.no_grad():
+                gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                norms.append(torch.stack([gradient.norm() for gradient in gradients]))
+                for gradient in gradients:
+                    gradient.mul_(0.5)
+        if not by_hand:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.5 * parameter.grad)
+                    parameter.grad.zero_()
+    return {"norms": torch.cat(norms)}
+
+
+def generating_between_microbatches(run: Run, is_resharded: bool) -> Outcome:
+    """Inside ``summon_full_params``, as scripts do that call more of a model than its forward."""
+    model: Any = run.net(reshard_after_forward=is_resharded)
+    run.patch(model)
+    optimizer, found = optimizer_of(model), []
+    for step in range(STEPS):
+        for microbatch in range(2):
+            run.backward(model, step, microbatch)
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.no_grad():
+                found.append(loss_of(model, tokens(99, run.rank, microbatch)))
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": torch.stack(found)}
+
+
 CASES = {
     "clipping what has a gradient": Case(clipping_what_has_a_gradient),
     "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
@@ -333,6 +380,13 @@ CASES = {
     "optimizer state asked for early, SGD": Case(with_(optimizer_state_early, torch.optim.SGD)),
     "nested optimizers": Case(nested_optimizers),
     "a minibatch thrown away": Case(discarded),
+}
+FSDP1_CASES = {
+    "full gradients": Case(with_(full_gradients, 1)),
+    "full gradients behind each microbatch": Case(with_(full_gradients, 2), TOLERANCE, minibatches=2 * STEPS),
+    "full gradients, step by hand": Case(with_(full_gradients, 1, by_hand=True)),
+    "generating between microbatches": Case(with_(generating_between_microbatches, True), TOLERANCE),
+    "generating between microbatches, not resharded": Case(with_(generating_between_microbatches, False), TOLERANCE),
 }
 FSDP2_CASES = {
     "norm of a map": Case(norm_of_a_map),
