@@ -56,8 +56,6 @@ _SHARDED = (
 class Fsdp1Unit(Unit):
     """One ``FullyShardedDataParallel`` module that has parameters of its own."""
 
-    counts_alike = False  # `summon_full_params` on one rank writes back what it has read
-
     def __init__(self, module: FullyShardedDataParallel, name: str) -> None:
         super().__init__()
         self.module = module

@@ -129,7 +129,7 @@ class Guard:
 
     def changed(self, units: Iterable[int], *, waits: bool) -> list[int]:
         """Those of these units that a script has changed since they were published, or found to be as published; or
-        written, in a way that all ranks count: then others may find theirs changed, and this one has to know.
+        written: then others may find theirs changed, and this one, which may have no part of it, has to know.
 
         Args:
             waits: for a device, to compare all elements there; else only where something tells of a change.
@@ -138,7 +138,7 @@ class Guard:
         for index in units:
             if self._whole[index].is_unchanged():
                 quiet.append(index)
-            elif (self._units[index].counts_alike and self.is_any_written([index])) or self.is_any_changed([index]):
+            elif self.is_any_written([index]) or self.is_any_changed([index]):
                 found.append(index)
             else:
                 self.record(index)

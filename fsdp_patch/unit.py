@@ -205,10 +205,6 @@ class Unit(ABC):
     def fill_shard(self, out: torch.Tensor) -> None:
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
 
-    counts_alike = True
-    """Whether a script that writes to its parameters, on every rank, is seen to have written on every rank, also where
-    this has no part of them."""
-
     def take_over_data(self) -> None:
         """Take what the script has put into parameters (``param.data = ...``) for this rank's shard, where FSDP does so
         only when it uses them."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from odc import limits
 from odc.errors import ProtocolError
-from odc.minibatch.protocol import End
+from odc.minibatch.protocol import CHANGE_EVERYWHERE, End
 from odc.minibatch.runtime import Runtime
 from odc.transports._peers import IN_COLLECTIVE, PeerState
 
@@ -125,7 +125,5 @@ def _why_it_does_not_come(runtime: Runtime, number: int, whom: int | None) -> st
     where = "in a collective of the script" if whom >= IN_COLLECTIVE else f"for rank {whom}"
     return (
         f"rank {me} has changed parameters since minibatch {runtime.minibatch} was published, and waits for the other "
-        f"ranks to publish theirs anew; rank {number} has not changed any, and waits {where}. Change parameters on "
-        "every rank at the same place of the loop; where that changes nothing on some, call "
-        "odc.session_of(model).publish() behind it, on every rank"
+        f"ranks to publish theirs anew; rank {number} has not changed any, and waits {where}. {CHANGE_EVERYWHERE}"
     )

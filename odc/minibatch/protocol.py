@@ -58,6 +58,12 @@ class End:
     """Filled in by the protocol: :attr:`MinibatchProtocol.num_collectives` before it."""
 
 
+CHANGE_EVERYWHERE = (
+    "Change parameters on every rank at the same place of the loop; where that changes nothing on some (through .data, "
+    "of a parameter that lies on another rank), call odc.session_of(model).publish() behind it, on every rank"
+)
+
+
 def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
     """Refuse a minibatch that ranks have ended in different ways; ``ends``: by global rank.
 
@@ -67,10 +73,11 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
     (first, how), *others = ends.items()
     for rank, other in others:
         if other.kind is not how.kind:
+            is_of_changes = EndKind.FENCE in (how.kind, other.kind)
+            must = "Every rank must step, discard() or publish() at the same place of the loop"
             raise ProtocolError(
                 f"the ranks have ended minibatch {minibatch} in different ways: rank {first} {_KIND_TEXTS[how.kind]}, "
-                f"rank {rank} {_KIND_TEXTS[other.kind]}. Every rank must step, discard() or publish() at the same "
-                "place of the loop"
+                f"rank {rank} {_KIND_TEXTS[other.kind]}. {CHANGE_EVERYWHERE if is_of_changes else must}"
             )
 
 

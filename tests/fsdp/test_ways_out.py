@@ -243,18 +243,23 @@ def test_ranks_may_load_one_after_the_other() -> None:
     assert run_ranks(2, load_in_turn, env={"ODC_TIMEOUT": "15"}, timeout_s=60) == pytest.approx([expected] * 2)
 
 
-def load_on_one_rank(rank: int, world_size: int) -> None:
-    model = shard(build(num_blocks=1), world_size)
+def change_on_one_rank(rank: int, world_size: int, fsdp: int) -> None:
+    net = build(num_blocks=1)
+    model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
     with odc.patch_fsdp(model) as session:
-        if rank == 0:
+        if fsdp == 1:
+            net.head.bias.data.mul_(0.5)  # it lies on rank 1, and nothing tells of it on rank 0
+        elif rank == 0:
             model.load_state_dict(model.state_dict())
         loss_of(model, tokens(0, 0, 0)).backward()
         session.finish()
 
 
-def test_to_load_on_one_rank_alone_is_an_error_by_name() -> None:
-    results = start_ranks(2, load_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_to_load_or_change_on_one_rank_alone_is_an_error_by_name(fsdp: int) -> None:
+    results = start_ranks(2, change_on_one_rank, fsdp, env={"ODC_TIMEOUT": "15"}).join(60)
     assert_one_says(results, "ProtocolError", "the ranks have ended minibatch 1 in different ways")
+    assert_one_says(results, "ProtocolError", "where that changes nothing on some (through .data, of a parameter that")
 
 
 def wait_in_vain(rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn.utils import clip_grad_norm_
 from training import loss_of, optimizer_of, tokens
 
@@ -237,10 +238,24 @@ def clamped(run: Run, limit: float, name: str = "") -> Outcome:
 
     def clamp(step: int) -> None:
         for own_name, parameter in model.named_parameters():
-            if own_name.startswith(name):
+            if clean_tensor_name(own_name).startswith(name):
                 parameter.clamp_(-limit, limit)
 
     return train(run, model, clamp)
+
+
+def summoned(run: Run, name: str) -> Outcome:
+    """FSDP1 writes full parameters back, of which one is changed, that a part of the ranks has."""
+    model = run.net()
+    run.patch(model)
+
+    def shrink(step: int) -> None:
+        with FullyShardedDataParallel.summon_full_params(model):
+            for own_name, parameter in model.named_parameters():
+                if clean_tensor_name(own_name) == name:
+                    parameter.mul_(0.5)
+
+    return train(run, model, shrink)
 
 
 def masked(run: Run, by_foreach: bool) -> Outcome:
@@ -328,11 +343,13 @@ def merged_adapters(run: Run) -> Outcome:
     return {**train(run, model, roll_out, optimizer=optimizer), "evaluations": torch.stack(losses)}
 
 
-def evaluated_alone(run: Run) -> Outcome:
-    """Other weights on all ranks while rank 0 alone evaluates, which the others await. Plain FSDP needs all of them."""
+def evaluated_alone(run: Run, name: str = "") -> Outcome:
+    """Other weights on all ranks, or one, while rank 0 alone evaluates, which the others await. Plain FSDP needs all of
+    them."""
     model = run.net()
     run.patch(model)
-    parameters, losses = list(model.parameters()), list[torch.Tensor]()
+    named, losses = list(model.named_parameters()), list[torch.Tensor]()
+    parameters = [parameter for own_name, parameter in named if clean_tensor_name(own_name).startswith(name)]
 
     def evaluate(step: int) -> None:
         halved = [0.5 * parameter.detach() for parameter in parameters]
@@ -390,6 +407,10 @@ FSDP1_CASES = {
     "averages swapped in, in place": case(averages_evaluated, counted),
     "schedule-free optimizer": case(schedule_free),
     "clamped": case(clamped, 0.2),
+    "clamped on one rank": case(clamped, 0.2, "head.bias"),
+    "one weight summoned": case(summoned, "blocks.0.down.weight"),
+    "a bias summoned": case(summoned, "head.bias"),
+    "evaluated alone, changed on one rank": case(evaluated_alone, "head.bias"),
 }
 """Those that know nothing of DTensors."""
 CASES = {
