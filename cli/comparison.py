@@ -5,21 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from rich.table import Table
 
-from odc.balance import Machine, Policy, Scenario, Simulation, get_policy
+from odc.balance import Machine, Policy, Scenario, Simulation
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import evaluate
 from odc.balance.plan import Comm
 from odc.balance.simulate import PlannedEpoch
+from odc.balance.simulate.simulator import BestFitRows
 from odc.cli.costs import Training
 from odc.cli.lengths import shuffled
 from odc.cli.output import gigabytes, significant
 
 BASELINE: tuple[str, Comm] = ("lb-micro", "collective")
 COMM_NAMES: dict[Comm, str] = {"collective": "FSDP", "odc": "ODC"}
+
+Order = Literal["shuffled", "grouped", "packed"]
+"""What decides which samples share a step: chance alone; chance and like lengths, as with ``group_by_length`` of
+transformers; TRL's packing, of whose rows some are drawn."""
+
+_HEADINGS: dict[Order, str] = {"shuffled": "", "grouped": "lengths grouped", "packed": "packed by TRL"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +53,12 @@ class Comparison:
         candidates = [simulation for (_, kind), simulation in self.simulations.items() if kind == comm]
         return max(candidates, key=lambda simulation: simulation.samples_per_time, default=None)
 
+    @property
+    def variation(self) -> float:
+        """How much the lengths of a step differ: standard deviation over mean, the average over steps."""
+        steps = [minibatch.plan.lengths for minibatch in next(iter(self.planned.values())).minibatches]
+        return float(np.mean([lengths.std() / lengths.mean() for lengths in steps]))
+
     def memory_bytes(self, simulation: Simulation) -> int:
         """Peak per device, in the largest microbatch."""
         return self.training.memory_bytes(simulation.peak_tokens)
@@ -54,47 +68,78 @@ class Comparison:
         return self.memory_bytes(simulation) <= self.training.device.memory_bytes
 
 
+ByOrder = Mapping[Order, Comparison]
+"""Comparisons of the same samples, first of all "shuffled"."""
+
+
 def compare(
     scenario: Scenario,
     lengths: IntArray,
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     training: Training,
     machines: Mapping[Comm, Machine],
     on_minibatch: Callable[[], object] | None = None,
-    policy_of: Callable[[str], Policy] = get_policy,
+    *,
+    also_odc: bool = True,
 ) -> Comparison:
-    """Plan and simulate every policy, under collectives (where it has equal counts) and under ODC."""
+    """Plan and simulate every policy, under collectives where it has equal counts, and under ODC: without ``also_odc``
+    only where it has not."""
     planned, simulations = {}, {}
-    for name in policies:
-        epoch = planned[name] = scenario.plan(policy_of(name), on_minibatch)
-        kinds: tuple[Comm, ...] = ("collective", "odc") if epoch.policy.equal_counts else ("odc",)
-        for comm in kinds:
-            simulations[name, comm] = epoch.run(comm, machines[comm])
+    for policy in policies:
+        epoch = scenario.plan(policy, on_minibatch)
+        planned[epoch.policy.name] = epoch
+        equal = epoch.policy.equal_counts
+        kinds: dict[Comm, bool] = {"collective": equal, "odc": also_odc or not equal}
+        for comm in [comm for comm, wanted in kinds.items() if wanted]:
+            simulations[epoch.policy.name, comm] = epoch.run(comm, machines[comm])
     return Comparison(scenario, lengths, training, machines, planned, simulations)
 
 
-def table(comparison: Comparison) -> Table:
+def reordered(
+    shuffled: Comparison, policies: Sequence[str], on_minibatch: Callable[[], object] | None = None
+) -> ByOrder:
+    """Beside ``shuffled`` the same samples in other orders, if there are ``policies`` to group lengths for, each with
+    the communication that it is made for; packed for plain FSDP."""
+    found: dict[Order, Comparison] = {"shuffled": shuffled}
+    if not policies:
+        return found
+    grouped = replace(shuffled.scenario, group_by_length=True)
+    packed = replace(shuffled.scenario, batch_size=None)
+    others: dict[Order, tuple[Scenario, Sequence[str | Policy]]]
+    others = {"grouped": (grouped, policies), "packed": (packed, [BestFitRows()])}
+    for order, (scenario, chosen) in others.items():
+        training, machines = shuffled.training, shuffled.machines
+        found[order] = compare(scenario, shuffled.lengths, chosen, training, machines, on_minibatch, also_odc=False)
+    return found
+
+
+def table(found: ByOrder) -> Table:
     """One row per policy and communication, at most 80 columns wide."""
-    best = max(comparison.simulations.values(), key=lambda simulation: simulation.samples_per_time)
-    baseline = comparison.baseline
+    everything = [simulation for comparison in found.values() for simulation in comparison.simulations.values()]
+    best = max(everything, key=lambda simulation: simulation.samples_per_time)
+    baseline = found["shuffled"].baseline
     title = f"Bubble rate and throughput; speedup over {baseline.policy} with {COMM_NAMES[baseline.comm]}"
     result = Table(title=title, title_justify="left", expand=False)
     result.add_column("policy", no_wrap=True)
     result.add_column("with", no_wrap=True)
     for name in ("bubble\nrate", "samples/s", "speedup", "planning", "memory"):
         result.add_column(name, justify="right", no_wrap=True)
-    for simulation in comparison.simulations.values():
-        memory = gigabytes(comparison.memory_bytes(simulation))
-        result.add_row(
-            simulation.policy,
-            COMM_NAMES[simulation.comm],
-            f"{simulation.bubble_rate:.1%}",
-            significant(simulation.samples_per_time),
-            f"{simulation.speedup(baseline):.2f}x",
-            duration(simulation.planning_s),
-            memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
-            style="bold green" if simulation is best else None,
-        )
+    for order, comparison in found.items():
+        if order != "shuffled":
+            result.add_section()
+            result.add_row(_HEADINGS[order], style="italic")
+        for simulation in comparison.simulations.values():
+            memory = gigabytes(comparison.memory_bytes(simulation))
+            result.add_row(
+                simulation.policy,
+                COMM_NAMES[simulation.comm],
+                f"{simulation.bubble_rate:.1%}",
+                significant(simulation.samples_per_time),
+                f"{simulation.speedup(baseline):.2f}x",
+                duration(simulation.planning_s),
+                memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
+                style="bold green" if simulation is best else None,
+            )
     return result
 
 
@@ -103,10 +148,10 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
-def to_json(comparison: Comparison, recommendation: str) -> dict[str, object]:
+def to_json(found: ByOrder, recommendation: str) -> dict[str, object]:
     """Everything in the table, for machines. Times in seconds."""
-    baseline = comparison.baseline
-    scenario = comparison.scenario
+    comparison = found["shuffled"]
+    baseline, scenario = comparison.baseline, comparison.scenario
     return {
         "world_size": scenario.world_size,
         "minibatch_size": scenario.minibatch_size,
@@ -115,6 +160,10 @@ def to_json(comparison: Comparison, recommendation: str) -> dict[str, object]:
         "costs": comparison.training.about,
         "baseline": {"policy": baseline.policy, "comm": baseline.comm},
         "policies": rows(comparison, baseline),
+        "orders": {
+            order: {"variation_of_lengths": each.variation, "policies": rows(each, baseline)}
+            for order, each in found.items()
+        },
         "recommendation": recommendation,
     }
 
@@ -139,14 +188,16 @@ def _row(comparison: Comparison, simulation: Simulation, baseline: Simulation) -
     }
 
 
-def at_minibatch_sizes(comparison: Comparison, sizes: Sequence[int]) -> dict[int, tuple[Simulation, Simulation]]:
-    """The paper's baseline and LB-Mini with ODC at other minibatch sizes, on the same machines."""
+def at_minibatch_sizes(
+    comparison: Comparison, fsdp: str, odc: str, sizes: Sequence[int]
+) -> dict[int, tuple[Simulation, Simulation]]:
+    """A policy with FSDP and one with ODC at other minibatch sizes, on the same machines."""
     found = {}
     machines = comparison.machines
     for size in sizes:
         scenario = replace(comparison.scenario, minibatch_size=size, batch_size=None)
-        baseline = scenario.plan("lb-micro").run("collective", machines["collective"])
-        found[size] = baseline, scenario.plan("lb-mini").run("odc", machines["odc"])
+        baseline = scenario.plan(fsdp).run("collective", machines["collective"])
+        found[size] = baseline, scenario.plan(odc).run("odc", machines["odc"])
     return found
 
 
@@ -160,18 +211,23 @@ NOTHING = 0.0005
 _LARGEST_SIZE, _FEW_MINIBATCHES = 64, 16
 
 
-def recommend(comparison: Comparison) -> str:
-    """What to use and why, in a few sentences."""
+def recommend(found: ByOrder) -> str:
+    """What to use and why, in a few sentences: for samples that stay shuffled, then what another order would bring."""
+    comparison = found["shuffled"]
     odc, fsdp = comparison.best("odc"), comparison.best("collective")
     if odc is None or fsdp is None:
         chosen = odc or fsdp or comparison.baseline
-        text = f"{COMM_NAMES[chosen.comm]} with {chosen.policy} is the fastest of these."
+        text = f"The fastest of these is {COMM_NAMES[chosen.comm]} with {chosen.policy}."
     elif odc.speedup(fsdp) - 1 < NOT_WORTH_IT:
         chosen, text = fsdp, _stay(comparison, fsdp, odc)
     else:
         chosen, text = odc, _use_odc(fsdp, odc)
     if odc is not None:
         text += _about_longest(comparison, odc)
+    if "grouped" in found:
+        text = f"With samples shuffled, {text[0].lower()}{text[1:]}{_about_orders(found, chosen)}"
+    if (number := chosen.makespans.size) < _FEW_MINIBATCHES:
+        text += f" This is rough: {number} minibatches only; plan more samples."
     if comparison.fits(chosen):
         return text
     return f"Does not fit: {misfit(comparison, chosen)} Memory aside: {text}"
@@ -194,6 +250,25 @@ def _stay(comparison: Comparison, fsdp: Simulation, odc: Simulation) -> str:
     share = _share_of_transfers(comparison, odc)
     because = f": its transfers take {share:.1%} of its time" if share >= NOTHING else ""
     return f"{text}be {-gain:.1%} slower{because}."
+
+
+def _about_orders(found: ByOrder, chosen: Simulation) -> str:
+    """What other orders would bring, and their price."""
+    grouped, packed = found["grouped"], found["packed"].best("collective")
+    assert packed is not None
+    best = {comm: simulation for comm in COMM_NAMES if (simulation := grouped.best(comm)) is not None}
+    speedups = [f"{COMM_NAMES[comm]} with {each.policy} {each.speedup(chosen):.2f}x" for comm, each in best.items()]
+    text = (
+        " If steps of like lengths are no problem for your training, group them (group_by_length): "
+        f"{', '.join(speedups)} as fast as that. Lengths of a step then vary by {grouped.variation:.0%} of their mean, "
+        f"not by {found['shuffled'].variation:.0%}."
+    )
+    if max(each.speedup(chosen) for each in best.values()) < 1 + NOT_WORTH_IT:
+        text = f" Steps of like lengths (group_by_length) would bring less than {NOT_WORTH_IT:.0%} more."
+    num_samples = packed.num_samples / packed.makespans.size
+    return (
+        f"{text} FSDP with TRL's packing (bfd): {packed.speedup(chosen):.2f}x, with {num_samples:.0f} samples a step."
+    )
 
 
 def _share_of_transfers(comparison: Comparison, simulation: Simulation) -> float:

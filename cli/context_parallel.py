@@ -289,7 +289,7 @@ def _stay(fsdp: _Candidate, odc: _Candidate | None) -> str:
 
 def _use_odc(odc: _Candidate, fsdp: _Candidate | None) -> str:
     if fsdp is None:
-        return f"ODC with {odc.name} is the fastest of these."
+        return f"The fastest of these is ODC with {odc.name}."
     text = f"Use ODC with {odc.name}: {odc.rate / fsdp.rate:.2f}x speedup over the best FSDP plan ({fsdp.name})"
     if odc.size == fsdp.size:
         return f"{text}, bubble rate {fsdp.simulation.bubble_rate:.1%} -> {odc.simulation.bubble_rate:.1%}."

@@ -98,7 +98,14 @@ class Training:
 
 
 def make_training(
-    model: str, device: str, mfu: float, world_size: int, *, recompute: bool, timings: Path | None
+    model: str,
+    device: str,
+    mfu: float,
+    world_size: int,
+    *,
+    recompute: bool,
+    timings: Path | None,
+    microbatch_cost: float | None = None,
 ) -> Training:
     """Cost and memory of a model on a kind of device.
 
@@ -109,6 +116,7 @@ def make_training(
         world_size: number of ranks that share parameters, gradients and optimizer state.
         recompute: the backward computes activations anew.
         timings: a CSV of lengths and seconds to fit the costs to, instead of FLOPs.
+        microbatch_cost: seconds that a microbatch takes besides its samples; None: what timings say, else nothing.
 
     Raises:
         ValueError: something cannot be read or is not known.
@@ -121,6 +129,11 @@ def make_training(
         fit = fit_cost(*read_timings(timings))
         cost, microbatch_s = fit.cost, fit.microbatch_s
         about = f"fitted to {timings} ({'; '.join(fit.explain().splitlines())})"
+    if microbatch_cost is not None:
+        microbatch_s, about = (
+            microbatch_cost,
+            f"{about}, and {microbatch_cost:g} s for each microbatch (--microbatch-cost)",
+        )
     return Training(
         cost,
         microbatch_s,

@@ -38,6 +38,15 @@ Timings = Annotated[
     Path | None,
     typer.Option("--timings", help="CSV of measured 'length,seconds' to fit the costs to, instead of FLOPs."),
 ]
+MicrobatchCost = Annotated[
+    float | None,
+    typer.Option(
+        "--microbatch-cost",
+        min=0.0,
+        help="Seconds that a microbatch takes beside its samples; default: what --timings show, else 0.",
+        show_default=False,
+    ),
+]
 Policies = Annotated[
     list[str] | None,
     typer.Option("--policy", help=f"Repeatable; 'all', or of: {', '.join(policy_names())}.", show_default=False),

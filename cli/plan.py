@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,15 +14,14 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from odc.balance import Machine, Policy, Scenario, get_policy, policy_names
-from odc.balance.checks import IntArray
+from odc.balance import Machine, Scenario, get_policy, policy_names
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.rearrange.from_home import FromHome
 from odc.cli import options
-from odc.cli.comparison import Comparison, compare, memory_note, recommend, table, to_json
+from odc.cli.comparison import ByOrder, compare, memory_note, recommend, reordered, table, to_json
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
-from odc.cli.costs import Training, make_training
+from odc.cli.costs import make_training
 from odc.cli.lengths import check_enough, cut, describe, read_lengths, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
@@ -31,9 +31,11 @@ from odc.cli.records import TokenCounter
 from odc.cli.rollouts import LINK, Moved, describe_moved, moved
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
+_GROUPED_POLICIES = ("none", "lb-micro-global", "lb-mini")
+"""Compared for grouped lengths unless others are named: plain FSDP, and the best of each kind of communication."""
 _TEXT_ONLY = (
     *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
-    *("samples", "panel", "context_parallel", "link", "rollouts"),
+    *("samples", "panel", "context_parallel", "link", "rollouts", "reorder"),
 )
 """Options that plans of several modalities do not look at."""
 
@@ -53,6 +55,7 @@ def plan(
     mfu: options.Mfu = 0.4,
     recompute: options.Recompute = True,
     timings: options.Timings = None,
+    microbatch_cost: options.MicrobatchCost = None,
     policy: options.Policies = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="Samples per rank that verl-native balances together.")
@@ -72,6 +75,14 @@ def plan(
     field: options.Field = None,
     tokenizer: options.Tokenizer = None,
     chars_per_token: options.CharsPerToken = 4.0,
+    reorder: Annotated[
+        bool,
+        typer.Option(
+            "--reorder/--no-reorder",
+            help="Compare orders, too, that change which samples share a step: like lengths grouped "
+            "(group_by_length of transformers), and packing as TRL does it (bfd).",
+        ),
+    ] = True,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
     plot: options.Plot = None,
@@ -114,19 +125,21 @@ def plan(
         if panel != "all" and plot is None:
             raise ValueError(f"--panel {panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
         check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
-        check_finite(overlap=overlap, chars_per_token=chars_per_token)
+        check_finite(overlap=overlap, chars_per_token=chars_per_token, microbatch_cost=microbatch_cost or 0.0)
         check_options(
             context, with_modalities=bool(modality), with_groups=context_parallel is not None, with_rollouts=rollouts
+        )
+        training = make_training(
+            model, device, mfu, world_size, recompute=recompute, timings=timings, microbatch_cost=microbatch_cost
         )
         count_tokens = TokenCounter(tokenizer, chars_per_token)
         if modality:
             modalities = parse_modalities(modality, mfu * DEVICES[device].flops_per_s)
             items = read_dataset(lengths, modalities, fields=field or (), count_tokens=count_tokens)
             check_enough(items.tokens.size, lengths, minibatch_size, world_size)
-            training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
             with progress_bar() as progress:
                 bar = progress.add_task("planning", total=None)
-                found = compare_phases(
+                phases = compare_phases(
                     items,
                     modalities,
                     training,
@@ -139,14 +152,13 @@ def plan(
                     seed=seed,
                     on_plan=lambda done, total: progress.update(bar, completed=done, total=total),
                 )
-            report_phases(found, as_json=as_json, plot=plot)
+            report_phases(phases, as_json=as_json, plot=plot)
             return
         groups = None if context_parallel is None else parse_groups(context_parallel, link, world_size, device)
         policies = chosen_policies(policy, DEFAULT_POLICIES if groups is None else POLICIES)
         dataset = read_lengths(lengths, num_samples=samples, fields=field or (), count_tokens=count_tokens)
         tokens = cut(dataset.tokens, max_tokens, truncate=truncate, devices=min(groups or [1]))
         check_enough(tokens.size, lengths, minibatch_size, world_size)
-        training = make_training(model, device, mfu, world_size, recompute=recompute, timings=timings)
         scenario = Scenario(
             some_of(tokens, minibatches * world_size * minibatch_size, seed),
             training.cost,
@@ -168,27 +180,30 @@ def plan(
                 )
             report_groups(by_size, dataset.about, as_json=as_json, plot=plot)
             return
-        comparison = _compare_all(
-            scenario,
-            tokens,
-            policies,
-            training,
-            machines,
-            lambda name: FromHome(get_policy(name), ranks_per_node) if rollouts else get_policy(name),
-        )
-        recommendation = recommend(comparison)
+        plans = [FromHome(get_policy(name), ranks_per_node) if rollouts else get_policy(name) for name in policies]
+        grouped = chosen_policies(policy, _GROUPED_POLICIES) if reorder and not rollouts else []
+        with progress_bar() as progress:
+            bar = progress.add_task("planning", total=len(scenario.sampler("none")) * (len(plans) + len(grouped)))
+            on_minibatch = partial(progress.advance, bar)
+            comparison = compare(scenario, tokens, plans, training, machines, on_minibatch)
+            found = reordered(comparison, grouped, on_minibatch)
+        recommendation = recommend(found)
         moves: dict[str, Moved] = {}
         if rollouts:
             bytes_per_s = DEVICES[device].links[LINK]
             moves = {name: moved(epoch, ranks_per_node, bytes_per_s) for name, epoch in comparison.planned.items()}
         if plot is not None:
-            _draw(plot, comparison, minibatch_only=panel == "minibatch")
+            from odc.cli.plots import plot_plan  # matplotlib takes a while to import
+
+            with progress_bar() as progress:
+                progress.add_task("drawing", total=None)
+                plot_plan(plot, comparison, minibatch_only=panel == "minibatch")
     if as_json:
         about = {"moved": {name: asdict(each) for name, each in moves.items()}} if rollouts else {}
-        typer.echo(json.dumps({"lengths": dataset.about, **to_json(comparison, recommendation), **about}))
+        typer.echo(json.dumps({"lengths": dataset.about, **to_json(found, recommendation), **about}))
         return
     notes = describe_moved(moves, with_nodes=ranks_per_node is not None) if rollouts else None
-    _show(comparison, dataset.about, recommendation, plot, notes)
+    _show(found, dataset.about, recommendation, plot, notes)
 
 
 def check_options(
@@ -199,26 +214,26 @@ def check_options(
     Raises:
         ValueError: one of them was given.
     """
-    groups_only, not_groups = ("link",), ("panel", "rollouts")
-    wrong = _TEXT_ONLY
-    if not with_modalities:
-        nodes = () if with_rollouts else ("ranks_per_node",)
-        wrong = (*nodes, *(not_groups if with_groups else groups_only))
-    # By name: the enumeration is click's or typer's own, by the version of typer.
-    given = [name for name in wrong if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
-        option = f"--{given[0].replace('_', '-')}"
-        if given[0] in groups_only and not with_modalities:
-            raise ValueError(f"{option} is between devices of a group: expected --context-parallel too")
-        if given[0] in not_groups and not with_modalities:
-            raise ValueError(f"{option} is not for groups: leave it out, or leave out --context-parallel")
-        if with_modalities:
-            raise ValueError(
-                f"{option} is not for samples of several modalities: leave it out, or leave out --modality"
-            )
-        raise ValueError(
-            f"{option} is for samples of several modalities, or rollouts: expected --modality or --rollouts too"
+    problems: dict[str, str] = {}
+    if with_modalities:
+        problem = "is not for samples of several modalities: leave it out, or leave out --modality"
+        problems = dict.fromkeys(_TEXT_ONLY, problem)
+    elif with_rollouts:
+        problems["reorder"] = (
+            "is not for rollouts, each of which is on some rank: leave it out, or leave out --rollouts"
         )
+    else:
+        problem = "is for samples of several modalities, or rollouts: expected --modality or --rollouts too"
+        problems["ranks_per_node"] = problem
+    if with_groups:
+        problem = "is not for groups: leave it out, or leave out --context-parallel"
+        problems |= dict.fromkeys(("panel", "rollouts", "reorder"), problem)
+    elif not with_modalities:
+        problems["link"] = "is between devices of a group: expected --context-parallel too"
+    for name, problem in problems.items():
+        # By name: the enumeration is click's or typer's own, by the version of typer.
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise ValueError(f"--{name.replace('_', '-')} {problem}")
 
 
 def chosen_policies(given: list[str] | None, default: Sequence[str]) -> list[str]:
@@ -258,29 +273,8 @@ def _machines(
     }
 
 
-def _compare_all(
-    scenario: Scenario,
-    tokens: IntArray,
-    policies: list[str],
-    training: Training,
-    machines: dict[Comm, Machine],
-    policy_of: Callable[[str], Policy],
-) -> Comparison:
-    with progress_bar() as progress:
-        bar = progress.add_task("planning", total=len(scenario.sampler("none")) * len(policies))
-        return compare(scenario, tokens, policies, training, machines, lambda: progress.advance(bar), policy_of)
-
-
-def _draw(path: Path, comparison: Comparison, *, minibatch_only: bool) -> None:
-    from odc.cli.plots import plot_plan  # matplotlib takes a while to import
-
-    with progress_bar() as progress:
-        progress.add_task("drawing", total=None)
-        plot_plan(path, comparison, minibatch_only=minibatch_only)
-
-
-def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path | None, notes: str | None) -> None:
-    console = output()
+def _show(found: ByOrder, lengths: str, recommendation: str, plot: Path | None, notes: str | None) -> None:
+    console, comparison = output(), found["shuffled"]
     scenario, training = comparison.scenario, comparison.training
     longest = int(comparison.lengths.max())
     console.print(
@@ -289,7 +283,7 @@ def _show(comparison: Comparison, lengths: str, recommendation: str, plot: Path 
         highlight=False,
     )
     console.print(f"Lengths: {escape(lengths)}.", style="dim", highlight=False)
-    console.print(table(comparison))
+    console.print(table(found))
     note = memory_note(training, int(scenario.max_tokens or longest))
     console.print(
         f"Costs: {escape(training.about)}. Memory per device is an estimate: {note}.", style="dim", highlight=False

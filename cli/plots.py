@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from odc.balance import Plan
+from odc.balance import Plan, Simulation
 from odc.balance.checks import IntArray
 from odc.balance.plan import Comm
-from odc.balance.simulate import PlannedEpoch
 from odc.balance.simulate.studies import Point
 from odc.cli.comparison import COMM_NAMES, Comparison, at_minibatch_sizes
+from odc.cli.output import significant
 from odc.cli.phases import Balanced, Outcome, PhaseComparison
 
 _COMPUTE = ("#7a9cc6", "#a9c0dd")
@@ -100,16 +100,22 @@ def _plot_lengths(axes: Axes, lengths: IntArray, num_all: int) -> None:
     axes.legend(frameon=False)
 
 
+def _shown(comparison: Comparison) -> list[Simulation]:
+    """What the recommendation compares: the fastest with FSDP, and the fastest with ODC."""
+    both = (comparison.best("collective"), comparison.best("odc"))
+    return [simulation for simulation in both if simulation is not None]
+
+
 def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
-    """One minibatch, the one whose plan for collectives is typical: what each rank does when."""
-    wanted: tuple[tuple[str, Comm], ...] = (("lb-micro", "collective"), ("lb-mini", "odc"))
-    shown = [key for key in wanted if key in comparison.simulations] or list(comparison.simulations)[:1]
-    bars = [(comparison.planned[name], comm) for name, comm in shown]
-    number = _typical(bars[0][0])
-    height, ticks, longest = 0.0, [], 0.0
-    for epoch, comm in bars:
-        plan = epoch.minibatches[number].plan
-        longest = max(longest, plan.makespan(comm))
+    """One minibatch, that of the median speedup: what each rank does when."""
+    shown = _shown(comparison)
+    bars = [(comparison.planned[simulation.policy], simulation.comm) for simulation in shown]
+    ratios = shown[0].makespans / (shown[-1].makespans if len(shown) > 1 else 1.0)
+    number = int(np.argsort(ratios, kind="stable")[ratios.size // 2])
+    plans = {comm: epoch.minibatches[number].plan for epoch, comm in bars}
+    height, ticks = 0.0, []
+    longest = max(plan.makespan(comm) for comm, plan in plans.items())
+    for comm, plan in plans.items():
         ranks = _ranks_to_show(plan)
         for rank in ranks:
             _plot_rank(axes, plan, rank, comm, height)
@@ -120,9 +126,10 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=7)
     axes.set_xlim(0, longest * 1.01)
     axes.set_ylim(height + 1.0, 2.4)
-    axes.set_title(_timeline_title(comparison, number), loc="left")
+    axes.set_title(_timeline_title(comparison, plans), loc="left")
     axes.set_xlabel("seconds")
-    axes.set_ylabel("rank")
+    world_size = comparison.scenario.world_size
+    axes.set_ylabel("rank" if world_size <= _MOST_RANKS else f"{_MOST_RANKS} of {world_size} ranks")
     shades = tuple(Patch(color=colour) for colour in _COMPUTE)
     axes.legend(
         [shades, Patch(color=_WAIT)],
@@ -143,12 +150,11 @@ def _ranks_to_show(plan: Plan) -> list[int]:
     return sorted([*first, slowest])
 
 
-def _timeline_title(comparison: Comparison, number: int) -> str:
-    world_size = comparison.scenario.world_size
-    what = f"what {_MOST_RANKS} of {world_size} ranks do" if world_size > _MOST_RANKS else "what each rank does"
-    machines = comparison.machines.values()
-    differs = any(machine.noise or machine.gather or machine.scatter for machine in machines)
-    return f"Minibatch {number}: {what}{', as planned' if differs else ''}"
+def _timeline_title(comparison: Comparison, plans: Mapping[Comm, Plan]) -> str:
+    num_samples = next(iter(plans.values())).num_samples
+    times = ", ".join(f"{COMM_NAMES[comm]} {significant(plan.makespan(comm))} s" for comm, plan in plans.items())
+    differs = any(machine.noise or machine.gather or machine.scatter for machine in comparison.machines.values())
+    return f"One step of {num_samples} samples: {times}{', as planned' if differs else ''}"
 
 
 def _plot_rank(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> None:
@@ -165,18 +171,17 @@ def _plot_rank(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> 
     axes.barh(height, end - start, left=start, height=0.8, color=_WAIT)
 
 
-def _typical(epoch: PlannedEpoch) -> int:
-    """The minibatch of the median bubble rate."""
-    comm: Comm = "collective" if epoch.policy.equal_counts else "odc"
-    rates = [minibatch.plan.bubble_rate(comm) for minibatch in epoch.minibatches]
-    return int(np.argsort(rates, kind="stable")[len(rates) // 2])
-
-
 def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
     num_samples, world_size = np.size(comparison.scenario.lengths), comparison.scenario.world_size
     sizes = [size for size in _SIZES if size * world_size <= num_samples]
-    found = at_minibatch_sizes(comparison, sizes)
-    for which, name, colour in ((0, "lb-micro, FSDP", _COLLECTIVE), (1, "lb-mini, ODC", _ODC)):
+    names = {
+        "collective": "lb-micro-global",
+        "odc": "lb-mini",
+        **{each.comm: each.policy for each in _shown(comparison)},
+    }
+    fsdp, odc = f"{names['collective']}, FSDP", f"{names['odc']}, ODC"
+    found = at_minibatch_sizes(comparison, names["collective"], names["odc"], sizes)
+    for which, name, colour in ((0, fsdp, _COLLECTIVE), (1, odc, _ODC)):
         rates = [100 * found[size][which].bubble_rate for size in sizes]
         bubbles.plot(sizes, rates, "o-", color=colour, label=name)
     bubbles.set_title("Bubble rate by minibatch size", loc="left")
@@ -184,7 +189,7 @@ def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
     bubbles.legend(frameon=False)
     gains = [100 * (found[size][1].speedup(found[size][0]) - 1) for size in sizes]
     speedup.plot(sizes, gains, "o-", color=_ODC)
-    speedup.set_title("Speedup of lb-mini, ODC over lb-micro, FSDP", loc="left")
+    speedup.set_title(f"Speedup of {odc} over {fsdp}", loc="left")
     speedup.set_ylabel("more samples/s (%)")
     for axes, lowest in ((bubbles, 0.0), (speedup, min(0.0, *gains))):
         axes.set_xscale("log", base=2)

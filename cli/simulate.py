@@ -42,9 +42,15 @@ def simulate(
     device: options.DeviceName = "a100",
     mfu: options.Mfu = 0.4,
     timings: options.Timings = None,
+    microbatch_cost: options.MicrobatchCost = None,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Most samples to use, of a length law or of a file.")
-    ] = 4096,
+        int,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Most samples to use, of a length law or of a file. More take longer: 4096 a minute.",
+        ),
+    ] = 1024,
     field: options.Field = None,
     tokenizer: options.Tokenizer = None,
     chars_per_token: options.CharsPerToken = 4.0,
@@ -66,7 +72,7 @@ def simulate(
     """
     with errors_in_one_line():
         check_plot(plot)
-        check_finite(mfu=mfu, chars_per_token=chars_per_token)
+        check_finite(mfu=mfu, chars_per_token=chars_per_token, microbatch_cost=microbatch_cost or 0.0)
         factors = _chosen(factor)
         numbers = _numbers(values, factors)
         count_tokens = TokenCounter(tokenizer, chars_per_token)
@@ -74,7 +80,9 @@ def simulate(
         used = some_of(dataset.tokens, samples, seed)
         golden = Setting(minibatch_size=minibatch_size, devices=world_size)
         _check_all_enough(used.size, lengths, factors, numbers, golden)
-        training = make_training(model, device, mfu, world_size, recompute=True, timings=timings)
+        training = make_training(
+            model, device, mfu, world_size, recompute=True, timings=timings, microbatch_cost=microbatch_cost
+        )
         scenario = Scenario(
             used, training.cost, world_size, minibatch_size, microbatch_cost=training.microbatch_s, seed=seed
         )

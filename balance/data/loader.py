@@ -142,8 +142,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         mesh: in place of these two, the dimensions of a ``DeviceMesh`` over which ranks have different samples:
             ``mesh["dp"]``, or ``mesh["dp_replicate", "dp_shard"]``, which count in row-major order. Ranks that differ
             in other dimensions only (tensor parallelism) get the same microbatches.
-        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds, seed, shuffle, drop_last:
-            see :class:`~odc.balance.MinibatchSampler`.
+        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds, seed, shuffle, group_by_length,
+            drop_last: see :class:`~odc.balance.MinibatchSampler`.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
             :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all but the first, which nothing
             predicts.
@@ -222,6 +222,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         speeds: npt.ArrayLike | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        group_by_length: bool = False,
         drop_last: bool = True,
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
@@ -249,6 +250,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             speeds=speeds,
             seed=seed,
             shuffle=shuffle,
+            group_by_length=group_by_length,
             drop_last=drop_last,
         )
         self.comm: Comm = as_one_of(comm, "comm", COMMS)

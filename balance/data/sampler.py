@@ -15,6 +15,9 @@ from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import Job
 from odc.balance.random_numbers import random_generator
 
+_MEGABATCH = 50
+"""Minibatches of a rank among whose samples like lengths are looked for."""
+
 
 class MinibatchSampler:
     """Shuffles a dataset, cuts it into global minibatches and plans each of them.
@@ -36,6 +39,8 @@ class MinibatchSampler:
         microbatch_cost, speeds: see :meth:`Policy.plan`.
         seed: of the shuffle, at least 0.
         shuffle: without it, samples keep their order in every epoch.
+        group_by_length: put samples of like lengths into the same minibatch, as :func:`grouped_by_length` does. Then
+            ranks hardly wait, but a step has long samples only, and the next one short ones.
         drop_last: leave out the samples after the last full minibatch of an epoch; else they form a smaller
             one.
 
@@ -67,6 +72,7 @@ class MinibatchSampler:
         speeds: npt.ArrayLike | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        group_by_length: bool = False,
         drop_last: bool = True,
     ) -> None:
         self.lengths = as_lengths(lengths)
@@ -78,6 +84,7 @@ class MinibatchSampler:
         self.max_tokens = longest if max_tokens is None else as_count(max_tokens, "max_tokens")
         self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = shuffle
+        self.group_by_length = group_by_length
         self.drop_last = drop_last
         self.epoch = 0
         self._job = Job.create(
@@ -128,6 +135,8 @@ class MinibatchSampler:
             "seed": self.seed,
             "shuffle": int(self.shuffle),
         }
+        if self.group_by_length:
+            found["lengths_fingerprint"] = fingerprint(self.lengths.tobytes())
         if self.policy.two_level:
             weights = [self._job.costs, *([] if self._job.speeds is None else [self._job.speeds])]
             found["policy"] = self.policy.name
@@ -173,12 +182,28 @@ class MinibatchSampler:
         return int(random_generator("batch", self.seed, self.epoch, batch).random_raw())
 
     def _order(self) -> IntArray:
-        if not self.shuffle:
-            return np.arange(self.lengths.size)
-        return shuffled(self.lengths.size, self.seed, self.epoch)
+        size = self.lengths.size
+        order = shuffled(size, self.seed, self.epoch) if self.shuffle else np.arange(size)
+        return grouped_by_length(order, self.lengths, self.minibatch_size) if self.group_by_length else order
 
 
 def shuffled(num_samples: int, *keys: int) -> IntArray:
     """The indices of the samples in an order that depends on the keys alone, (num_samples,)."""
     # Sorting by the raw stream: numpy keeps that one stable across versions, but not permutation().
     return np.argsort(np.random.PCG64(list(keys)).random_raw(num_samples), kind="stable")
+
+
+def grouped_by_length(order: IntArray, lengths: IntArray, minibatch_size: int) -> IntArray:
+    """The samples so that like lengths follow each other, as ``group_by_length`` of transformers has them.
+
+    Of every ``50 * minibatch_size`` samples (of a small dataset: of a fourth of all) the longest comes first. Its
+    ``LengthGroupedSampler`` also begins with the longest of all, which makes no difference here and is left out.
+
+    Args:
+        order: a shuffle, (num_samples,).
+        lengths: tokens of each sample of the dataset.
+        minibatch_size: samples per rank and optimizer step.
+    """
+    size = minibatch_size * max(1, min(_MEGABATCH, order.size // (4 * minibatch_size)))
+    megabatches = [order[start : start + size] for start in range(0, order.size, size)]
+    return np.concatenate([mine[np.argsort(-lengths[mine], kind="stable")] for mine in megabatches])

@@ -12,7 +12,7 @@ import numpy as np
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan
-from odc.balance.policies.packing import first_fit_decreasing, pack
+from odc.balance.policies.packing import best_fit_decreasing, pack
 
 OVERDUE = 0.1
 """What is left of a microbatch that should be through already, of its whole time."""
@@ -86,7 +86,7 @@ def packed_falling(ranks: Parts, lengths: IntArray, costs: FloatArray, max_token
     def packed(mine: list[int]) -> Parts:
         samples = np.array(mine, dtype=np.int64)
         fewest = pack(lengths[samples], costs[samples], max_tokens)
-        filled = first_fit_decreasing(lengths[samples], max_tokens)
+        filled = best_fit_decreasing(lengths[samples], max_tokens)
         parts: Parts = [samples[part].tolist() for part in (filled if len(filled) <= len(fewest) else fewest)]
         return sorted(parts, key=lambda part: -float(costs[part].sum()))
 

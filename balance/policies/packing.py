@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -79,7 +80,7 @@ def smallest(low: int, high: int, attempt: Callable[[int], T | None]) -> T:
 class Packer:
     """Packs the samples of one rank into a given number of microbatches.
 
-    Tried in this order: a split of similar costs; one of similar token counts; first-fit-decreasing. The last
+    Tried in this order: a split of similar costs; one of similar token counts; best-fit-decreasing. The last
     two are then balanced by cost as far as the limit allows. ``lengths`` are at most ``max_tokens`` each.
     """
 
@@ -87,27 +88,27 @@ class Packer:
         self._lengths = lengths
         self._costs = costs
         self._max_tokens = max_tokens
-        self._first_fit = first_fit_decreasing(lengths, max_tokens)
+        self._best_fit = best_fit_decreasing(lengths, max_tokens)
 
     @property
     def enough(self) -> int:
         """A number of microbatches for which a packing is always found."""
-        return len(self._first_fit)
+        return len(self._best_fit)
 
     def into(self, num_microbatches: int) -> Parts | None:
         """A packing into exactly ``num_microbatches``, or None if none was found.
 
-        One is always found if first-fit-decreasing needs no more, thus at the latest with one sample in each.
+        One is always found if best-fit-decreasing needs no more, thus at the latest with one sample in each.
         """
         parts = split_by_cost(self._costs, num_microbatches, equal_size=False, thorough=False)
         if self._fits(parts):
             return parts
         parts = split_by_cost(self._lengths.astype(np.float64), num_microbatches, equal_size=False)
         if not self._fits(parts):
-            num_empty = num_microbatches - len(self._first_fit)
+            num_empty = num_microbatches - len(self._best_fit)
             if num_empty < 0:
                 return None
-            parts = [list(part) for part in self._first_fit] + [[] for _ in range(num_empty)]
+            parts = [list(part) for part in self._best_fit] + [[] for _ in range(num_empty)]
             fill_empty(self._costs, parts)
         limit = Limit(self._lengths, self._max_tokens)
         parts = refine(self._costs, parts, equal_size=False, limit=limit)
@@ -143,27 +144,19 @@ def min_microbatches(lengths: IntArray, max_tokens: int) -> int:
     return max(num_long + int((-(-overflow // max_tokens)).max()), -(-lengths.size // most_together))
 
 
-def first_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
-    """Bins of at most ``max_tokens``: each sample, the longest first, goes into the first bin with room."""
-    if 0 < lengths.sum() <= max_tokens:
-        return [np.argsort(-lengths, kind="stable").tolist()]
+def best_fit_decreasing(lengths: IntArray, max_tokens: int) -> Parts:
+    """Bins of at most ``max_tokens``: each sample, the longest first, goes into the fullest bin with room for it, of
+    equally full ones the first."""
     parts: Parts = []
-    # A binary tree in an array: the children of i are 2 i and 2 i + 1, the leaves are the bins, as many as samples,
-    # and each node knows the most room below it. So the first bin with room is found on one way down.
-    num_leaves = 1 << max(0, int(lengths.size) - 1).bit_length()
-    room = [max_tokens] * (2 * num_leaves)
+    rooms: list[tuple[int, int]] = []  # what is left in each bin, and its number; ascending
     values = lengths.tolist()
     for sample in np.argsort(-lengths, kind="stable").tolist():
-        length, node = values[sample], 1
-        while node < num_leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        if node - num_leaves == len(parts):
+        place = bisect.bisect_left(rooms, (values[sample], 0))
+        if place == len(rooms):
+            room, number = max_tokens, len(parts)
             parts.append([])
-        parts[node - num_leaves].append(sample)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        else:
+            room, number = rooms.pop(place)
+        parts[number].append(sample)
+        bisect.insort(rooms, (room - values[sample], number))
     return parts

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import as_count, as_speeds
+from odc.balance.checks import IntArray, as_count, as_speeds
 from odc.balance.costs import CostModel
 from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, PlannedMinibatch
 from odc.balance.policies import Policy
+from odc.balance.policies.base import Job
+from odc.balance.policies.packing import best_fit_decreasing
+from odc.balance.random_numbers import random_generator
 from odc.balance.simulate.machine import Machine, Stopwatch
+
+_ROWS_OF = 1000
+"""Samples that TRL packs together: what ``datasets`` maps at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +46,7 @@ class Scenario:
     microbatch_cost: float = 0.0
     speeds: tuple[float, ...] | None = None
     seed: int = 0
+    group_by_length: bool = False
 
     def sampler(self, policy: str | Policy) -> MinibatchSampler:
         """The minibatches of one epoch; a tail that is no full minibatch is dropped, as in the paper.
@@ -56,6 +65,7 @@ class Scenario:
             microbatch_cost=self.microbatch_cost,
             speeds=self.speeds,
             seed=self.seed,
+            group_by_length=self.group_by_length,
         )
 
     def on_groups(self, size: int, cost: CostModel, max_tokens: int) -> Scenario:
@@ -178,3 +188,35 @@ class Simulation:
     def speedup(self, baseline: Simulation) -> float:
         """Throughput over that of ``baseline``."""
         return self.samples_per_time / baseline.samples_per_time
+
+
+class BestFitRows(Policy):
+    """The packing of TRL (``packing=True``, its strategy "bfd"), to compare with: no policy for a loader.
+
+    Samples are packed into rows of at most ``max_tokens`` once, 1000 at a time, and rows are drawn in place of samples:
+    a row is a microbatch. So numbers of samples differ from step to step; rows per step are so many that they are about
+    ``minibatch_size`` per rank.
+    """
+
+    name = "bfd"
+    two_level = True
+
+    def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
+        rows: list[IntArray] = []
+        for start in range(0, job.lengths.size, _ROWS_OF):
+            packed = best_fit_decreasing(job.lengths[start : start + _ROWS_OF], job.max_tokens)
+            rows += [start + np.array(row) for row in packed]
+        order = np.argsort(random_generator("rows", seed).random_raw(len(rows)), kind="stable").tolist()
+        each = max(1, round(minibatch_size * len(rows) / job.lengths.size)) * job.world_size
+        # At least one step: of few rows it is not full.
+        for start in range(first * each, max(len(rows) - each, 0) + 1, each):
+            drawn = [rows[number] for number in order[start : start + each]]
+            samples = np.concatenate(drawn)
+            bounds = np.cumsum([0, *map(len, drawn)]).tolist()
+            numbered = [list(range(*ends)) for ends in itertools.pairwise(bounds)]
+            numbered += [[] for _ in range(each - len(drawn))]
+            ranks = [numbered[rank :: job.world_size] for rank in range(job.world_size)]
+            yield PlannedMinibatch(samples, self.to_plan(job.of(samples), ranks))
+
+    def assign(self, job: Job) -> list[Parts]:
+        raise NotImplementedError("rows are packed of a whole epoch")

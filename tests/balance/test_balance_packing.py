@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc.balance import karmarkar_karp
-from odc.balance.policies.packing import first_fit_decreasing, min_microbatches, pack, pack_together, smallest
+from odc.balance.policies.packing import best_fit_decreasing, min_microbatches, pack, pack_together, smallest
 
 
 def fewest(lengths: list[int], limit: int) -> int:
@@ -44,11 +44,11 @@ def test_pack(values: list[int], limit: int) -> None:
     parts = pack(lengths, lengths.astype(float) ** 2, limit)
     check_packing(lengths, parts, limit)
     assert all(parts)
-    bins = first_fit_decreasing(lengths, limit)
+    bins = best_fit_decreasing(lengths, limit)
     simple: list[list[int]] = []
     for sample in sorted(range(lengths.size), key=lambda sample: -lengths[sample]):
         fitting = (part for part in simple if lengths[part].sum() + lengths[sample] <= limit)
-        if (part := next(fitting, None)) is None:
+        if (part := max(fitting, key=lambda part: lengths[part].sum(), default=None)) is None:
             simple.append(part := [])
         part.append(sample)
     assert bins == simple
@@ -96,7 +96,7 @@ def test_costs_are_balanced_as_far_as_the_limit_allows() -> None:
     assert pack(lengths, squares(lengths), 37) == [[0, 2], [1, 3, 4]]
 
 
-def test_first_fit_where_even_tokens_break_the_limit() -> None:
+def test_best_fit_where_even_tokens_break_the_limit() -> None:
     """Nearly full microbatches that neither kind of even split finds."""
     lengths = np.array([51, 9, 9, 40, 46, 51, 27, 49, 24, 7, 48])
     for costs in (squares(lengths), lengths.astype(float)):

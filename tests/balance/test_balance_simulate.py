@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from odc.balance import (
     LinearCost,
     Machine,
+    MinibatchSampler,
     Plan,
     QuadraticCost,
     Scenario,
     Simulation,
     TransformerCost,
     bubble_rate,
+    even_lengths,
     get_policy,
     policy_names,
     preset,
@@ -29,7 +31,9 @@ from odc.balance import (
 )
 from odc.balance.costs import LayerGroup
 from odc.balance.plan import Comm
+from odc.balance.policies.packing import best_fit_decreasing
 from odc.balance.simulate.machine import Stopwatch
+from odc.balance.simulate.simulator import BestFitRows
 
 COMMS: tuple[Comm, ...] = ("odc", "collective")
 COST_1_5B = QuadraticCost(1.982122 / 32000**2, 2.611821 / 32000)
@@ -387,6 +391,51 @@ def test_progress_is_told_once_per_minibatch() -> None:
     assert given_policy.run("odc").policy == "none"
 
 
+@pytest.mark.parametrize(("num_samples", "minibatch_size", "size"), [(999, 4, 200), (90, 4, 20), (5, 4, 4)])
+def test_lengths_are_grouped_as_by_transformers(num_samples: int, minibatch_size: int, size: int) -> None:
+    """Of each megabatch the longest first; which samples are in it is decided by the shuffle."""
+    lengths = even_lengths("aime", num_samples)
+    options: dict[str, Any] = {
+        "minibatch_size": minibatch_size,
+        "world_size": 1,
+        "policy": "none",
+        "cost": LinearCost(),
+    }
+    plain, grouped = (MinibatchSampler(lengths, **options, group_by_length=on, drop_last=False) for on in (False, True))
+    order, found = (np.concatenate([each.samples for each in sampler]) for sampler in (plain, grouped))
+    for start in range(0, num_samples, size):
+        mine, its = order[start : start + size], found[start : start + size]
+        assert set(mine) == set(its)
+        assert (np.diff(lengths[its]) <= 0).all()
+    assert plain.identity() != grouped.identity()
+    grouped.set_epoch(1)
+    assert not np.array_equal(found, np.concatenate([each.samples for each in grouped]))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 16])
+def test_rows_are_packed_once_and_drawn(world_size: int) -> None:
+    lengths = even_lengths("aime", 1500)
+    scenario = Scenario(lengths, LinearCost(), world_size, 8, max_tokens=24_000)
+    steps = scenario.plan(BestFitRows()).minibatches
+    every = np.concatenate([step.samples for step in steps])
+    assert np.unique(every).size == every.size  # each once; but for the rows of a last step that is not full
+    rows = [set(step.samples[part]) for step in steps for rank in step.plan.microbatches for part in rank]
+    order = np.concatenate([step.samples for step in scenario.plan("none").minibatches])
+    chunks = (order[:1000], order[1000:])
+    packed = {frozenset(part[row]) for part in chunks for row in best_fit_decreasing(lengths[part], 24_000)}
+    assert set(map(frozenset, rows)) <= packed
+    for step in steps:
+        assert len(set(step.plan.num_microbatches)) == 1
+        assert step.plan.peak_tokens <= 24_000
+    assert np.mean([step.samples.size for step in steps]) == pytest.approx(8 * world_size, rel=0.3)
+
+
+def test_few_rows_make_a_step_that_is_not_full() -> None:
+    (step,) = Scenario([10] * 39 + [1000], LinearCost(), 4, 1).plan(BestFitRows()).minibatches
+    assert sorted(step.samples) == list(range(40))
+    assert step.plan.num_microbatches == (1, 1, 1, 1)
+
+
 def test_a_scenario_hands_everything_to_its_sampler() -> None:
     scenario = Scenario(
         np.arange(1, 50),
@@ -398,10 +447,11 @@ def test_a_scenario_hands_everything_to_its_sampler() -> None:
         microbatch_cost=0.5,
         speeds=(1.0, 2.0),
         seed=4,
+        group_by_length=True,
     )
     sampler = scenario.sampler("verl-native")
     assert (sampler.world_size, sampler.minibatch_size, sampler.batch_size) == (2, 3, 6)
-    assert (sampler.max_tokens, sampler.seed, sampler.drop_last) == (70, 4, True)
+    assert (sampler.max_tokens, sampler.seed, sampler.drop_last, sampler.group_by_length) == (70, 4, True, True)
     plan = next(iter(sampler)).plan
     assert (plan.max_tokens, plan.microbatch_cost, plan.speeds) == (70, 0.5, (1.0, 2.0))
     other = Scenario(np.arange(1, 50), COST_1_5B, 2, 3, seed=5).sampler("none")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from odc.cli.app import app
 from odc.cli.output import gigabytes, significant
 
-SMALL = ["--samples", "1024", "--minibatches", "8", "--model", "qwen2.5-1.5b"]
+SMALL = ["--samples", "1024", "--minibatches", "16", "--model", "qwen2.5-1.5b", "--no-reorder"]
 BOTH = ["--policy", "lb-micro", "--policy", "lb-mini"]
 
 
@@ -56,9 +56,58 @@ def test_one_sample_each_hints_at_the_minibatch_size(longest: int, size: int, tm
     assert f"with --minibatch-size {size}, in fewer than half. --context-parallel divides them." in text
 
 
+def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
+    """What plain FSDP has with lengths grouped is not kept from the first, nor its price from the second."""
+    found = plan("longalign", "--samples", "1024", "--model", "qwen2.5-1.5b")
+    rates = {
+        order: {(row["policy"], row["comm"]): row["samples_per_s"] for row in each["policies"]}
+        for order, each in found["orders"].items()
+    }
+    shuffled, grouped = rates["shuffled"]["lb-mini", "odc"], rates["grouped"]
+    assert ("none", "odc") not in grouped  # without a gain of its own
+    assert rates["shuffled"]["none", "collective"] < shuffled < grouped["none", "collective"]
+    fsdp = max(rate for (_, comm), rate in grouped.items() if comm == "collective")
+    text = found["recommendation"]
+    assert text.startswith("With samples shuffled, use ODC with lb-mini: 1.")
+    assert "If steps of like lengths are no problem for your training, group them (group_by_length)" in text
+    assert f"FSDP with lb-micro-global {fsdp / shuffled:.2f}x, ODC with lb-mini " in text
+    packed = rates["packed"]["bfd", "collective"]
+    assert f"FSDP with TRL's packing (bfd): {packed / shuffled:.2f}x" in text
+    varies = {order: each["variation_of_lengths"] for order, each in found["orders"].items()}
+    assert varies["grouped"] < varies["shuffled"] / 2
+    assert f"vary by {varies['grouped']:.0%} of their mean, not by {varies['shuffled']:.0%}" in text
+    table = call("plan", "longalign", "--samples", "1024").stdout
+    assert table.index("│ lengths grouped │") < table.index("│ packed by TRL   │")
+
+
+@pytest.mark.parametrize("policies", [[], ["--policy", "lb-mini"], ["--policy", "none"]])
+def test_orders_of_few_policies_and_equal_lengths(policies: list[str], tmp_path: Path) -> None:
+    text = advice(_saved(tmp_path / "a.npy", [1000] * 8), *policies)
+    assert text.startswith("With samples shuffled, ")
+    assert "Steps of like lengths (group_by_length) would bring less than 2% more." in text
+
+
+def test_few_minibatches_are_called_rough() -> None:
+    arguments = ("longalign", *SMALL[:2], *SMALL[4:], *BOTH, "--minibatches")
+    assert "This is rough: 3 minibatches only" in advice(*arguments, "3")
+    assert "rough" not in advice(*arguments, "16")
+
+
+def test_what_a_microbatch_costs_besides() -> None:
+    """Of samples of which each has a microbatch of its own, four a rank, a rank takes four times that longer."""
+    free, paid = (plan("longalign", *SMALL, "--policy", "none", *extra) for extra in ([], ["--microbatch-cost", "0.5"]))
+    for before, after in zip(free["policies"], paid["policies"], strict=True):
+        assert 32 / after["samples_per_s"] == pytest.approx(32 / before["samples_per_s"] + 4 * 0.5)
+    assert "0.5 s for each microbatch" in paid["costs"]
+    assert (
+        "0.5 s for each"
+        in call("simulate", "aime", "--factor", "devices", "--values", "2", "--microbatch-cost", "0.5").stdout
+    )
+
+
 def test_the_hint_without_a_size_that_is_enough(tmp_path: Path) -> None:
     lengths = [10] * 63 + [1_000_000]
-    text = advice(_saved(tmp_path / "a.npy", lengths, 8), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
+    text = advice(_saved(tmp_path / "a.npy", lengths, 16), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
     assert text.endswith("a larger minibatch would hide them. --context-parallel divides them.")
     equal = advice(_saved(tmp_path / "b.npy", [1000] * 8), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples" not in equal

@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 
 from odc.balance import Machine, Scenario, even_lengths
 from odc.cli import plots
-from odc.cli.comparison import Comparison, at_minibatch_sizes, compare
+from odc.cli.comparison import Comparison, at_minibatch_sizes, compare, recommend
 from odc.cli.costs import make_training
 from odc.cli.lengths import some_of
+from odc.cli.output import significant
 
-POLICIES = ("lb-micro", "lb-mini")
+POLICIES = ("lb-micro", "lb-micro-global", "lb-mini")
 
 
 def compared(machine: Machine | None = None, world_size: int = 4, odc_slower: float = 1.0) -> Comparison:
@@ -47,9 +48,9 @@ def panels(
 
 def test_curves_are_of_the_same_machines_as_the_table() -> None:
     comparison = compared(Machine(noise=0.3, gather=2e-3, scatter=2e-3, overlap=0.2), odc_slower=3.0)
-    baseline, candidate = at_minibatch_sizes(comparison, [2])[2]
-    for curve, key in ((baseline, ("lb-micro", "collective")), (candidate, ("lb-mini", "odc"))):
-        row = comparison.simulations[key]
+    fsdp, odc = comparison.best("collective"), comparison.best("odc")
+    found = at_minibatch_sizes(comparison, fsdp.policy, odc.policy, [2])[2]
+    for curve, row in zip(found, (fsdp, odc), strict=True):
         np.testing.assert_array_equal(curve.makespans, row.makespans)
         assert curve.bubble_rate == row.bubble_rate
 
@@ -61,6 +62,31 @@ def test_the_minibatch_by_itself_is_that_of_all_panels(tmp_path: Path, monkeypat
     assert alone.get_title(loc="left") == both[1].get_title(loc="left")
     bars = [[(bar.get_x(), bar.get_width()) for bar in axes.patches] for axes in (alone, both[1])]
     assert bars[0] == bars[1] != []
+
+
+def test_the_picture_and_the_sentence_are_of_the_same_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = compared()
+    fsdp, odc = comparison.best("collective"), comparison.best("odc")
+    assert fsdp.policy == "lb-micro-global"  # not the paper's baseline
+    _, timeline, bubbles, speedup = panels(comparison, tmp_path, monkeypatch).axes
+    assert [text.get_text().strip() for text in timeline.texts] == ["FSDP with lb-micro-global", "ODC with lb-mini"]
+    assert [line.get_label() for line in bubbles.lines] == ["lb-micro-global, FSDP", "lb-mini, ODC"]
+    (gain,) = speedup.lines[0].get_ydata()
+    assert f"{1 + gain / 100:.2f}x speedup over the best FSDP plan" in recommend({"shuffled": comparison})
+    plans = [comparison.planned[each.policy].minibatches for each in (fsdp, odc)]
+    ratios = fsdp.makespans / odc.makespans
+    typical = int(np.argsort(ratios, kind="stable")[ratios.size // 2])
+    title = f"One step of 8 samples: FSDP {significant(plans[0][typical].plan.makespan('collective'))} s, ODC "
+    assert timeline.get_title(loc="left").startswith(title)
+
+
+@pytest.mark.parametrize("policy", ["lb-micro", "lb-mini"])
+def test_pictures_of_one_kind_of_communication(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = compared()
+    only = {key: each for key, each in comparison.simulations.items() if key[0] == policy}
+    _, timeline, bubbles, _ = panels(replace(comparison, simulations=only), tmp_path, monkeypatch).axes
+    assert len(timeline.texts) == (2 if policy == "lb-micro" else 1)
+    assert len(bubbles.lines) == 2
 
 
 def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +102,7 @@ def test_at_most_16_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for world_size, shown in ((16, 16), (32, 16)):
         timeline = panels(compared(world_size=world_size), tmp_path, monkeypatch).axes[1]
         assert len(timeline.get_yticks()) == 2 * shown
-        assert ("16 of 32 ranks" in timeline.get_title(loc="left")) == (world_size == 32)
+        assert timeline.get_ylabel() == ("16 of 32 ranks" if world_size == 32 else "rank")
 
 
 def test_the_rank_that_others_wait_for_is_among_them() -> None:

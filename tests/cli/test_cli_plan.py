@@ -34,7 +34,7 @@ def test_table_fits_80_columns() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     for name in ("lb-mini", "verl-native", "local-sort"):
         assert f"│ {name} " in result.stdout
-    assert "Use ODC with lb-mini" in result.stdout
+    assert "use ODC with lb-mini" in result.stdout
 
 
 def test_figures_are_those_of_the_plans() -> None:
@@ -63,7 +63,7 @@ def test_equal_lengths_leave_nothing_to_gain(tmp_path: Path) -> None:
     path = tmp_path / "lengths.npy"
     np.save(path, np.full(256, 1000))
     found = plan_json(str(path))
-    assert found["recommendation"].startswith("Stay with FSDP")
+    assert found["recommendation"].startswith("With samples shuffled, stay with FSDP")
 
 
 def test_noise_makes_ranks_wait() -> None:
@@ -105,6 +105,9 @@ def test_long_samples_are_refused_or_cut() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["aime", "--reorder", "--context-parallel", "1"], "--reorder is not for groups"),
+        (["aime", "--rollouts", "--no-reorder"], "--reorder is not for rollouts"),
+        (["aime", "--microbatch-cost", "inf"], "--microbatch-cost inf: expected a finite number"),
         (["aime", "--rollouts", "--context-parallel", "1"], "--rollouts is not for groups"),
         (["aime", "--rollouts", "--modality", "image:layers=1"], "--rollouts is not for samples of several modalities"),
         (["nowhere.txt"], "neither a file nor a length law"),
