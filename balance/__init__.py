@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from odc.balance.data.collate import count_loss_tokens, pack_collate
     from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
+    from odc.balance.data.probe import check_packing
     from odc.balance.data.stream import StreamLoader
     from odc.balance.multimodal import Encoder, MultimodalLoader, SampleParts, run_minibatch
     from odc.balance.rearrange.exchange import Received, exchange
@@ -88,6 +89,7 @@ __all__ = [
     "balance_batch",
     "best_fit_batches",
     "bubble_rate",
+    "check_packing",
     "count_loss_tokens",
     "even_lengths",
     "exact_partition",
@@ -121,6 +123,7 @@ _NEED_TORCH = {
     "MultimodalLoader": "odc.balance.multimodal",
     "Received": "odc.balance.rearrange.exchange",
     "SampleParts": "odc.balance.multimodal",
+    "check_packing": "odc.balance.data.probe",
     "count_loss_tokens": "odc.balance.data.collate",
     "exchange": "odc.balance.rearrange.exchange",
     "StreamLoader": "odc.balance.data.stream",

@@ -38,10 +38,10 @@ class Reader:
     frame: FrameType
 
     @classmethod
-    def now(cls) -> Reader:
-        """The innermost frame that is neither torch's nor ours."""
+    def now(cls, *libraries: str) -> Reader:
+        """The innermost frame that is neither torch's nor ours, nor of these packages."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and _module_of(frame).split(".")[0] in ("torch", "odc"):
+        while frame.f_back is not None and _module_of(frame).split(".")[0] in ("torch", "odc", *libraries):
             frame = frame.f_back
         return cls(frame)
 

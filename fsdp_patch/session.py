@@ -21,6 +21,7 @@ from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening, trained
+from odc.fsdp_patch.packed_rows import watch_packed_rows
 from odc.fsdp_patch.pending import Use
 from odc.fsdp_patch.publishing import Publisher
 from odc.fsdp_patch.replicas import Replicas
@@ -134,7 +135,7 @@ class Session:
         self._publisher.publish_all(lockstep=True)
         for index, unit in enumerate(self._units):
             self._undo.append(unit.enter(index, self))
-        self._undo += [listen(self._gradients), self._gradients.watch_forwards(model)]
+        self._undo += [listen(self._gradients), self._gradients.watch_forwards(model), watch_packed_rows(model)]
         load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         self._undo.append(load_hook.remove)
         logger.info("odc: patched %s", self.describe())

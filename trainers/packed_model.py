@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from odc.balance.data.collate import IGNORED
+from odc.balance.data.probe import Identity, Rounding
 from odc.trainers.checks import base_model
 from odc.trainers.heads import gather_head
-from odc.trainers.probe import Identity, aside, refuse_packing, rounding, spread
+from odc.trainers.probe import aside, refuse_packing
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """Fields of what TRL's fused head returns, (batch, num_tokens - 1): of all tokens but the first."""
@@ -106,7 +107,7 @@ def check_packed_model(trainer: Any, model: nn.Module, identity: Identity, *, le
 
 
 def _problem(trainer: Any, model: nn.Module, identity: Identity, left: bool, scores: bool) -> str | None:
-    padding, *tokens = spread(identity, 14)
+    padding, *tokens = identity.spread(14)
     first, second, other = tokens[:4], tokens[4:9], tokens[9:]
     if scores:  # by which the model finds the last token
         padding = base_model(model).config.get_text_config().pad_token_id
@@ -126,8 +127,9 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, left: bool, sco
         return found[labels[-1, 1:] != IGNORED].double()
 
     packed = PackedModel(model)
-    expected, together = outputs(model, first, second), outputs(packed, first, second)
-    scale = rounding(trainer, model, expected)
+    with Rounding.watched(model) as rounding:
+        expected, together = outputs(model, first, second), outputs(packed, first, second)
+    scale = rounding(expected)
     allowed, differs = scale.tolerance, _relative if scores else scale.difference
     difference = differs(together, expected)
     if not difference <= allowed:  # also of nan
@@ -137,7 +139,7 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, left: bool, sco
             f"in a packed row differs by {difference:.2g} of its size from what it gives in a padded batch (rounding: "
             f"at most {allowed:.2g})"
         )
-    # As in odc.trainers.probe: equal to the bit, unless the model rounds by the tokens of a row.
+    # As in odc.balance.data.probe: equal to the bit, unless the model rounds by the tokens of a row.
     again, behind = outputs(packed, first, second), outputs(packed, other, second)
     exact = not identity.rounds_by_row and torch.equal(again, together)
     influence = differs(behind, together)

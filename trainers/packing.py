@@ -78,8 +78,8 @@ def pack(
     :func:`~odc.balance.data.collate.concatenate`.
 
     There is no attention mask; most of transformers' models attend within samples, which they tell apart by positions
-    that start anew (:mod:`odc.trainers.probe` finds those that do not). No samples give two tokens without loss, for a
-    rank that has nothing else to run, with the columns of ``example``.
+    that start anew (:func:`odc.balance.check_packing` finds those that do not). No samples give two tokens without
+    loss, for a rank that has nothing else to run, with the columns of ``example``.
     """
     chosen = samples or [_dummy(example or {})]
     row = concatenate([{k: v[0] for k, v in sample.items() if k != "position_ids"} for sample in chosen])

@@ -196,7 +196,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         ... )
         >>> for minibatch in loader:
         ...     for batch in minibatch.microbatches:
-        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # loss: summed over tokens
+        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # summed over tokens, with use_cache=False
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> len(loader)

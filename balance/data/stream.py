@@ -150,7 +150,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         ... )
         >>> for minibatch in loader:
         ...     for batch in minibatch.microbatches:
-        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # loss: summed over tokens
+        ...         (loss(model, batch) * minibatch.loss_scale).backward()  # summed over tokens, with use_cache=False
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> len(loader)

@@ -10,6 +10,7 @@ import doctest
 import importlib
 import inspect
 import io
+import itertools
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,30 @@ class Output(NamedTuple):
     loss: torch.Tensor | None = None
 
 
+def transformers_model() -> Any:
+    """What :class:`LanguageModel` is called like."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.random.fork_rng(), torch.device("cpu"):
+        return Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, num_hidden_layers=1, **shape))
+
+
+def assert_told_apart(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **options: Any) -> None:
+    """That ``model``, called so, computes for the samples of a packed row what it does for them one by one."""
+    starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    with torch.no_grad():
+        packed = model(input_ids=input_ids, position_ids=position_ids, **options).logits
+        for start, end in itertools.pairwise([*starts, input_ids.shape[1]]):
+            alone = model(input_ids=input_ids[:, start:end]).logits
+            torch.testing.assert_close(packed[:, start:end], alone, msg="an example's packed samples see one another")
+
+
 class LanguageModel(nn.Module):
-    """Called like one of transformers, and with a ``config`` like one's; two encoders beside it."""
+    """Called like one of transformers, and with a ``config`` like one's; two encoders beside it.
+
+    As these it looks for packed samples only where there is no cache. What it is called with goes to one of them, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,10 +77,19 @@ class LanguageModel(nn.Module):
         self.image = nn.Linear(PIXELS, WIDTH)
         self.audio = nn.Linear(PIXELS, WIDTH)
 
-    def forward(self, input_ids: Any, labels: torch.Tensor | None = None, **others: Any) -> Output:
-        if isinstance(input_ids, Mapping):
-            return self(**input_ids)
-        hidden = self.embedding(input_ids)
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = True,
+        **others: Any,
+    ) -> Output:
+        if position_ids is not None and torch.is_grad_enabled():
+            assert_told_apart(transformers_model(), input_ids, position_ids, use_cache=use_cache)
+        sample = torch.zeros_like(input_ids) if position_ids is None or use_cache else (position_ids == 0).cumsum(1)
+        before = (sample[:, :, None] == sample[:, None, :]).tril().float()
+        hidden = (before / before.sum(-1, keepdim=True)) @ self.embedding(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         logits = self.head(hidden).clone()  # FSDP2 warns of a view
@@ -161,8 +193,8 @@ class Prepared(dict[str, Any]):
             "collate": lambda: odc.balance.pack_collate,
             "pad": lambda: pad,
             "minibatches": lambda: microbatches(rank),
-            "loss": lambda: lambda model, batch: summed(model(**batch).logits, batch["labels"]),
-            "summed_loss": lambda: lambda output: output.logits.square().sum(),
+            "loss": lambda: lambda model, batch: summed(model(**batch, use_cache=False).logits, batch["labels"]),
+            "summed_loss": lambda: summed,
             "image_cost": lambda: QuadraticCost(0.01, 1.0),
             "audio_cost": lambda: QuadraticCost(0.01, 1.0),
             "language_cost": lambda: QuadraticCost(0.01, 1.0),

@@ -12,9 +12,10 @@ import transformers
 from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer
 from transformers import Trainer, set_seed
 
+from odc.balance.data.probe import ProbeSamples, Rounding
 from odc.errors import UnsupportedError
 from odc.trainers import balance
-from odc.trainers.probe import Rounding, check_packing, identity_of, probe_samples
+from odc.trainers.probe import check_packing, identity_of
 
 
 def probe(trainer: Trainer, example: dict[str, torch.Tensor] | None = None) -> None:
@@ -175,9 +176,9 @@ def test_the_probe_has_the_columns_of_the_collator_and_ordinary_tokens(tmp_path:
     assert len(losses(trainer)) == 5
     identity = identity_of(trainer)
     assert {trainer.model.config.bos_token_id, trainer.model.config.eos_token_id} <= identity.special
-    made = probe_samples(identity, {"weights": torch.tensor([[1.0, 2.0]])})
-    assert made.second["weights"].tolist() == [[1, 2, 1, 2, 1]]
-    tokens = [one["input_ids"][0].tolist() for one in (made.first, made.second, made.other_first)]
+    made = ProbeSamples.of(identity, {"weights": torch.tensor([1.0, 2.0])})
+    assert made.second["weights"].tolist() == [1, 2, 1, 2, 1]
+    tokens = [one["input_ids"].tolist() for one in (made.first, made.second, made.other_first)]
     assert tokens[0][3] == tokens[1][3]
     assert len({token for one in tokens for token in one}) == 12
     assert not identity.special & {token for one in tokens for token in one}
