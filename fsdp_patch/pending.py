@@ -218,6 +218,11 @@ class Standing:
         if self._aside is not None and self.parameter.grad is self.pending.base:
             self.parameter.grad = None
 
+    def free(self) -> None:
+        """Free the memory that it was given, in a round that looks at gradients only: it is given some again."""
+        if isinstance(self.handle, DTensor):
+            self.handle._local_tensor = self.handle._local_tensor.new_empty(0)
+
     def step_back(self) -> None:
         """FSDP has done its work."""
         if self._aside is not None:

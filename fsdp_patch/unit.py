@@ -241,6 +241,8 @@ class Unit(ABC):
         """Free the gradients of its trainable parameters."""
         for parameter in self.trainable_parameters():
             parameter.grad = None
+        for one in self.standing.values():
+            one.free()
 
     @property
     @abstractmethod
