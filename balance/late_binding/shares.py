@@ -89,8 +89,10 @@ class Shares:
         self._has_looked = False
         """Whether each of the others has a word in the store, if an empty one."""
         self._num_told = 0
+        self._choices = "", 0
+        """The minibatch of which choices were told or heard last, and how often in a row it had been begun again."""
         self._told: deque[tuple[str, int]] = deque()
-        """Of the last minibatches: the name of this rank's word, and how many microbatches were told beside it."""
+        """Of the last minibatches: the name of their choices, and how many were told."""
         self._share, self._word = _NOTHING, b""
         self._num_begun, self._takes = 0, True
         self._opened = self._before = trained()
@@ -219,8 +221,7 @@ class Shares:
         self._num_begun += bool(part)
         self._before = trained()
         if self.leads and self.binds and len(self._together.ranks) > 1:
-            self._store.set(f"{self._told_name}/{self._num_told}", json.dumps(part))
-            self._num_told += 1
+            self._store.set(self._next_choice(), json.dumps(part))
             if not part:
                 self._told.append((self._told_name, self._num_told))
 
@@ -252,10 +253,9 @@ class Shares:
             OdcError: it, or another one, has failed meanwhile.
         """
         self._require(number)
-        name, leader = f"{self._told_name}/{self._num_told}", self._together.ranks[0]
+        name, leader = self._next_choice(), self._together.ranks[0]
         what = f"the choice of a microbatch, which rank {leader} makes for those beside it"
         wait_for_rank(lambda: bool(self._store.check([name])), what, leader)
-        self._num_told += 1
         part: list[int] = json.loads(self._store.get(name))
         if not part:
             self._store.add(f"{self._told_name}/heard", 1)
@@ -314,9 +314,18 @@ class Shares:
     def _name(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
 
+    def _next_choice(self) -> str:
+        """The name of a choice that is told or heard, which no other one has had that may still be there."""
+        if not self._num_told:
+            minibatch, num_again = self._choices
+            self._choices = self._share.minibatch, num_again + 1 if minibatch == self._share.minibatch else 0
+        self._num_told += 1
+        return f"{self._told_name}/{self._num_told - 1}"
+
     @property
     def _told_name(self) -> str:
-        return f"{self._prefix}/{self.rank}/{self._share.minibatch}"
+        minibatch, num_again = self._choices
+        return f"{self._prefix}/{self.rank}/{minibatch}/{num_again}"
 
 
 def together_on(mesh: DeviceMesh | None) -> Together | None:

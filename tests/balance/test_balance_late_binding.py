@@ -356,6 +356,31 @@ def test_partners_run_what_their_leader_chooses(
     assert ranks.store.num_keys() < 45 + 30 * behind  # what all have heard is gone
 
 
+def test_partners_hear_nothing_of_an_earlier_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that leads begins a minibatch again in one step, before the other one has heard all of the first time."""
+    keep_time(monkeypatch, Clock())
+    store = dist.HashStore()
+    leader, partner = (Shares(Place(0, 1), "", store, together=Together([4, 5], index, "")) for index in range(2))
+
+    def begin(shares: Shares) -> None:
+        shares.begin_pass()
+        shares.open(shares.expect("0.0"), [[0, 1]])
+
+    def heard() -> list[list[int]]:
+        return [partner.hear(partner._expected[0]) for _ in range(2)]
+
+    begin(leader)
+    begin(partner)
+    leader.handed_out([0, 1])
+    leader.handed_out([])
+    begin(leader)
+    assert heard() == [[0, 1], []]
+    begin(partner)
+    monkeypatch.setattr(iteration, "_LONGEST_WAIT_S", 0.05)
+    with pytest.raises(PeerSilentError):
+        heard()
+
+
 def test_a_leader_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "_LONGEST_WAIT_S", 0.05)
     shares = Shares(Place(0, 2), "", dist.HashStore(), together=Together([4, 5], 1, ""))
