@@ -177,7 +177,7 @@ class Waiter:
         Args:
             ranks: the ranks of that group, by their numbers in the job.
             is_outside: none of them completes it, but a process outside of the job: their progress does not make the
-                limit longer.
+                limit longer, and who has closed is not missed.
 
         Raises:
             PeerDiedError, PeerClosedError, PeerSilentError: one of them will not take part any more.
@@ -192,6 +192,8 @@ class Waiter:
             self.check()
             if waited_s < limits.COLLECTIVE_FIRST_LOOK_S:
                 return
+            if is_outside:
+                others[:] = [rank for rank in others if self.job.peer(rank).state is not PeerState.CLOSED]
             for rank in others:
                 if self.job.peer(rank).state is not PeerState.ALIVE and not is_completed():
                     self._fail_gone(rank, lambda: what, waited_s)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_ranks import RankResult, start_ranks
+from process_ranks import RankResult, run_ranks, start_ranks
 from test_late_binding import build, known_lengths
 from test_mesh_loaders import Steps
 from torch.distributed.fsdp import fully_shard
@@ -136,3 +136,18 @@ def test_with_a_slow_store_training_goes_on(store: Path) -> None:
     for minibatch in zip(*(result.value for result in results), strict=True):
         samples = sorted(i for mine in minibatch for i in mine)
         assert len(samples) == len(set(samples)) == 12
+
+
+def ask_when_another_has_closed(rank: int, world_size: int) -> str:
+    session = odc.patch_fsdp(fully_shard(build()))
+    if rank:
+        session.close()
+    dist.barrier()
+    found = WatchedStore(lambda: "answer", "ranks tell each other").ask(lambda store: time.sleep(0.5) or store)
+    session.close()
+    return found
+
+
+def test_a_rank_that_has_closed_its_session_is_not_missed_by_who_asks_a_store() -> None:
+    """It was through earlier: another one still evaluates, or plans what it will not train on."""
+    assert run_ranks(2, ask_when_another_has_closed) == ["answer"] * 2
