@@ -281,6 +281,8 @@ class Shares:
                     self._word, self._share = there, found
                     return False
                 self._require_to_be_alone(found)
+                if found.loader != self._loader and found.step > (self._pass or 0):
+                    self._second_step = 0  # two loaders alike take turns, here and elsewhere: words are of either pass
             self._word = new
         self._share = share
         return True
