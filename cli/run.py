@@ -46,8 +46,8 @@ def launch(arguments: Sequence[str]) -> None:
     options = rank_options(arguments)
     try:
         torchrun(options)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:  # the ranks have printed their tracebacks, or left lines in their place
-        _end(last_words(error.failures) or str(error), 1)
+    except ChildFailedError as error:
+        _end(last_words(error.failures), 1)
     except SignalException as error:  # the ranks have been ended
         _end(f"odc run: ended by {error.sigval.name}", 128 + error.sigval)
     except Exception as error:  # of torchrun's own making: an option, the rendezvous, a limit

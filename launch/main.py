@@ -18,7 +18,7 @@ from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
-from odc.launch.script import last_line, leave_last_words, run_module, run_script
+from odc.launch.script import last_line, leave_last_words, run_module, run_script, without_launcher
 from odc.liveness.faults import FaultInjector
 from odc.transports import registry
 
@@ -199,12 +199,15 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
 
 def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) -> NoReturn:
     """As Python would end, but for errors of ODC: one line, said by the launcher if it is ``odc run`` and finds it."""
-    line = last_line(error)
-    if line is None:
+    if not isinstance(error, OdcError):
+        shows = sys.excepthook
+        sys.excepthook = lambda kind, raised, trace: shows(
+            kind, raised.with_traceback(without_launcher(trace)), raised.__traceback__
+        )
         raise error
     if options.traceback:
         traceback.print_exception(error)
-    raise SystemExit(1 if is_left and options.launcher_tells else line)
+    raise SystemExit(1 if is_left and options.launcher_tells else last_line(error, 0))
 
 
 def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account], learned: str) -> None:
@@ -264,6 +267,8 @@ def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -
             leave_last_words(launch, dry_run.refused)
         if dry_run.is_complete or error.code not in (None, 0):
             raise
+    except Exception as error:
+        _end_with(error, options, leave_last_words(launch, error))
     finally:
         dry_run.close()
     say("odc: dry run: the script ended without an optimizer step on an FSDP model; nothing was patched")

@@ -1,10 +1,10 @@
-"""Running a script as ``python script.py`` would, and the one line with which it ends where an error of ODC ended it.
+"""Running a script as ``python script.py`` would, and the one line with which it ends where it fails.
 
 What a script finds in ``sys`` and in its own module is the same.
 
-A rank leaves its line where torchrun looks for the error of a rank, instead of a traceback that torchrun's own output
-would bury; ``odc run`` finds what the ranks of its host have left and says one line, last: of the rank whose error
-explains those of the others. Under torchrun alone each rank says its own.
+A rank leaves its line where torchrun looks for the error of a rank; ``odc run`` finds what the ranks of its host have
+left, and how those have ended that could leave nothing, and says one line, last: of the rank whose error explains those
+of the others. Under torchrun alone each rank says its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import importlib.machinery
 import io
 import json
 import os
+import re
 import runpy
+import signal
 import sys
 import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from odc.config import LaunchEnvironment
@@ -33,7 +36,10 @@ from odc.errors import (
     ProtocolError,
     SetupError,
     UnsupportedError,
+    shorten,
+    shown,
 )
+from odc.liveness.process import killed_by
 
 _REFUSALS = (ConfigError, SetupError, UnsupportedError, ProtocolError)
 _OTHERS_FAULT = (PeerClosedError, PeerDiedError, PeerSilentError)
@@ -46,7 +52,7 @@ class Word(NamedTuple):
 
     distance: int
     """From the cause: 0 where this rank's own error is it, 1 where it has found another rank gone, 2 where it was told
-    of another rank's error."""
+    of another rank's error, or a collective has failed under it."""
     at: float
     """On the clock of the host."""
     line: str
@@ -108,25 +114,25 @@ class Failure(Protocol):
     message: Any
 
 
-def last_line(error: BaseException) -> str | None:
-    """The line for people if ``error`` is one of ODC's, with the script's line where it came up; else None."""
-    if not isinstance(error, OdcError):
-        return None
-    what = "refused" if isinstance(error, _REFUSALS) else "failed"
-    return f"odc: {what}: {' '.join(str(error).split())}{_where(error)}"
+def last_line(error: BaseException, rank: int) -> str:
+    """The line for people: of an error of ODC or of the script's own, with the script's line where it came up."""
+    what = " ".join(str(error).split())
+    if isinstance(error, OdcError):
+        return f"odc: {'refused' if isinstance(error, _REFUSALS) else 'failed'}: {what}{_where(error)}"
+    named = f"{type(error).__name__}: {shorten(what)}".removesuffix(": ")
+    if isinstance(error, SystemExit):
+        named = f"sys.exit({shown(error.code)})"
+    return f"odc: failed: rank {rank}: {named}{_where(error)}"
 
 
 def leave_last_words(launch: LaunchEnvironment, error: BaseException) -> bool:
-    """Leave :func:`last_line` of ``error`` for the launcher; whether there is such a line, and a launcher to find it.
-
-    Only of errors that are ODC's: what a script raises itself has its own traceback.
-    """
-    line = last_line(error)
-    if line is None or not launch.error_file:
+    """Leave :func:`last_line` of ``error`` for the launcher; whether there is one to find it."""
+    if not launch.error_file:
         return False
-    distance = 2 if isinstance(error, AbortedError) else 1 if isinstance(error, _OTHERS_FAULT) else 0
-    word = Word(distance, time.time(), line)
-    more = {"timestamp": str(int(word.at)), "py_callstack": line, _MARK: word}  # shown in place of a traceback
+    line = last_line(error, launch.rank)
+    word = Word(_distance(error), time.time(), line)
+    # Shown in place of a traceback by torchrun, to which the oldest is the cause, and of two in one second the first.
+    more = {"timestamp": str(int(word.at) + word.distance), "py_callstack": line, _MARK: word}
     try:
         Path(launch.error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
     except OSError as problem:  # a full disk does not hide why a script was refused
@@ -135,20 +141,35 @@ def leave_last_words(launch: LaunchEnvironment, error: BaseException) -> bool:
     return True
 
 
-def last_words(failures: Mapping[int, Failure]) -> str | None:
-    """What explains the end of the ranks, if each of them ended with an error of ODC, or by a signal; else None.
+def _distance(error: BaseException) -> int:
+    if isinstance(error, OdcError):
+        return 2 if isinstance(error, AbortedError) else 1 if isinstance(error, _OTHERS_FAULT) else 0
+    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return 2 if raised_in and raised_in[-1].startswith("torch.distributed") else 0
 
-    A rank that has failed for a reason of its own has said it in its own traceback.
-    """
-    left = {rank: _left(failure) for rank, failure in failures.items()}
-    if any(word is None and failures[rank].exitcode >= 0 for rank, word in left.items()):
-        return None
-    words = {rank: word for rank, word in left.items() if word is not None}
-    if not words:
-        return None
-    rank = min(words, key=lambda rank: (words[rank], rank))
-    is_everyones = len({word.line for word in words.values()}) == 1
-    return words[rank].line if is_everyones else f"{words[rank].line}, on rank {rank}"
+
+def last_words(failures: Mapping[int, Failure]) -> str:
+    """What explains the end of the ranks: of those of this host that have failed, what the one says that is next to the
+    cause, and how those have ended that say nothing."""
+    words = {rank: word for rank, failure in failures.items() if (word := _left(failure)) is not None}
+    lost = {
+        rank: _how(failure.exitcode)
+        for rank, failure in failures.items()
+        if rank not in words and failure.exitcode != -signal.SIGTERM  # with which torchrun ends what is left
+    }
+    ends = "; ".join(f"rank {rank} {how}" for rank, how in sorted(lost.items()))
+    rank = min(words, key=lambda rank: (words[rank], rank), default=-1)
+    if rank == -1 or (words[rank].distance == 2 and lost):
+        return f"odc: failed: {ends or 'the ranks were ended by SIGTERM'}; what they printed, or dmesg, may tell why"
+    line = words[rank].line
+    if len({word.line for word in words.values()}) > 1 and not re.search(rf"\brank {rank}\b", line):
+        line = f"{line}, on rank {rank}"
+    is_said = words[rank].distance == 0 or all(how.removeprefix("was ") in line for how in lost.values())
+    return line if is_said else f"{line}; {ends}"
+
+
+def _how(exitcode: int) -> str:
+    return f"exited with status {exitcode}" if exitcode >= 0 else f"was {killed_by(-exitcode)}"
 
 
 def _left(failure: Failure) -> Word | None:
@@ -158,10 +179,22 @@ def _left(failure: Failure) -> Word | None:
     return Word(*word) if word is not None else None
 
 
+def without_launcher(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first line on, as Python would print it; all of it if it never came there."""
+    found = trace
+    while found is not None and not _is_script(found.tb_frame):
+        found = found.tb_next
+    return found or trace
+
+
 def _where(error: BaseException) -> str:
-    """The innermost line of the script itself, which asked for what is refused."""
+    """The innermost line of the script itself: that asked for what is refused, or raised."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        spec = frame.f_globals.get("__spec__")
-        if frame.f_globals.get("__name__") == "__main__" and (spec is None or spec.name != "odc.run"):
+        if _is_script(frame):
             return f" ({frame.f_code.co_filename}, line {number})"
     return ""
+
+
+def _is_script(frame: FrameType) -> bool:
+    spec = frame.f_globals.get("__spec__")
+    return frame.f_globals.get("__name__") == "__main__" and (spec is None or spec.name != "odc.run")

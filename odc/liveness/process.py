@@ -30,11 +30,13 @@ _STATES = {
 }
 
 
-def _signal_name(number: int) -> str:
+def killed_by(number: int) -> str:
+    """For people: "killed by signal 9 (SIGKILL)"."""
     try:
-        return signal.Signals(number).name
+        name = signal.Signals(number).name
     except ValueError:  # real-time signals have no name of their own
-        return "real-time"
+        name = "real-time"
+    return f"killed by signal {number} ({name})"
 
 
 class WatchedProcess:
@@ -58,8 +60,7 @@ class WatchedProcess:
         if status is None:
             return "its process is gone"
         if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            return f"killed by signal {number} ({_signal_name(number)})"
+            return killed_by(os.WTERMSIG(status))
         return f"it exited with status {os.WEXITSTATUS(status)} without closing its session"
 
     def describe_alive(self) -> str:

@@ -303,12 +303,16 @@ def test_a_refusal_is_the_last_thing_that_a_launch_says(mode: str, said: str, tm
     assert len(lines) < 10  # torchrun's own
 
 
-@pytest.mark.extended
-def test_a_failed_launch_ends_with_the_error_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_failed_launch_ends_with_the_rank_its_error_and_the_scripts_line(tmp_path: Path) -> None:
     mark = f"odc-test-{os.getpid()}"
     failed = run([*ODC_RUN, TRAIN, "2", "raise", mark], tmp_path)
     assert failed.returncode == 1
-    assert "ValueError: rank 1 has had enough" in failed.stderr
+    lines = failed.stderr.strip().splitlines()
+    said = rf"odc: failed: rank 1: ValueError: rank 1 has had enough \({re.escape(TRAIN)}, line \d+\)"
+    assert re.fullmatch(said, lines[-1]), lines[-1]
+    first = lines.index("[rank1]: Traceback (most recent call last):")
+    assert f'File "{TRAIN}"' in lines[first + 1]  # and no frame of ODC's above it
+    assert "Root Cause" not in failed.stderr
     assert "ranks waited" not in failed.stderr
     assert not processes_with(mark)
 

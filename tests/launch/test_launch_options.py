@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import typer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.run import get_args_parser
@@ -213,23 +215,41 @@ def test_one_line_is_said_whatever_became_of_the_other_ranks(tmp_path: Path) -> 
     refused = left_by(UnsupportedError("two\nlines"), tmp_path)
     assert ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).message == refused.message  # torch reads it
     told, own = left_by(AbortedError("rank 0 refused"), tmp_path), left_by(KeyError("mine"), tmp_path)
-    line = "odc: refused: two lines"
+    line, why = "odc: refused: two lines", "; what they printed, or dmesg, may tell why"
     assert last_words({0: refused, 1: refused}) == line
     assert last_words({0: Failed(-15), 1: refused}) == line  # ended by torchrun
     assert last_words({0: told, 1: refused}) == f"{line}, on rank 1"
-    assert last_words({0: refused, 1: own}) is None
-    assert last_words({0: told, 1: own}) is None
+    assert last_words({0: told, 1: own}) == "odc: failed: rank 0: KeyError: 'mine', on rank 1"
     assert last_words({0: told, 1: told}) == "odc: failed: rank 0 refused"  # which is of another host
-    assert last_words({0: Failed(-9), 1: Failed(-15)}) is None
+    assert last_words({0: Failed(-9), 1: Failed(-15)}) == f"odc: failed: rank 0 was killed by signal 9 (SIGKILL){why}"
+    assert last_words({0: Failed(-15)}) == f"odc: failed: the ranks were ended by SIGTERM{why}"
+    assert last_words({0: Failed(7), 2: Failed(-11)}) == (
+        f"odc: failed: rank 0 exited with status 7; rank 2 was killed by signal 11 (SIGSEGV){why}"
+    )
     theirs = Failed(message={"message": "ConfigError: of another library", "extraInfo": {"timestamp": "1"}})
-    assert last_words({0: theirs}) is None
+    assert last_words({0: theirs}) == f"odc: failed: rank 0 exited with status 1{why}"
+
+
+def test_what_the_launcher_knows_is_added_to_what_a_rank_has_found(tmp_path: Path) -> None:
+    gone = left_by(PeerDiedError("rank 0 waited for rank 1. Cause: its process is gone"), tmp_path)
+    known = left_by(PeerDiedError("rank 0 waited for rank 1. Cause: killed by signal 9 (SIGKILL)"), tmp_path)
+    killed = {1: Failed(-9), 2: Failed(-15)}
+    assert last_words({0: known, **killed}).endswith(" Cause: killed by signal 9 (SIGKILL)")
+    assert last_words({0: gone, **killed}).endswith("process is gone; rank 1 was killed by signal 9 (SIGKILL)")
+    collective = left_by(dist.DistNetworkError("closed by peer"), tmp_path)
+    assert last_words({0: collective, 1: Failed(-15)}).startswith("odc: failed: rank 0: DistNetworkError: closed")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except ValueError as error:
+        collective = left_by(error, tmp_path)
+    assert last_words({0: collective, **killed}).startswith("odc: failed: rank 1 was killed by signal 9")
 
 
 def test_the_rank_that_explains_is_heard(tmp_path: Path) -> None:
     told = left_by(AbortedError("rank 0 aborted because rank 2: PeerDiedError"), tmp_path)
     first, later = (left_by(MisuseError(text), tmp_path) for text in ("the cause", "what followed"))
     silent, dead = (left_by(kind("rank 1"), tmp_path) for kind in (PeerSilentError, PeerDiedError))
-    assert last_words({0: told, 1: Failed(-9), 2: dead}) == "odc: failed: rank 1, on rank 2"
+    assert last_words({0: told, 1: Failed(-15), 2: dead}) == "odc: failed: rank 1, on rank 2"
     assert last_words({0: silent, 1: later, 2: first}) == "odc: refused: the cause, on rank 2"
     assert last_words({0: told, 1: told, 2: left_by(SetupError("rank 3 was killed"), tmp_path), 3: Failed(-9)}) == (
         "odc: refused: rank 3 was killed, on rank 2"
@@ -290,7 +310,7 @@ def test_a_rank_leaves_its_line_before_the_others_hear_of_its_end(
     ended = ProcessFailure(0, 1, -15, str(tmp_path / "error.json"))
     (tmp_path / "other").mkdir()
     told = left_by(AbortedError("told"), tmp_path / "other")
-    assert str(last_words({0: ended, 1: told})).startswith("odc: refused: not this")
+    assert last_words({0: ended, 1: told}).startswith("odc: refused: not this")
 
 
 @pytest.mark.usefixtures("interpreter")
