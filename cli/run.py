@@ -20,6 +20,7 @@ from odc.errors import shorten, shown
 
 _MOST_RANKS = 1024  # on one host: more are a mistake, and would take its memory before anybody sees it
 _LAST_PORT = 65535
+_NOT_A_SCRIPTS = r"--(nproc-per-node|nnodes|node-rank|standalone|rdzv-.+|master-.+|dry-run|balance|late-binding)"
 
 
 def run(context: typer.Context) -> None:
@@ -60,25 +61,18 @@ def _end(text: str, code: int) -> NoReturn:
     raise typer.Exit(code) from None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line, without a usage that is longer than a terminal."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {shorten(message, 600)} (odc run -h lists the options)\n")
-
-
 def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
     """torchrun's options for ranks that patch FSDP and then run the script; exits where one cannot be used."""
     from torch.distributed.run import get_args_parser
 
-    from odc.launch.main import check_options, odc_options, option_arguments
+    from odc.launch.main import Parser, check_options, odc_options, option_arguments
 
     of_torchrun = get_args_parser()
     of_torchrun._optionals.title = "torchrun"  # else argparse lists them before ODC's
     for action in of_torchrun._actions:
         if len(action.option_strings) > 1 and action.nargs != 0 and action.metavar is None:
             action.metavar = "X"  # the name again, for each spelling of the option, is wider than a terminal
-    parser = _Parser(
+    parser = Parser(
         prog="odc run",
         usage="odc run [options] [-m] script.py [arguments of the script]",
         parents=[odc_options(), of_torchrun],
@@ -93,6 +87,7 @@ def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
         check_launch(options)
     except ValueError as error:
         parser.error(str(error))
+    _say_what_the_script_gets(options)
     unset = all(getattr(options, name) == parser.get_default(name) for name in ("rdzv_endpoint", "master_port"))
     if options.rdzv_backend == "static" and unset and options.nnodes in ("1", "1:1"):
         options.standalone = True  # a free port, where older versions of torchrun take 29500 for every launch
@@ -101,6 +96,18 @@ def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
     options.training_script, options.module = "odc.run", True
     options.training_script_args = [*option_arguments(options), *script]
     return options
+
+
+def _say_what_the_script_gets(options: argparse.Namespace) -> None:
+    """Of options that scripts hardly have, and that change nothing behind the script."""
+    for argument in options.training_script_args:
+        if re.fullmatch(_NOT_A_SCRIPTS, argument.partition("=")[0].replace("_", "-")):
+            typer.echo(
+                f"odc run: {argument} stands behind the script, which gets it; options of odc run stand before "
+                f"{shorten(options.training_script)}",
+                err=True,
+            )
+            return
 
 
 def check_launch(options: argparse.Namespace) -> None:

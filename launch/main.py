@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, OdcError
+from odc.errors import ConfigError, OdcError, shorten
 from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
@@ -23,6 +24,18 @@ from odc.liveness.faults import FaultInjector
 from odc.transports import registry
 
 _REPORT_S = 10.0  # for torchrun's store to answer
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line, without a usage that is longer than a terminal, and with the option that was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, unknown = message.partition("unrecognized arguments: ")
+        if unknown and not kind:
+            given = unknown.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(given.replace("_", "-"), self._option_string_actions, 1)
+            message = f"{message}; did you mean {near[0]}?" if near else message
+        self.exit(2, f"{self.prog}: error: {shorten(message, 600)} (odc run -h lists the options)\n")
 
 
 def odc_options() -> argparse.ArgumentParser:
@@ -127,7 +140,7 @@ def option_arguments(options: argparse.Namespace) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a training script with FSDP patched; the script sees itself as ``__main__`` and its own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m odc.run",
         parents=[odc_options()],
         description="Run an unmodified FSDP training script with on-demand communication. Start it under torchrun "
@@ -173,6 +186,8 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         if ending is not None:
             raise ending
         return
+    for bar in _open_bars():  # as at Python's end: lines of other ranks may follow
+        bar.close()
     is_left = False
     if failed:
         assert ending is not None
@@ -289,6 +304,12 @@ def _on_rank_0(launch: LaunchEnvironment) -> Say:
 
 
 def _print(text: str) -> None:
-    """To stderr, if it is still open: what a script prints on stdout is its own."""
+    """To stderr, if it is still open: what a script prints on stdout is its own. On a line of its own."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print("\n" * bool(_open_bars()) + text, file=sys.stderr, flush=True)
+
+
+def _open_bars() -> list[Any]:
+    """Progress bars of the script's that have left the cursor behind what they have drawn."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]

@@ -231,29 +231,18 @@ def describe(
     )
     if not result.minibatches:
         return text
-    mean_transfer_s = sum(transfers_s) / len(transfers_s)
     if result.saved_s < _NOTHING * wall_s:
-        why = "the same rank was slowest in every microbatch, or none"
-        if result.most_microbatches < 2:
-            why = "each rank had one microbatch per minibatch, or accumulated its gradients without synchronization"
-        return (
-            f"{text} No waiting was saved: in step at every microbatch, as collectives go, the same work would have "
-            f"taken no longer, since {why}. {_transfers(mean_transfer_s)}"
-        )
+        is_one = result.most_microbatches < 2
+        why = "ranks synchronized once a minibatch anyway" if is_one else "the slowest rank was so at every microbatch"
+        return f"{text} No waiting was saved: {why}."
     text = (
-        f"{text} In step at every microbatch, as collectives go, the same work would have taken at least "
-        f"{result.saved_s:.1f} s longer ({_percent(result.saved_s, wall_s)}): that waiting was saved."
+        f"{text} Synchronizing at every microbatch, as FSDP does, would have taken at least {result.saved_s:.1f} s "
+        f"longer ({_percent(result.saved_s, wall_s)})."
     )
-    if mean_transfer_s > result.saved_s:
-        return f"{text} Communication cost more than that. {_transfers(mean_transfer_s)}"
-    return text
-
-
-def _transfers(mean_s: float) -> str:
-    return (
-        f"ODC's own transfers took {mean_s:.1f} s of each rank: it was worth it only if the collectives of plain "
-        "FSDP take longer, which a run with torchrun alone tells."
-    )
+    mean_transfer_s = sum(transfers_s) / len(transfers_s)
+    if mean_transfer_s <= result.saved_s:
+        return text
+    return f"{text} ODC's own transfers took more, {mean_transfer_s:.1f} s of each rank: compare with torchrun."
 
 
 def _percent(part_s: float, whole_s: float) -> str:

@@ -118,7 +118,8 @@ def last_line(error: BaseException, rank: int) -> str:
     """The line for people: of an error of ODC or of the script's own, with the script's line where it came up."""
     what = " ".join(str(error).split())
     if isinstance(error, OdcError):
-        return f"odc: {'refused' if isinstance(error, _REFUSALS) else 'failed'}: {what}{_where(error)}"
+        kind = "refused" if isinstance(error, _REFUSALS) else "failed"
+        return f"odc: {kind}: {what}{_where(error)}"
     named = f"{type(error).__name__}: {shorten(what)}".removesuffix(": ")
     if isinstance(error, SystemExit):
         named = f"sys.exit({shown(error.code)})"

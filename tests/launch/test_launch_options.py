@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -94,10 +95,35 @@ def test_torchrun_starts_odc_with_the_script_and_its_own_arguments(tmp_path: Pat
         (["nowhere.py"], "no such script: nowhere.py"),
         (["--accumulate", "later", "x.py"], "invalid choice: 'later'"),
         ([], "required: training_script"),
+        (["--blance", "lb-mini", "x.py"], "unrecognized arguments: --blance; did you mean --balance?"),
+        (["--nproc_per_nod=2", "--dryrun", "x.py"], "--dryrun; did you mean --dry-run?"),
+        (["--colour", "x.py"], "unrecognized arguments: --colour (odc run -h"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--lr", "1", "--nproc-per-node", "2"], "--nproc-per-node"),
+        (["--nproc_per_node=2"], "--nproc_per_node=2"),
+        (["--balance", "lb-mini", "--dry-run"], "--balance"),
+        (["--max-tokens", "3", "--balanced", "a--dry-run", "--timeout=4"], None),
+    ],
+)
+def test_options_behind_the_script_are_its_own_and_a_line_says_so(
+    given: list[str], named: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    options = rank_options([str(script), *given])
+    assert options.training_script_args[-len(given) :] == given
+    assert options.nproc_per_node == "1"
+    said = capsys.readouterr().err
+    assert said.count("\n") == (named is not None)
+    assert said.startswith(f"odc run: {named} stands behind the script, which gets it;" if named else "")
 
 
 @pytest.mark.parametrize(
@@ -311,6 +337,21 @@ def test_a_rank_leaves_its_line_before_the_others_hear_of_its_end(
     (tmp_path / "other").mkdir()
     told = left_by(AbortedError("told"), tmp_path / "other")
     assert last_words({0: ended, 1: told}).startswith("odc: refused: not this")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+@pytest.mark.parametrize("text", ["bar = tqdm.tqdm(total=3); bar.update(1)", "list(tqdm.tqdm([1]))", ""])
+def test_a_line_is_not_glued_to_a_progress_bar(
+    arguments: list[str], text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(f"import tqdm\n{text}")
+    with pytest.raises(SystemExit) if arguments else contextlib.nullcontext():
+        launch_main.main([*arguments, str(script)])
+    lines = capfd.readouterr().err.removesuffix("\n").split("\n")
+    assert lines[-1].startswith("odc: ")
+    assert len(lines) == 1 + bool(text)
 
 
 @pytest.mark.usefixtures("interpreter")
