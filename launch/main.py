@@ -127,15 +127,12 @@ def check_options(options: argparse.Namespace) -> None:
 
 def option_arguments(options: argparse.Namespace) -> list[str]:
     """``options`` as arguments again, for the ranks."""
-    arguments = ["--transport", options.transport, "--accumulate", options.accumulate]
-    arguments += ["--timeout", str(options.timeout)]
-    arguments += ["--balance", options.balance] * bool(options.balance)
-    arguments += ["--online"] * options.online
-    arguments += ["--max-tokens", str(options.max_tokens)] * (options.max_tokens is not None)
-    arguments += ["--pool-size", str(options.pool_size)] * (options.pool_size is not None)
-    arguments += ["--late-binding"] * options.late_binding
-    arguments += ["--dry-run"] * options.dry_run + ["--deterministic"] * options.deterministic
-    return arguments + ["--traceback"] * options.traceback + ["--launcher-tells"] * options.launcher_tells
+    arguments = list[str]()
+    for action in odc_options()._actions:
+        value = getattr(options, action.dest)
+        if value is not None and value is not False:
+            arguments += action.option_strings if value is True else [*action.option_strings, str(value)]
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:

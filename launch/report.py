@@ -41,14 +41,6 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 # Measured on each rank
 
 
-class Metered(Protocol):
-    """What is used of a session."""
-
-    on_finish: Callable[[], None] | None
-
-    def stats(self) -> Stats: ...
-
-
 class MicrobatchMeter:
     """Times microbatches from the root's forward to the next one, or to the end of the minibatch.
 
@@ -57,7 +49,7 @@ class MicrobatchMeter:
     twice per backward, or gradients accumulated without synchronization.
     """
 
-    def __init__(self, model: nn.Module, session: Metered, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model: nn.Module, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self._started_s: float | None = None

@@ -84,7 +84,8 @@ def test_torchrun_starts_odc_with_the_script_and_its_own_arguments(tmp_path: Pat
     assert not odc_options().parse_args(options.training_script_args[:separator]).dry_run
     options = rank_options(["--master-port", "12345", "--dry-run", "-m", "json.tool", "--flag"])
     assert not options.standalone
-    assert options.training_script_args[-5:] == ["--dry-run", "--launcher-tells", "--module", "json.tool", "--flag"]
+    assert options.training_script_args[-4:] == ["--launcher-tells", "--module", "json.tool", "--flag"]
+    assert "--dry-run" in options.training_script_args
 
 
 @pytest.mark.parametrize(
@@ -147,17 +148,8 @@ def test_options_behind_the_script_are_its_own_and_a_line_says_so(
         (["--nnodes", "2:1"], "--nnodes 2:1: expected at least 1 host, and MIN not above MAX"),
         (["--standalone", "--nnodes", "2"], "--standalone is for one host: leave it out, or --nnodes 2"),
         (["--max-restarts", "abc"], "argument --max-restarts/--max_restarts: invalid int value: 'abc'"),
-        (["--max-restarts", "-1"], "--max-restarts -1: expected at least 0"),
         (["--monitor-interval", "0"], "--monitor-interval 0.0: expected a number of seconds above 0"),
         (["--node-rank", "2", "--nnodes", "2"], "--node-rank 2: expected 0 to 1"),
-        (["--rdzv-conf", "x"], "--rdzv-conf 'x': expected pairs as in timeout=60"),
-        (["--rdzv-endpoint", "host:http"], "--rdzv-endpoint 'host:http': expected a port from 0 to 65535"),
-        (["--rdzv-endpoint", "host:99999"], "--rdzv-endpoint 'host:99999': expected a port"),
-        (["--master-port", "99999"], "--master-port 99999: expected 0 to 65535"),
-        (["--redirects", "x"], "--redirects 'x': expected 0 to 3, or pairs as in 0:1,1:3"),
-        (["--tee", "9"], "--tee '9': expected 0 to 3"),
-        (["--local-ranks-filter", "a"], "--local-ranks-filter 'a': expected ranks as in 0,1,2"),
-        (["--event-log-handler", "foo"], "--event-log-handler 'foo' is not known"),
         (["--signals-to-handle", "SIGFOO"], "--signals-to-handle 'SIGFOO': expected names of signals"),
         (["--local-addr", "no\x00where"], "is no address of this host"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
@@ -168,8 +160,7 @@ def test_options_that_no_rank_could_use_are_refused_before_one_is_started(
 ) -> None:
     script = tmp_path / "s.py"
     script.touch()
-    newer = ("--signals-to-handle", "--event-log-handler")
-    if arguments[0] in newer and arguments[0] not in get_args_parser()._option_string_actions:
+    if arguments[0] == "--signals-to-handle" and arguments[0] not in get_args_parser()._option_string_actions:
         pytest.skip(f"the torchrun of this torch has no {arguments[0]}")
     assert message in refused([*arguments, str(script)], capsys)
 
