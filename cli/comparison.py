@@ -256,19 +256,17 @@ def _about_orders(found: ByOrder, chosen: Simulation) -> str:
     """What other orders would bring, and their price."""
     grouped, packed = found["grouped"], found["packed"].best("collective")
     assert packed is not None
-    best = {comm: simulation for comm in COMM_NAMES if (simulation := grouped.best(comm)) is not None}
-    speedups = [f"{COMM_NAMES[comm]} with {each.policy} {each.speedup(chosen):.2f}x" for comm, each in best.items()]
-    text = (
-        " If steps of like lengths are no problem for your training, group them (group_by_length): "
-        f"{', '.join(speedups)} as fast as that. Lengths of a step then vary by {grouped.variation:.0%} of their mean, "
-        f"not by {found['shuffled'].variation:.0%}."
-    )
-    if max(each.speedup(chosen) for each in best.values()) < 1 + NOT_WORTH_IT:
-        text = f" Steps of like lengths (group_by_length) would bring less than {NOT_WORTH_IT:.0%} more."
+    best = [each for comm in COMM_NAMES if (each := grouped.best(comm)) is not None]
+    text = f" Steps of like lengths (group_by_length) would bring less than {NOT_WORTH_IT:.0%} more."
+    if max(each.speedup(chosen) for each in best) >= 1 + NOT_WORTH_IT:
+        speedups = [f"{COMM_NAMES[each.comm]} with {each.policy} {each.speedup(chosen):.2f}x" for each in best]
+        text = (
+            f" If steps of like lengths are no problem for your training (group_by_length; they vary by "
+            f"{grouped.variation:.0%} of their mean, not {found['shuffled'].variation:.0%}): {', '.join(speedups)} as "
+            "fast as that."
+        )
     num_samples = packed.num_samples / packed.makespans.size
-    return (
-        f"{text} FSDP with TRL's packing (bfd): {packed.speedup(chosen):.2f}x, with {num_samples:.0f} samples a step."
-    )
+    return f"{text} FSDP with TRL's packing ({num_samples:.0f} samples a step): {packed.speedup(chosen):.2f}x."
 
 
 def _share_of_transfers(comparison: Comparison, simulation: Simulation) -> float:

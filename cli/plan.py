@@ -219,9 +219,8 @@ def check_options(
         problem = "is not for samples of several modalities: leave it out, or leave out --modality"
         problems = dict.fromkeys(_TEXT_ONLY, problem)
     elif with_rollouts:
-        problems["reorder"] = (
-            "is not for rollouts, each of which is on some rank: leave it out, or leave out --rollouts"
-        )
+        problem = "is not for rollouts, each of which is on some rank: leave it out, or leave out --rollouts"
+        problems["reorder"] = problem
     else:
         problem = "is for samples of several modalities, or rollouts: expected --modality or --rollouts too"
         problems["ranks_per_node"] = problem
@@ -229,7 +228,8 @@ def check_options(
         problem = "is not for groups: leave it out, or leave out --context-parallel"
         problems |= dict.fromkeys(("panel", "rollouts", "reorder"), problem)
     elif not with_modalities:
-        problems["link"] = "is between devices of a group: expected --context-parallel too"
+        problem = "is between devices of a group: expected --context-parallel too"
+        problems["link"] = problem
     for name, problem in problems.items():
         # By name: the enumeration is click's or typer's own, by the version of typer.
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":

@@ -219,4 +219,4 @@ class BestFitRows(Policy):
             yield PlannedMinibatch(samples, self.to_plan(job.of(samples), ranks))
 
     def assign(self, job: Job) -> list[Parts]:
-        raise NotImplementedError("rows are packed of a whole epoch")
+        raise NotImplementedError  # rows are packed of a whole epoch, never of a minibatch

@@ -132,7 +132,7 @@ def test_the_plan_in_documents_is_what_the_command_prints() -> None:
     readme = (ROOT / README).read_text()
     assert f"\nodc {command} " in readme
     advice = re.findall(r"That of the last command:\n\n```text\n(.+?)```", readme, re.S)[0]
-    assert _lines(advice) == printed[-4:]
+    assert _lines(advice) == printed[printed.index("") + 1 :] != []
 
 
 @pytest.mark.parametrize(
