@@ -1,1 +1,1 @@
-"""Devices without a GPU: streams, hardware queues, handles and a symmetric heap, on host memory."""
+"""Devices without a GPU: streams, hardware queues and handles, on host memory."""

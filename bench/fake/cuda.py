@@ -447,8 +447,6 @@ class AsynchronousFakeCudaTransport(FakeCudaTransport):
 FAKES = {
     "fake_cuda": "odc.bench.fake.cuda:FakeCudaTransport",
     "fake_cuda_streams": "odc.bench.fake.cuda:AsynchronousFakeCudaTransport",
-    "fake_nvshmem": "odc.bench.fake.nvshmem:FakeNvshmemTransport",
-    "fake_nvshmem_streams": "odc.bench.fake.nvshmem:AsynchronousFakeNvshmemTransport",
 }
 
 
@@ -463,17 +461,3 @@ def register_prompt_fakes() -> None:
     """As :func:`register_fakes`; streams pause only where they are told to."""
     register_fakes()
     AsynchronousFakeCudaTransport.delay_s = 0.0
-
-
-@contextmanager
-def registered_fakes() -> Iterator[None]:
-    """The fake transports by name, until the end of the block; never part of "auto"."""
-    from odc.transports import registry
-
-    before = dict(registry._LOCATIONS)
-    registry._LOCATIONS.update(FAKES)
-    try:
-        yield
-    finally:
-        registry._LOCATIONS.clear()
-        registry._LOCATIONS.update(before)

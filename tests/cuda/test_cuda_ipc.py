@@ -20,12 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvshmem import registered_fakes
 from process_ranks import start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import AbortedError, OdcError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
 from odc.bench.fake import cuda as fake_cuda
-from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine, registered_fakes
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeCudaTransport, FakeEngine
 from odc.cuda import runtime as cuda_runtime
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvshmem import FakeNvshmemTransport
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ConfigError, ParamSlice, Runtime, RuntimeConfig, SetupError, UnitSpec
-from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.config import ibgda_problem, nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem

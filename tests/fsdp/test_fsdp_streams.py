@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvshmem import registered_fakes
 from process_ranks import run_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from training import (
@@ -29,7 +30,6 @@ from training import (
 )
 
 import odc
-from odc.bench.fake.cuda import registered_fakes
 
 TOLERANCE = 1e-5  # as in test_fsdp2_parity.py
 COUNTS = [1, 3, 0]  # microbatches of each rank; two ranks run the first two

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nvshmem import registered_fakes
 from process_ranks import run_ranks, start_ranks
 from test_compute_groups import Block, part
 from torch import nn
@@ -23,7 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training import BOTH, each_way, largest_difference
 
 import odc
-from odc.bench.fake.cuda import registered_fakes
 from odc.fsdp_patch.compat import param_groups, torch_version
 
 CAN_PLACE = torch_version() >= (2, 12)

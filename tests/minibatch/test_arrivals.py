@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvshmem import AsynchronousFakeNvshmemTransport
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import FakeEngine
-from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
 from odc.errors import AbortedError
 from odc.transports.cuda_ipc import CudaIpcTransport
 

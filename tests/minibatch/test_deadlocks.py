@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvshmem import AsynchronousFakeNvshmemTransport, registered_fakes
 from thread_ranks import ThreadExchange, _Board, run_threads, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake import streams
-from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeEngine, registered_fakes
-from odc.bench.fake.nvshmem import AsynchronousFakeNvshmemTransport
+from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, FakeEngine
 from odc.bench.fake.streams import FakeDeviceError
 from odc.errors import OdcError
 from odc.minibatch.accumulators import Arrived

@@ -25,10 +25,9 @@ import streamed_minibatches as streams
 import test_transport_conformance as suite
 import torch
 import torch.distributed as dist
+from fake_nvshmem import FakeNvshmemTransport, registered_fakes
 from openshmem_heap import OpenshmemHeap, library
 
-from odc.bench.fake import cuda as fake_cuda
-from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.cuda.nvshmem import NvshmemHeap
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -161,7 +160,7 @@ def main() -> None:
     FakeNvshmemTransport._make_heap = lambda transport: make(transport)  # type: ignore[method-assign]
     found: dict[str, Any] = {"passed": [], "error": None}
     try:
-        with fake_cuda.registered_fakes(), surroundings() as kernels:
+        with registered_fakes(), surroundings() as kernels:
             break_it(how, kernels)
             for part in parts.split(","):
                 found["passed"] += PARTS[part]()

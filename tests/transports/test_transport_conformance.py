@@ -16,11 +16,10 @@ from typing import TypeVar
 
 import pytest
 import torch
+from fake_nvshmem import FakeNvshmemTransport, registered_fakes
 from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
 
-from odc.bench.fake.cuda import registered_fakes
-from odc.bench.fake.nvshmem import FakeNvshmemTransport
 from odc.engines.base import Part
 from odc.errors import ConfigError, SetupError
 from odc.setup.agreement import ProcessGroupExchange

@@ -1,4 +1,5 @@
-"""An NVSHMEM heap without NVSHMEM: what the ``nvshmem`` transport asks of it, on the host memory of ``cuda.py``.
+"""An NVSHMEM heap without NVSHMEM: what the ``nvshmem`` transport asks of it, on the host memory of
+``bench/fake/cuda.py``, for tests alone. They find all fakes by name inside :func:`registered_fakes`.
 
 Ranks pose as hosts. The heap reaches all of them behind the transport's back; the transport itself is given addresses
 of its own host's ranks only, and has to get, put and signal for the others. What this cannot show: that NVSHMEM, its
@@ -10,18 +11,19 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
 import torch
 
-from odc.bench.fake.cuda import FakeCuda, FakeEngine, end_of_fake
+from odc.bench.fake.cuda import FAKES, FakeCuda, FakeEngine, end_of_fake
 from odc.cuda.nvshmem import NvshmemHeap, heap_problem
 from odc.errors import SetupError
 from odc.setup.agreement import Exchange, gather_json, raise_together
 from odc.setup.topology import Topology
-from odc.transports import _memfd
+from odc.transports import _memfd, registry
 from odc.transports.base import not_on_this_kernel
 from odc.transports.nvshmem import NvshmemTransport
 
@@ -146,3 +148,17 @@ class AsynchronousFakeNvshmemTransport(FakeNvshmemTransport):
 
     name: ClassVar[str] = "fake_nvshmem_streams"
     delay_s: ClassVar[float | None] = 2e-4
+
+
+@contextmanager
+def registered_fakes() -> Iterator[None]:
+    """The fake transports by name, until the end of the block; never part of "auto"."""
+    before = dict(registry._LOCATIONS)
+    registry._LOCATIONS.update(FAKES)
+    registry._LOCATIONS["fake_nvshmem"] = f"{__name__}:FakeNvshmemTransport"
+    registry._LOCATIONS["fake_nvshmem_streams"] = f"{__name__}:AsynchronousFakeNvshmemTransport"
+    try:
+        yield
+    finally:
+        registry._LOCATIONS.clear()
+        registry._LOCATIONS.update(before)
