@@ -31,8 +31,9 @@ Not covered: compute beside the communication, several units of one size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.communication.late import measure_late
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Picture, Run, Table, summary
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Picture, Row, Run, Table, summary
 from odc.bench.harness.ranks import Place, Rank
 from odc.setup.agreement import ProcessGroupExchange
 
@@ -234,8 +235,13 @@ def size_text(size: int) -> str:
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB" if size >= 1 << 10 else f"{size} B"
 
 
-def choose(place: Place, ranks: int, hosts: int) -> tuple[Place, int]:
-    """Where to measure, and on how many ranks: one for each GPU, or two.
+def size_of(row: Row) -> str:
+    """For the column of a table."""
+    return size_text(row["num_bytes"])
+
+
+def choose(place: Place, ranks: int, hosts: int) -> int:
+    """On how many ranks to measure: one for each GPU, or two.
 
     Raises:
         ValueError: that cannot be done here.
@@ -247,7 +253,7 @@ def choose(place: Place, ranks: int, hosts: int) -> tuple[Place, int]:
         raise ValueError("--hosts: GPUs of one machine do not pose as several hosts; start torchrun on each of them")
     if hosts > ranks:
         raise ValueError(f"--hosts {hosts}: at most one for each of {ranks} ranks")
-    return place, ranks
+    return ranks
 
 
 def measure(
@@ -267,8 +273,8 @@ def measure(
     dtypes = dtype or ["fp32"]
     if unknown := [name for name in dtypes if name not in DTYPES]:
         raise ValueError(f"--dtype {unknown[0]!r}: expected one of {', '.join(DTYPES)}")
-    here = replace(Place.of_this_machine(), transport=transport)
-    place, world_size = choose(here, ranks or (run.launched.world_size if run.launched else 0), hosts)
+    place = replace(Place.of_this_machine(), transport=transport)
+    world_size = choose(place, ranks or (run.launched.world_size if run.launched else 0), hosts)
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
@@ -289,16 +295,22 @@ def measure(
     return {"ranks": world_size, "device": place.device_type, "rows": with_ratios(rows), "under_load": under_load}
 
 
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_ratios(
+    rows: list[dict[str, Any]], rivals: Mapping[str, Sequence[str]] = MappingProxyType(RIVALS)
+) -> list[dict[str, Any]]:
     """Beside each gather and push, how many times as fast it is as the collective and as plain memory, which touches as
-    many bytes as cross in a gather, and all that are pushed."""
+    many bytes as cross in a gather, and all that are pushed.
+
+    Args:
+        rivals: these two of each operation, or the collective alone.
+    """
     by_key = {(row["operation"], row["num_bytes"], row["dtype"]): row for row in rows}
     for row in rows:
-        for rival, name in zip(RIVALS.get(row["operation"], ()), ("x_collective", "x_memory"), strict=False):
+        for rival, name in zip(rivals.get(row["operation"], ()), ("x_collective", "x_memory"), strict=False):
             if other := by_key.get((rival, row["num_bytes"], row["dtype"])):
                 kind = "busbw" if row["operation"] == "gather" else "algbw"
                 row[name] = row[kind] / other[kind]
-    return sorted(rows, key=lambda row: (row["operation"] not in RIVALS, row["operation"], row["dtype"]))
+    return sorted(rows, key=lambda row: (row["operation"] not in rivals, row["operation"], row["dtype"]))
 
 
 def _milliseconds(row: dict[str, Any]) -> str:
@@ -349,7 +361,7 @@ BENCHMARK = Benchmark(
                 Column("operation", "operation"),
                 Column("by", "by"),
                 Column("dtype", "dtype"),
-                Column("size", lambda row: size_text(row["num_bytes"])),
+                Column("size", size_of),
             ),
             (
                 Column("time, ms", "time_s", ".3f", 1e3),

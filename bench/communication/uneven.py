@@ -14,14 +14,15 @@ where the others have four short ones of the same total.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 import typer
 
 from odc.bench.gpu.setting import Setting
-from odc.bench.gpu.uneven import MODES, MOST_OF_LONGEST, MOST_OF_OWN, measure_plan, plans
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
+from odc.bench.gpu.uneven import MODES, MOST_OF_LONGEST, MOST_OF_OWN, TABLE, measure_plan, plans
+from odc.bench.harness.benchmark import Benchmark, Entries, Figures, Run
 
 
 def measure(
@@ -76,20 +77,7 @@ def figures_before(result: Entries) -> Figures:
 BENCHMARK = Benchmark(
     measure,
     "1 min, quick 40 s",
-    (
-        Table(
-            "cells",
-            "uneven minibatches over {transport}: medians (20th-80th percentile)",
-            (Column("minibatch", "plan"), Column("accumulate", "accumulate")),
-            (
-                Column("fast ranks, s", "fast_s", ".3f"),
-                Column("of own", "of_own", ".2f"),
-                Column("minibatch, s", "total_s", ".3f"),
-                Column("of longest", "of_longest", ".2f"),
-                Column("lockstep, s", "lockstep_s", ".2f"),
-            ),
-        ),
-    ),
+    (replace(TABLE, title="uneven minibatches over {transport}: medians (20th-80th percentile)"),),
     quick={"ranks": 2, "repetitions": 2},
     figures=(("docs/gpu.md", figures, ["uneven"]), ("docs/gpu.md", figures_before, ["uneven_before"])),
 )

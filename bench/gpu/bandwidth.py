@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.communication.primitives import measure_size, size_text
-from odc.bench.gpu.setting import Report, Setting, TableData, require, run_ranks
-from odc.bench.gpu.transfers import choose_accumulate, measure_transfers, transfer_report
+from odc.bench.communication.primitives import measure_size, size_of, with_ratios
+from odc.bench.gpu.setting import Report, Setting, require, run_ranks
+from odc.bench.gpu.transfers import WAYS, choose_accumulate, measure_transfers, transfer_report
+from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
 from odc.setup.agreement import ProcessGroupExchange
 
@@ -24,6 +25,17 @@ SIZES = tuple(1 << shift for shift in range(20, 29))
 QUICK_SIZES = (1 << 20, 1 << 24)
 REPETITIONS, QUICK_REPETITIONS = 15, 5
 PUSHES = {"direct": "push, direct", "daemon": "push, daemon"}
+_RIVALS = {"gather": ("all_gather",), **dict.fromkeys(PUSHES.values(), ("reduce_scatter",))}
+TABLE = Table(
+    "rows",
+    "operations, medians (20th-80th percentile)",
+    (Column("ranks", "ranks"), Column("operation", "operation"), Column("by", "by"), Column("size", size_of)),
+    (
+        Column("ms", "time_s", ".3f", 1e3),
+        Column("GB/s", "busbw", ".1f"),
+        Column("x collective", "x_collective", ".2f"),
+    ),
+)
 Row = dict[str, Any]
 """Of :func:`odc.bench.communication.primitives.measure_size`, pushes by the name of their way."""
 
@@ -43,11 +55,10 @@ def _check(setting: Setting, worlds: Sequence[int]) -> Report:
     transfers: dict[str, Any] = {}
     for world_size in worlds:
         found, transfers = run_ranks(setting, world_size, measure_all, limit_s=600.0)[0]
-        rows += found
-    tables = tuple(table(rows, world_size) for world_size in worlds)
-    shown, text = transfer_report(transfers, setting.transfer_table, accumulate_of(rows, max(worlds)))
-    data = {"rows": rows, "transfers": transfers}
-    return Report(f"{_fastest(rows)}; {text}", data, (*tables, *shown))
+        rows += with_ratios(found, _RIVALS)
+    ways, text = transfer_report(transfers, setting.transfer_table, accumulate_of(rows, max(worlds)))
+    data = {"rows": rows, "transfers": transfers, "ways": ways}
+    return Report(f"{_fastest(rows)}; {text}", data, (TABLE, WAYS))
 
 
 def _fastest(rows: Sequence[Row]) -> str:
@@ -99,24 +110,3 @@ def measure(rank: Rank, num_bytes: int, repetitions: int, mode: str = "daemon", 
         if row["operation"] == "scatter_accumulate":
             row["operation"] = PUSHES[mode]
     return rows
-
-
-def table(rows: Sequence[Row], world_size: int) -> TableData:
-    """Medians with spread, bandwidths, and what a collective takes of the time of its rival."""
-    by_key = {(row["operation"], row["num_bytes"]): row for row in rows if row["ranks"] == world_size}
-    rivals = {"gather": "all_gather", **dict.fromkeys(PUSHES.values(), "reduce_scatter")}
-    lines = []
-    for (operation, size), row in sorted(by_key.items()):
-        rival, time_s = by_key.get((rivals.get(operation, ""), size)), row["time_s"]
-        lines.append(
-            (
-                f"{operation} ({row['by']})",
-                size_text(size),
-                f"{time_s['median'] * 1e3:.3f} ms",
-                f"{time_s['p20'] * 1e3:.3f}-{time_s['p80'] * 1e3:.3f}",
-                f"{row['busbw']:.1f}",
-                f"{rival['time_s']['median'] / time_s['median']:.2f}" if rival else "",
-            )
-        )
-    columns = ("operation", "size", "median", "p20-p80", "GB/s", "x collective")
-    return TableData(f"{world_size} ranks", columns, tuple(lines))

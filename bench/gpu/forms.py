@@ -19,10 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 import odc
-from odc.bench.gpu.models import blocks_of, language_model
+from odc.bench.gpu.models import language_model
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
 from odc.bench.gpu.training import End, step, train, train_alone
 from odc.bench.harness.ranks import Rank
+from odc.bench.proof.sharding import blocks_of, by_unit
 
 STEPS, QUICK_STEPS = 6, 3
 _FLOAT8 = torch.float8_e4m3fn
@@ -33,19 +34,11 @@ _aten = torch.ops.aten
 def shard(model: nn.Module, rank: Rank, **options: Any) -> nn.Module:
     """One unit per layer and one for the rest. Collective."""
     options.setdefault("mesh", init_device_mesh(rank.device.type, (rank.world_size,)))
-    model = model.to(rank.device)
-    for modules, index in list(blocks_of(model)):
-        fully_shard(modules[index], **options)
-    fully_shard(model, **options)
-    return model
+    return by_unit(model.to(rank.device), lambda module: fully_shard(module, **options))
 
 
 def offloaded(model: nn.Module, rank: Rank) -> nn.Module:
     return shard(model, rank, offload_policy=CPUOffloadPolicy(pin_memory=rank.device.type == "cuda"))
-
-
-def step_by_unit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    odc.step_by_unit(model, optimizer)
 
 
 @torch.no_grad()
@@ -171,7 +164,7 @@ class Form:
 
 
 FORMS = {
-    "steps by unit": Form(shard, end=step_by_unit),
+    "steps by unit": Form(shard, end=odc.step_by_unit),
     "changed between steps": Form(shard, end=step_and_change, end_alone=step_and_change),
     # A weight in the middle of two numbers of float8 may be rounded the other way.
     "float8 travels": Form(in_float8, alone=_round_weights, tolerance=1e-3),

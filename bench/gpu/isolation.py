@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting
+from odc.bench.harness.benchmark import Table
 from odc.bench.harness.ranks import NotRunError, process_of_fork_server, resolve
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -33,7 +34,7 @@ class Outcome:
     """Measured, or the reason for the status."""
     seconds: float = 0.0
     data: dict[str, Any] = field(default_factory=dict)
-    tables: tuple[TableData, ...] = ()
+    tables: tuple[Table, ...] = ()
     log: str = ""
     """The end of what the processes of a failed check printed."""
 

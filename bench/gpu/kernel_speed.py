@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from odc.bench.communication.primitives import size_text
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData
-from odc.bench.gpu.timing import Operation, Spread, interleaved
+from odc.bench.communication.primitives import size_of
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting
+from odc.bench.gpu.timing import Operation, interleaved
+from odc.bench.harness.benchmark import Column, Table
 from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.gather import gather_from_peers
@@ -37,28 +39,16 @@ _OWNERS = 4
 _SMALL = 512  # elements of the small ones of twelve parameters, per owner
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One kernel at one size beside a copy of as many bytes."""
-
-    kernel: str
-    num_bytes: int
-    moved_bytes: int
-    """Read and written."""
-    kernel_time: Spread
-    copy_time: Spread
-    judged: bool
-
-    @property
-    def ratio(self) -> float:
-        """Time over floor."""
-        return self.kernel_time.median_s / self.copy_time.median_s
-
-    @property
-    def failed(self) -> bool:
-        return self.judged and self.ratio > LARGEST_RATIO
-
-
+TABLE = Table(
+    "rows",
+    "kernels, medians (20th-80th percentile)",
+    (Column("kernel", "kernel"), Column("size", size_of)),
+    (
+        Column("us", "time_s", ".1f", 1e6),
+        Column("GB/s", "bytes_per_s", ".0f", 1e-9),
+        Column("time over floor", "ratio", ".2f"),
+    ),
+)
 Launch = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -132,9 +122,6 @@ def candidates() -> list[Candidate]:
 
         return launch
 
-    def default_gather(out: torch.Tensor, source: torch.Tensor) -> None:
-        gather_from_peers(out, tables.of(source), source.numel() // _OWNERS, rank=0, source_dtype=source.dtype)
-
     def scatter(out: torch.Tensor, source: torch.Tensor) -> None:
         scatter_accumulate_direct(tables.of(out), source, rank=0)
 
@@ -161,7 +148,7 @@ def candidates() -> list[Candidate]:
         Candidate("accumulate fp32", accumulate, fp32, reads_out=True, judged=True),
         Candidate("accumulate bf16", accumulate, bf16, reads_out=True, judged=True),
         Candidate(f"gather, {LOCAL_PROGRAMS} programs", gather(LOCAL_PROGRAMS), fp32, reads_out=False, judged=True),
-        Candidate("gather, default", default_gather, fp32, reads_out=False),
+        Candidate("gather, default", gather(REMOTE_PROGRAMS), fp32, reads_out=False),
         Candidate("scatter_accumulate", scatter, bf16, reads_out=True),
         *[Candidate(f"gather_parts, {n}", gather_of(n), fp32, reads_out=False) for n in (1, 12)],
         Candidate(f"gather_parts, 12, {LOCAL_PROGRAMS} programs", gather_of(12, LOCAL_PROGRAMS), fp32, reads_out=False),
@@ -186,59 +173,34 @@ def check(setting: Setting) -> Report:
     return report(rows)
 
 
-def report(rows: list[Measured]) -> Report:
+def report(rows: list[dict[str, Any]]) -> Report:
     """The figures, or what is too slow.
 
     Raises:
         CheckFailedError: naming the kernels and sizes.
     """
-    data = {
-        "rows": [
-            {
-                "kernel": row.kernel,
-                "num_bytes": row.num_bytes,
-                "moved_bytes": row.moved_bytes,
-                "time": row.kernel_time.as_dict(),
-                "floor": row.copy_time.as_dict(),
-                "ratio": row.ratio,
-            }
-            for row in rows
-        ]
-    }
-    failed = [f"{row.kernel} at {size_text(row.num_bytes)}: {row.ratio:.2f}" for row in rows if row.failed]
+    judged = [row for row in rows if row["judged"]]
+    failed = [
+        f"{row['kernel']} at {size_of(row)}: {row['ratio']:.2f}" for row in judged if row["ratio"] > LARGEST_RATIO
+    ]
     if failed:
         text = f"time over floor, at most {LARGEST_RATIO} expected: " + ", ".join(failed)
-        raise CheckFailedError(text, data, (_table(rows),))
-    judged = [row.ratio for row in rows if row.judged]
-    worst = f"{max(judged):.2f}" if judged else "nothing judged"
-    bandwidth = max(row.moved_bytes / row.copy_time.median_s for row in rows)
+        raise CheckFailedError(text, {"rows": rows}, (TABLE,))
+    worst = f"{max(row['ratio'] for row in judged):.2f}" if judged else "nothing judged"
+    bandwidth = max(row["moved_bytes"] / row["floor_s"]["median"] for row in rows)
     text = f"time over floor at most {worst} from 64 MB on; copies reach {bandwidth * 1e-9:.0f} GB/s"
-    return Report(text, data, (_table(rows),))
+    return Report(text, {"rows": rows}, (TABLE,))
 
 
-def _table(rows: list[Measured]) -> TableData:
-    lines = tuple(
-        (
-            row.kernel,
-            size_text(row.num_bytes),
-            f"{row.kernel_time.median_s * 1e6:.1f} us",
-            f"{row.kernel_time.p20_s * 1e6:.1f}-{row.kernel_time.p80_s * 1e6:.1f}",
-            f"{row.moved_bytes / row.kernel_time.median_s * 1e-9:.0f}",
-            f"{row.ratio:.2f}",
-        )
-        for row in rows
-    )
-    return TableData("kernels", ("kernel", "size", "median", "p20-p80", "GB/s", "time over floor"), lines)
-
-
-def measure(candidate: Candidate, num_bytes: int, repetitions: int, device: torch.device) -> Measured:
-    """One kernel whose output has ``num_bytes``."""
+def measure(candidate: Candidate, num_bytes: int, repetitions: int, device: torch.device) -> dict[str, Any]:
+    """One kernel whose output has ``num_bytes``, beside a copy that reads and writes as many bytes as it must."""
     numel = num_bytes // 4
     moved = candidate.moved_bytes(numel)
     turns = max(1, min(16, _ROTATE_BYTES // moved)) if device.type == "cuda" else 1
     outs = [torch.zeros(numel, device=device) for _ in range(turns)]
     sources = [torch.randn(numel, device=device).to(candidate.source_dtype) for _ in range(turns)]
-    copies = [(torch.empty_like(half), half) for half in _halves(moved, turns, device)]
+    halves = [torch.randn(moved // 8, device=device) for _ in range(turns)]  # read, and written elsewhere
+    copies = [(torch.empty_like(half), half) for half in halves]
     operations: dict[str, Operation] = {
         "kernel": lambda turn: candidate.launch(outs[turn % turns], sources[turn % turns]),
         "copy": lambda turn: copies[turn % turns][0].copy_(copies[turn % turns][1]),
@@ -248,10 +210,15 @@ def measure(candidate: Candidate, num_bytes: int, repetitions: int, device: torc
     if device.type == "cuda":  # a table of rows is written once more by the next launch
         torch.cuda.synchronize(device)
     times = interleaved(operations, repetitions, device)
-    judged = candidate.judged and num_bytes >= JUDGED_BYTES
-    return Measured(candidate.name, num_bytes, moved, times["kernel"], times["copy"], judged)
-
-
-def _halves(moved: int, turns: int, device: torch.device) -> list[torch.Tensor]:
-    """What ``copy_`` reads to move as many bytes."""
-    return [torch.randn(moved // 8, device=device) for _ in range(turns)]
+    kernel, copy = times["kernel"], times["copy"]
+    return {
+        "kernel": candidate.name,
+        "num_bytes": num_bytes,
+        "moved_bytes": moved,
+        "time_s": kernel,
+        "floor_s": copy,
+        "num_samples": repetitions,
+        "ratio": kernel["median"] / copy["median"],
+        "bytes_per_s": moved / kernel["median"],
+        "judged": candidate.judged and num_bytes >= JUDGED_BYTES,
+    }

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from odc.bench.proof.conformance.training import Net
+from odc.bench.proof.sharding import by_unit, wrap_of
 
 VOCABULARY = 17  # that of Net
 PRECISIONS = ("fp32", "bf16")
@@ -62,29 +60,9 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def blocks_of(model: nn.Module) -> Iterable[tuple[nn.ModuleList, int]]:
-    """The layers that become units, as (list, index): FSDP1 replaces them."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            for index in range(len(module)):
-                yield module, index
-
-
 def shard(model: nn.Module, fsdp: str, precision: str, device: torch.device, world_size: int) -> nn.Module:
     """The model on ``device``, one unit per layer and one for the rest. Collective."""
-    model = model.to(device)
-    blocks = list(blocks_of(model))
-    if fsdp == "fsdp1":
-        options: dict[str, Any] = {"device_id": device, "use_orig_params": True}
-        if precision == "bf16":
-            options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-        for modules, index in blocks:
-            modules[index] = FullyShardedDataParallel(modules[index], **options)
-        return FullyShardedDataParallel(model, **options)
-    options = {"mesh": init_device_mesh(device.type, (world_size,))}
-    if precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for modules, index in blocks:
-        fully_shard(modules[index], **options)
-    fully_shard(model, **options)
-    return model
+    mesh = init_device_mesh(device.type, (world_size,))
+    dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else None
+    kind = "fsdp1-orig" if fsdp == "fsdp1" else fsdp
+    return by_unit(model.to(device), wrap_of(kind, mesh, dtypes=dtypes, device=device))

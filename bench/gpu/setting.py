@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from odc.bench.harness import ranks
+from odc.bench.harness.benchmark import Table
 from odc.bench.harness.ranks import BenchError, Place, RankFailedError
 
 
@@ -15,10 +16,10 @@ class CheckFailedError(BenchError):
 
     Args:
         data: what was measured all the same, as that of a :class:`Report`.
-        tables: the same for people.
+        tables: what of it is for people.
     """
 
-    def __init__(self, text: str, data: dict[str, Any] | None = None, tables: tuple[TableData, ...] = ()) -> None:
+    def __init__(self, text: str, data: dict[str, Any] | None = None, tables: tuple[Table, ...] = ()) -> None:
         super().__init__(text)
         self.data, self.tables = data or {}, tables
 
@@ -77,15 +78,6 @@ def run_ranks(
 
 
 @dataclass(frozen=True)
-class TableData:
-    """A table for people, as text."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class Report:
     """What a check has measured."""
 
@@ -93,7 +85,8 @@ class Report:
     """One line for the table."""
     data: dict[str, Any] = field(default_factory=dict)
     """Everything, as JSON."""
-    tables: tuple[TableData, ...] = ()
+    tables: tuple[Table, ...] = ()
+    """What of it is for people. Made in the check's process, so without lambdas."""
 
 
 Body = Callable[[Setting], Report]

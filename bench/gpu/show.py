@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome
-from odc.bench.gpu.setting import TableData
+from odc.bench.harness.results import shown
 
 _LONGEST_TEXT = 400
 _STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
@@ -22,16 +22,6 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
-def print_tables(tables: Iterable[TableData]) -> None:
-    for data in tables:
-        table = Table(title=data.title, min_width=len(data.title) + 2)
-        for column in data.columns:
-            table.add_column(column, justify="left" if column == data.columns[0] else "right")
-        for row in data.rows:
-            table.add_row(*(escape(cell) for cell in row))
-        console().print(table)
-
-
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """What failed, at length; what was measured; and a line per check, last."""
     for outcome in outcomes:
@@ -39,7 +29,8 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
             console().print(
                 f"--- {outcome.name}: the end of its output\n{outcome.log}\n", markup=False, highlight=False
             )
-        print_tables(outcome.tables)
+        for measured in outcome.tables:
+            console().print(shown(measured, outcome.data[measured.rows], outcome.data))
     table = Table(title=summary(outcomes))
     for column in ("check", "result", "figures, or why", "s"):
         table.add_column(column, justify="right" if column == "s" else "left")

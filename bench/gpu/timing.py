@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 
 from odc.bench.gpu.device import seconds_between, spin, timing_event
+from odc.bench.harness.benchmark import summary
 
 _LEAD_CYCLES = 2_000_000  # the GPU is busy so long that the host has queued a whole repetition meanwhile
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds of one operation over all repetitions."""
-
-    median_s: float
-    p20_s: float
-    p80_s: float
-    num_samples: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """
-        >>> Spread.of([3.0, 1.0, 2.0]).median_s
-        2.0
-        """
-        times = torch.tensor(seconds, dtype=torch.float64)
-        quantiles = torch.quantile(times, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-        p20, median, p80 = (float(quantile) for quantile in quantiles)
-        return cls(median, p20, p80, len(seconds))
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 Operation = Callable[[int], object]
 """Called with the number of the repetition, so that it can take turns among buffers."""
 
 
-def interleaved(operations: Mapping[str, Operation], repetitions: int, device: torch.device) -> dict[str, Spread]:
+def interleaved(
+    operations: Mapping[str, Operation], repetitions: int, device: torch.device
+) -> dict[str, dict[str, float]]:
     """Every operation once per repetition, in turn, after two repetitions that warm up.
 
     On a GPU by events, with the launches queued beforehand, so that the host's speed is not part of the time.
@@ -52,7 +30,7 @@ def interleaved(operations: Mapping[str, Operation], repetitions: int, device: t
         for name, seconds in measure(operations, repetition + 2).items():
             if repetition >= 0:
                 samples[name].append(seconds)
-    return {name: Spread.of(seconds) for name, seconds in samples.items()}
+    return {name: summary(seconds) for name, seconds in samples.items()}
 
 
 def _by_events(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:

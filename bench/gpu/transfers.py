@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from odc.bench.communication.primitives import size_text
-from odc.bench.gpu.setting import TableData
+from odc.bench.communication.primitives import size_of, size_text
+from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import COPY_ENGINE, KERNEL, Engine, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
@@ -25,6 +25,16 @@ from odc.transports.base import SymmetricBuffer, Transport
 WORTH = 2.0
 _CALLS = 4
 _TIMEOUT_S = 60.0
+WAYS = Table(
+    "ways",
+    "one gather, two ways",
+    (Column("size", size_of),),
+    (
+        Column("kernel, ms", "kernel_s", ".3f", 1e3),
+        Column("copy engines, ms", "copy_s", ".3f", 1e3),
+        Column("faster", "faster"),
+    ),
+)
 
 
 def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
@@ -94,20 +104,18 @@ def choose_accumulate(direct_s: Sequence[float], daemon_s: Sequence[float]) -> s
     return "daemon" if direct_s and daemon_s and direct_s[-1] > WORTH * daemon_s[-1] else "direct"
 
 
-def transfer_report(transfers: dict[str, Any], path: str, accumulate: str) -> tuple[tuple[TableData, ...], str]:
-    """The measured table for people and in a word; saved if ``path`` is not empty and there is one."""
+def transfer_report(transfers: dict[str, Any], path: str, accumulate: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of :data:`WAYS` and the measured table in a word; saved if ``path`` is not empty and there is one."""
     if not transfers:
-        return (), "transfers not compared"
+        return [], "transfers not compared"
     sizes, seconds = transfers["sizes"], transfers["seconds"]
     chosen = TransferTable.of_measurements(sizes, seconds[KERNEL], seconds[COPY_ENGINE])
     chosen = replace(chosen, accumulate=accumulate)
     if path:
         chosen.save(Path(path))
-    rows = tuple(
-        (size_text(size), f"{kernel * 1e3:.3f} ms", f"{copy * 1e3:.3f} ms", KERNEL if kernel < copy else COPY_ENGINE)
+    rows = [
+        {"num_bytes": size, "kernel_s": kernel, "copy_s": copy, "faster": KERNEL if kernel < copy else COPY_ENGINE}
         for size, kernel, copy in zip(sizes, seconds[KERNEL], seconds[COPY_ENGINE], strict=True)
-    )
+    ]
     text = ", ".join(f"{way} {f'up to {size_text(limit)}' if limit else 'beyond'}" for limit, way in chosen.rows)
-    return (
-        TableData("one gather, two ways", ("size", "kernel", "copy engines", "faster"), rows),
-    ), f"gathers by {text}; additions: {accumulate}"
+    return rows, f"gathers by {text}; additions: {accumulate}"

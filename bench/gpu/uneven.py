@@ -21,8 +21,9 @@ import torch
 
 from odc import ParamSlice, Runtime, UnitSpec
 from odc.bench.gpu.minibatches import create_runtime
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
 from odc.bench.gpu.streams import Streams, engine_of, streams_of
+from odc.bench.harness.benchmark import Column, Table, summary
 from odc.bench.harness.ranks import Rank
 
 MODES = ("direct", "daemon")
@@ -30,6 +31,18 @@ MODES = ("direct", "daemon")
 MOST_OF_OWN, MOST_OF_LONGEST = 1.3, 1.15
 NUM_UNITS, NUMEL = 6, 4096
 WARM_UP = 1
+TABLE = Table(
+    "cells",
+    "uneven minibatches: medians (20th-80th percentile)",
+    (Column("minibatch", "plan"), Column("accumulate", "accumulate")),
+    (
+        Column("fast ranks, s", "fast_s", ".3f"),
+        Column("of own", "of_own", ".2f"),
+        Column("minibatch, s", "total_s", ".3f"),
+        Column("of longest", "of_longest", ".2f"),
+        Column("lockstep, s", "lockstep_s", ".2f"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ def check(setting: Setting) -> Report:
     rows = [
         measure_plan(setting, plan, mode, 3 if setting.quick else 7) for plan in plans(world_size) for mode in MODES
     ]
-    data, tables = {"cells": rows}, (table(rows),)
+    data, tables = {"cells": rows}, (TABLE,)
     late = [
         f"{row['plan']}, {row['accumulate']}: {row['of_own']:.2f} and {row['of_longest']:.2f}"
         for row in rows
@@ -81,31 +94,6 @@ def check(setting: Setting) -> Report:
     worst = max(row["of_own"] for row in rows), max(row["of_longest"] for row in rows)
     figures = f"at most {worst[0]:.2f} times a rank's own computation, {worst[1]:.2f} times the longest"
     return Report(figures, data, tables)
-
-
-def table(rows: list[dict[str, Any]]) -> TableData:
-    """For people."""
-    columns = ("minibatch", "accumulate", "fast ranks, s", "of own", "minibatch, s", "of longest", "lockstep, s")
-    return TableData(
-        "uneven minibatches: medians (20th-80th percentile)",
-        columns,
-        tuple(
-            (
-                str(row["plan"]),
-                str(row["accumulate"]),
-                _text(row["fast_s"]),
-                f"{row['of_own']:.2f}",
-                _text(row["total_s"]),
-                f"{row['of_longest']:.2f}",
-                f"{row['lockstep_s']:.2f}",
-            )
-            for row in rows
-        ),
-    )
-
-
-def _text(summary: dict[str, float]) -> str:
-    return f"{summary['median']:.3f} ({summary['p20']:.3f}-{summary['p80']:.3f})"
 
 
 def measure_plan(setting: Setting, plan: Plan, mode: str, repetitions: int) -> dict[str, Any]:
@@ -123,18 +111,13 @@ def measure_plan(setting: Setting, plan: Plan, mode: str, repetitions: int) -> d
         "repetitions": repetitions,
         "of_own": statistics.median(of_own),
         "of_longest": statistics.median(of_longest),
-        "fast_s": _summary([max(own[rank][i] for rank in fast) for i in range(repetitions)]),
-        "fast_alone_s": _summary([max(alone[rank][i] for rank in fast) for i in range(repetitions)]),
-        "total_s": _summary([max(rank[i] for rank in total) for i in range(repetitions)]),
+        "fast_s": summary([max(own[rank][i] for rank in fast) for i in range(repetitions)]),
+        "fast_alone_s": summary([max(alone[rank][i] for rank in fast) for i in range(repetitions)]),
+        "total_s": summary([max(rank[i] for rank in total) for i in range(repetitions)]),
         "longest_s": longest,
         "lockstep_s": plan.lockstep_s,
         **asdict(plan),
     }
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    low, *_, high = statistics.quantiles(values, n=5) if len(values) > 1 else (values[0], values[0])
-    return {"median": statistics.median(values), "p20": low, "p80": high}
 
 
 def run(rank: Rank, plan: Plan, mode: str, repetitions: int) -> list[tuple[float, float, float]]:

@@ -38,9 +38,9 @@ from odc.bench.gpu import (
 from odc.bench.gpu.minibatches import Case, RandomRun
 from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
 from odc.bench.gpu.streams import HostStreams
-from odc.bench.gpu.timing import Spread
 from odc.bench.gpu.transfers import transfer_report
 from odc.bench.harness.ranks import Rank
+from odc.bench.harness.results import markdown
 from odc.engines.base import TransferTable
 from odc.kernels import aot_list
 
@@ -166,7 +166,7 @@ def test_a_device_that_waits_for_a_slow_one_is_seen(
         uneven.check(STREAMS)
     late = [f"{plan.name}, daemon: {of_own:.2f} and {of_longest:.2f}" for plan in uneven.plans(2)]
     assert str(failure.value).endswith(f"at most 1.15: {'; '.join(late)}")
-    assert len(failure.value.data["cells"]) == len(failure.value.tables[0].rows) == 4
+    assert len(failure.value.data[failure.value.tables[0].rows]) == 4
     of_own = of_longest = 1.0
     assert "at most 1.00 times" in uneven.check(STREAMS).figures
 
@@ -257,23 +257,23 @@ def test_bandwidth() -> None:
     operations = {"gather", "push, direct", "push, daemon", "copy", "add", "all_gather", "reduce_scatter"}
     assert {row["operation"] for row in report.data["rows"]} == operations
     assert {row["wrong"] for row in report.data["rows"] if row["by"] != "torch"} == {0}
-    assert report.tables[0].title == "2 ranks"
+    assert "| x collective |" in markdown(bandwidth.TABLE, report.data["rows"], {})
     assert "transfers not compared" in report.figures
 
 
 def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
     measured = {"sizes": [1 << 20, 1 << 22], "seconds": {"kernel": [1e-5, 5e-5], "copy_engine": [2e-5, 4e-5]}}
-    tables, text = transfer_report(measured, str(tmp_path / "table.json"), "daemon")
-    assert [row[-1] for row in tables[0].rows] == ["kernel", "copy_engine"]
+    rows, text = transfer_report(measured, str(tmp_path / "table.json"), "daemon")
+    assert [row["faster"] for row in rows] == ["kernel", "copy_engine"]
     assert text == "gathers by kernel up to 2 MB, copy_engine beyond; additions: daemon"
     assert TransferTable.load(tmp_path / "table.json") == TransferTable(
         ((1 << 21, "kernel"), (0, "copy_engine")), "daemon"
     )
 
 
-def of_speed(ratio: float, judged: bool = True) -> kernel_speed.Measured:
-    times = [Spread(seconds, seconds, seconds, 5) for seconds in (ratio, 1.0)]
-    return kernel_speed.Measured("accumulate", 1 << 26, 3 << 26, times[0], times[1], judged)
+def of_speed(ratio: float, judged: bool = True) -> dict[str, Any]:
+    row = {"kernel": "accumulate", "num_bytes": 1 << 26, "moved_bytes": 3 << 26, "floor_s": {"median": 1.0}}
+    return {**row, "ratio": ratio, "judged": judged}
 
 
 def test_kernels_are_judged_by_their_floor() -> None:

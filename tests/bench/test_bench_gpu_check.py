@@ -34,8 +34,8 @@ from odc.bench.gpu import (
 from odc.bench.gpu.catalogue import CHECKS, Check, select
 from odc.bench.gpu.gpu import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, run_checks
 from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, TableData, run_ranks
-from odc.bench.harness.benchmark import Run
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
+from odc.bench.harness.benchmark import Column, Run, Table
 from odc.bench.harness.ranks import NotRunError, Rank, process_of_fork_server, resolve
 from odc.cli.app import app
 
@@ -77,13 +77,17 @@ def test_every_check_exists_and_has_its_own_name() -> None:
 # Isolation: what these checks do to themselves must not reach the next one
 
 
+def table_of(title: str) -> Table:
+    return Table("rows", title, (Column("x", "x"),), ())
+
+
 def passing(setting: Setting) -> Report:
-    return Report("all is well", {"ranks": list(setting.worlds)}, (TableData("a table", ("x",), (("[y]",),)),))
+    return Report("all is well", {"ranks": list(setting.worlds), "rows": [{"x": "[y]"}]}, (table_of("a table"),))
 
 
 def failing(setting: Setting) -> Report:
     print("what it printed")
-    raise CheckFailedError("3 is not 4", {"found": 3}, (TableData("what it found", ("x",), (("3",),)),))
+    raise CheckFailedError("3 is not 4", {"rows": [{"x": "3"}]}, (table_of("what it found"),))
 
 
 def erring(setting: Setting) -> Report:
@@ -154,7 +158,8 @@ def test_one_check_stops_no_other(
         (NOT_RUN, "one GPU only"),
     ]
     data = [row["data"] for row in document["checks"]]
-    assert data == [{"found": 3}, {}, {}, {}, {}, {"ranks": [2]}, {}]
+    failed, passed = {"rows": [{"x": "3"}]}, {"ranks": [2], "rows": [{"x": "[y]"}]}
+    assert data == [failed, {}, {}, {}, {}, passed, {}]
     assert {"date", "torch", "gpus", "driver"} <= set(document["environment"])
     pids = [int(rank.read_text()) for rank in ranks]
     _wait_until(lambda: not [pid for pid in pids if is_running(pid)])  # else a rank of the check that hung is left

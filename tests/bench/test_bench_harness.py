@@ -163,8 +163,8 @@ def test_a_machine_that_says_it_has_gpus_is_measured_on_them(
 
 def test_without_gpus_it_is_gloo_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    place, ranks = primitives.choose(Place.of_this_machine(), 0, 0)
-    assert (place.backend(ranks), ranks) == ("gloo", 2)
+    place = Place.of_this_machine()
+    assert (primitives.choose(place, 0, 0), place.backend(2)) == (2, "gloo")
     for options, words in (({"dtype": ["fp8"]}, "fp8"), ({"ranks": 1}, "at least 2"), ({"hosts": 3}, "at most one")):
         with pytest.raises(ValueError, match=words):
             primitives.measure(Run(), **options)  # type: ignore[arg-type]

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor
 
 import odc
 from odc.bench.proof.conformance.cells import Cell
+from odc.bench.proof.sharding import by_unit, clip, full_parameters, synchronized, wrap_of
 from odc.timeline import Stats
 
 STEPS = 10
@@ -32,11 +23,6 @@ LARGEST_NORM = 0.1  # below the gradients' norm in every step, so that clipping 
 # About the size of the gradients. With torch's 1e-8 Adam makes a whole step of any gradient, also of one that is mere
 # rounding (plain FSDP2 in bf16 then differs by 7 % between reduction in bf16 and in fp32), and hides a wrong factor.
 EPSILON = 1e-3
-STRATEGIES = {
-    "full": ShardingStrategy.FULL_SHARD,
-    "grad-op": ShardingStrategy.SHARD_GRAD_OP,
-    "hybrid": ShardingStrategy.HYBRID_SHARD,
-}
 
 
 class Block(nn.Module):
@@ -106,7 +92,7 @@ def train(cell: Cell, mesh: DeviceMesh, *, patch: bool) -> Run:
     for step in range(STEPS):
         run.losses.append(_accumulate(cell, model, step))
         if cell.clipping == "clip":
-            run.norms.append(_clip(model))
+            run.norms.append(clip(model, LARGEST_NORM))
         elif session is not None and step == 0:
             session.finish()  # only because the gradients are looked at; the step would do it
         if step == 0:
@@ -116,17 +102,14 @@ def train(cell: Cell, mesh: DeviceMesh, *, patch: bool) -> Run:
     if session is not None:
         run.stats = session.stats()
         session.close()
-    run.parameters = _full_parameters(model)
+    run.parameters = full_parameters(model)
     return run
 
 
 def sharded_model(cell: Cell, mesh: DeviceMesh) -> nn.Module:
     """The same weights for every cell and on every rank, one unit per block and one for the rest."""
-    model = _trained_model()
-    shard = _shard_fsdp2(cell, mesh) if cell.fsdp == "fsdp2" else _shard_fsdp1(cell, mesh)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = shard(block)
-    return shard(model)
+    dtypes = (torch.bfloat16, torch.bfloat16) if cell.precision == "bf16" else None
+    return by_unit(_trained_model(), wrap_of(cell.fsdp, mesh, reshard=cell.sharding != "grad-op", dtypes=dtypes))
 
 
 def _trained_model() -> Net:
@@ -139,37 +122,12 @@ def _trained_model() -> Net:
     return model
 
 
-def _shard_fsdp1(cell: Cell, mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    options: dict[str, Any] = {
-        "sharding_strategy": STRATEGIES[cell.sharding],
-        "device_id": torch.device("cpu"),
-        "use_orig_params": cell.fsdp == "fsdp1-orig",
-    }
-    if cell.precision == "bf16":
-        options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    if cell.sharding == "hybrid":
-        options["device_mesh"] = mesh
-    return lambda module: FullyShardedDataParallel(module, **options)
-
-
-def _shard_fsdp2(cell: Cell, mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": cell.sharding != "grad-op"}
-    if cell.precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-
-    def shard(module: nn.Module) -> nn.Module:
-        fully_shard(module, **options)
-        return module
-
-    return shard
-
-
 def _accumulate(cell: Cell, model: nn.Module, step: int) -> torch.Tensor:
     """Forward and backward of all microbatches of one step; the mean loss over microbatches and ranks."""
     total = torch.zeros(())
     for microbatch in range(cell.num_microbatches):
         tokens = _tokens(step, microbatch)
-        with _synchronized(model, microbatch >= cell.num_unsynchronized):
+        with synchronized(model, microbatch >= cell.num_unsynchronized):
             logits = model(tokens[:, :-1]).float()
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / cell.num_microbatches
             loss.backward()  # type: ignore[no-untyped-call]
@@ -184,26 +142,6 @@ def _tokens(step: int, microbatch: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 6 + microbatch), generator=generator)
 
 
-@contextmanager
-def _synchronized(model: nn.Module, synchronized: bool) -> Iterator[None]:
-    """Whether backward inside reduces gradients, said as each FSDP wants to hear it."""
-    if not isinstance(model, FullyShardedDataParallel):
-        model.set_requires_gradient_sync(synchronized)  # type: ignore[operator]
-        yield
-    elif synchronized:
-        yield
-    else:
-        with model.no_sync():
-            yield
-
-
-def _clip(model: nn.Module) -> torch.Tensor:
-    if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(LARGEST_NORM)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 def _local_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of this rank's part of every ``.grad``; a parameter that has none is left out."""
     gradients = {}
@@ -212,10 +150,3 @@ def _local_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         if grad is not None and parameter.numel():
             gradients[name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
     return gradients
-
-
-def _full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]

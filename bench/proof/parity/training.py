@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import odc
 from odc.bench.proof.parity.cases import Case
+from odc.bench.proof.sharding import by_unit, clip, full_parameters, synchronized, wrap_of
 
 STEPS = 4
 VOCABULARY = 12
@@ -93,33 +88,9 @@ def build(case: Case) -> Net:
 
 def shard(case: Case, model: Net, mesh: DeviceMesh) -> nn.Module:
     """One unit per block and one for the rest."""
-    wrap = _fsdp2(case, mesh) if case.fsdp == "fsdp2" else _fsdp1(case, mesh)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(block)
-    return wrap(model)
-
-
-def _fsdp1(case: Case, mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    strategy = ShardingStrategy.FULL_SHARD if case.reshard == "yes" else ShardingStrategy.SHARD_GRAD_OP
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": case.fsdp == "fsdp1-orig"}
-    if case.is_replicated:
-        strategy, options["device_mesh"] = ShardingStrategy.HYBRID_SHARD, mesh
-    if case.precision == "bf16":
-        options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    return lambda module: FullyShardedDataParallel(module, sharding_strategy=strategy, **options)
-
-
-def _fsdp2(case: Case, mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
     reshard: bool | int = {"yes": True, "no": False, "int": 2}[case.reshard]
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
-    if case.precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-    def wrap(module: nn.Module) -> nn.Module:
-        fully_shard(module, **options)
-        return module
-
-    return wrap
+    dtypes = (torch.bfloat16, torch.float32) if case.precision == "bf16" else None
+    return by_unit(model, wrap_of(case.fsdp, mesh, reshard=reshard, dtypes=dtypes))
 
 
 class OwnOptimizer(torch.optim.SGD):
@@ -214,7 +185,8 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
                     _zero_grad(optimizers)
                 if case.evaluation == "inside" and microbatch == (own if patch else most) - 1:
                     evaluate(f"inside step {step}", is_padding=not own)
-                with _synchronized(case, model, microbatch == (own if patch else most) - 1):
+                is_last = microbatch == (own if patch else most) - 1
+                with synchronized(model, is_last) if case.sync == "last" else nullcontext():
                     loss = _loss(case, model, step, rank, microbatch)
                     (loss * (1.0 if microbatch < own else 0.0)).backward()  # type: ignore[no-untyped-call]
                 if microbatch < own:
@@ -242,7 +214,9 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
     if session is not None:
         dist.barrier()  # close() does not wait for the others, and one may still be evaluating
         session.close()
-    run.parameters = _full_parameters(case, model)
+    if case.fsdp == "fsdp2":
+        _reshard(case, model)
+    run.parameters = full_parameters(model)
     return run
 
 
@@ -255,27 +229,11 @@ def _loss(case: Case, model: nn.Module, step: int, rank: int, microbatch: int) -
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@contextmanager
-def _synchronized(case: Case, model: nn.Module, is_last: bool) -> Iterator[None]:
-    unsynchronized = case.sync == "last" and not is_last
-    around: AbstractContextManager[None] = nullcontext()
-    if isinstance(model, FullyShardedDataParallel):
-        around = model.no_sync() if unsynchronized else around
-    elif case.sync == "last":
-        model.set_requires_gradient_sync(not unsynchronized)  # type: ignore[operator]
-    with around:
-        yield
-
-
 def _use_gradients(case: Case, model: nn.Module, run: Run, step: int) -> None:
     """What the script does with gradients before the step."""
     run.clipped_to[step] = 1.0
     if case.gradients == "norm":
-        if isinstance(model, FullyShardedDataParallel):
-            norm = model.clip_grad_norm_(LARGEST_NORM)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
-        run.losses[f"norm {step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        run.losses[f"norm {step}"] = clip(model, LARGEST_NORM)
         run.clipped_to[step] = min(1.0, LARGEST_NORM / float(run.losses[f"norm {step}"]))
     elif case.gradients == "value":
         torch.nn.utils.clip_grad_value_(model.parameters(), LARGEST_VALUE)
@@ -322,14 +280,6 @@ def _local_gradients(named: dict[str, nn.Parameter], step: int) -> dict[tuple[in
         if grad is not None and grad.numel():
             found[step, name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
     return found
-
-
-def _full_parameters(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
-    _reshard(case, model)
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
 def _reshard(case: Case, model: nn.Module) -> None:

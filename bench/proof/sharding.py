@@ -1,0 +1,92 @@
+"""Both FSDPs by one door, for training scripts that differ in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+Wrap = Callable[[nn.Module], Any]
+
+
+def wrap_of(
+    fsdp: str,
+    mesh: DeviceMesh,
+    *,
+    reshard: bool | int = True,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> Wrap:
+    """What makes a module a unit.
+
+    Args:
+        fsdp: "fsdp2", "fsdp1-flat" or "fsdp1-orig", which has ``use_orig_params``.
+        mesh: of one dimension; for replicas of two, replicas first.
+        reshard: after the forward.
+        dtypes: of parameters and of reduction, where they are not the model's own.
+        device: for FSDP1; by default the CPU.
+    """
+    if fsdp == "fsdp2":
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+        if dtypes is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(*dtypes)
+        return lambda module: fully_shard(module, **options)
+    options = {"device_id": device or torch.device("cpu"), "use_orig_params": fsdp == "fsdp1-orig"}
+    options["sharding_strategy"] = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+    if mesh.ndim == 2:
+        options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    if dtypes is not None:
+        options["mixed_precision"] = MixedPrecision(*dtypes, dtypes[0])
+    return lambda module: FullyShardedDataParallel(module, **options)
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
+    """The layers that become units, as (list, index): FSDP1 replaces them."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for index in range(len(module)):
+                yield module, index
+
+
+def by_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
+    """One unit per layer and one for the rest."""
+    for modules, index in list(blocks_of(model)):
+        modules[index] = wrap(modules[index])
+    wrapped: nn.Module = wrap(model)
+    return wrapped
+
+
+def synchronized(model: nn.Module, is_synchronized: bool) -> AbstractContextManager[None]:
+    """Whether backward inside reduces gradients, said as each FSDP wants to hear it."""
+    if isinstance(model, FullyShardedDataParallel):
+        return nullcontext() if is_synchronized else model.no_sync()
+    model.set_requires_gradient_sync(is_synchronized)  # type: ignore[operator]
+    return nullcontext()
+
+
+def clip(model: nn.Module, largest_norm: float) -> torch.Tensor:
+    """Clip gradients; the norm that they had."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(largest_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of whole parameters, on every rank. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
