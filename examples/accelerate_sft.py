@@ -119,4 +119,4 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
-    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see the end of sft.py
+    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see run_record.py

@@ -17,25 +17,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import packed_attention
 import torch
 import torch.distributed as dist
-from run_record import Progress, RunRecord
+from run_record import Formatter, Progress, RunRecord, add_output, check_model, check_run, leave, start_timeline
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import odc
 from odc.balance import BalancedBatch, TransformerCost, balance_batch, pack_collate
-from odc.fsdp_patch import observe_fsdp
-from odc.timeline import Timeline
 
 VOCABULARY, END, NUM_KINDS = 64, 0, 4
 PROMPT = 4  # tokens
@@ -103,8 +99,7 @@ def main() -> None:
         (args.out / "rollouts.json").write_text(json.dumps(rollouts))
     if session:
         session.close()
-    dist.destroy_process_group()
-    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see sft.py
+    leave()
 
 
 def weighted(batch: BalancedBatch[Rollout]) -> list[tuple[list[Rollout], torch.Tensor]]:
@@ -227,17 +222,8 @@ def build_model(args: argparse.Namespace, attention: str, device: torch.device, 
     return model
 
 
-def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
-    """Record what this rank does when, with either kind of communication."""
-    if session:
-        return session.start_timeline()
-    timeline = Timeline(dist.get_rank())
-    observe_fsdp(model, timeline)
-    return timeline
-
-
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     how = parser.add_argument_group("how the ranks work together")
     how.add_argument(
         "--comm",
@@ -265,41 +251,25 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num-layers", type=int, default=4, help="decoder layers")
     model.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     model.add_argument("--seed", type=int, default=0, help="of the weights and of the rollouts")
-    out = parser.add_argument_group("output")
-    out.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder for result.json and rollouts.json")
-    out.add_argument("--untimed", type=int, default=2, help="first steps left out of the timing")
-    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
+    add_output(parser, "runs/grpo", "rollouts.json")
     args = parser.parse_args(words)
     _check(parser, args)
     return args
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.comm == "collective" and args.policy == "lb-mini":
-        parser.error(
-            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective "
-            "some would wait forever in a collective: use --comm odc, or --policy lb-micro"
-        )
+    check_model(parser, args)
     if args.max_tokens < PROMPT + args.max_completion:
         parser.error(f"--max-tokens {args.max_tokens}: expected at least {PROMPT} more than --max-completion")
-    if args.hidden_size % 64 or args.hidden_size < 64:
-        parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")
     if args.group_size < 2:
         parser.error(f"--group-size {args.group_size}: expected at least 2, whose rewards are compared")
-    if args.minibatches <= args.untimed:
-        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if 0 < num_gpus <= local_rank:
         parser.error(
             f"rank {local_rank} of this host, which has {num_gpus} GPUs: start as many ranks, or hide the GPUs by "
             "CUDA_VISIBLE_DEVICES="
         )
-    if "RANK" not in os.environ:
-        parser.error("no ranks: start it with torchrun --nproc-per-node 2 examples/grpo.py, then these options")
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the line breaks of the description and shows defaults."""
+    check_run(parser, args)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ every rank, and two runs print the same losses.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 
 import torch
-from trainer_parts import build_dataset, build_model, fsdp_config, options, pad, use_cpu_ranks
+from trainer_parts import build_dataset, build_model, end, fsdp_config, options, pad, use_cpu_ranks
 from transformers import Trainer, TrainingArguments, set_seed
 
 ACCUMULATION_STEPS = 4
@@ -43,16 +42,9 @@ def main() -> None:
     )
     num_samples = args.steps * ACCUMULATION_STEPS * args.per_device_batch_size * training.world_size
     trainer = Trainer(model=build_model(), args=training, train_dataset=build_dataset(num_samples), data_collator=pad)
-    result = trainer.train()
-
-    if trainer.is_world_process_zero() and args.log_json:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        samples_per_s = result.metrics["train_samples_per_second"] / training.world_size
-        args.log_json.write_text(json.dumps({"losses": losses, "samples_per_s": samples_per_s}))
-    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that ends too soon
-    trainer.accelerator.end_training()
+    end(trainer, trainer.train(), args)
 
 
 if __name__ == "__main__":
     main()
-    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see the end of sft.py
+    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see run_record.py

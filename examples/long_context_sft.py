@@ -72,7 +72,7 @@ def main() -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=PREPARATION_LIMIT)
     train(args, device)
     dist.destroy_process_group()
-    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see sft.py
+    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see run_record.py
 
 
 def train(

@@ -17,9 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ import torch
 import torch.distributed as dist
 from omni_data import Image, OmniDataset, Sample
 from omni_model import OmniModel, costs, shard, tiny_config, tiny_omni
-from run_record import Progress, RunRecord
+from run_record import Formatter, Progress, RunRecord, add_output, check_run, endless, leave, start_timeline
 from torch.distributed.device_mesh import init_device_mesh
 
 import odc
@@ -48,7 +45,6 @@ from odc.balance.multimodal import (
     channels_of,
     run_minibatch,
 )
-from odc.fsdp_patch import observe_fsdp
 from odc.timeline import Timeline
 
 POLICIES = {"collective": "lb-micro-global", "odc": "lb-mini"}
@@ -70,7 +66,9 @@ def main() -> None:
     if session is not None and world_size > 1:
         items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20)
     mover = OnDemand(items, rank) if items else InStep()
-    timeline = start_timeline(model, session, items) if args.timeline else None
+    timeline = start_timeline(model, session) if args.timeline else None
+    if timeline and items:
+        items.start_timeline(timeline)
     record = RunRecord(args.untimed, timeline)
     encoders = {
         "image": Encoder(
@@ -105,8 +103,7 @@ def main() -> None:
     for part in (loader, items, session):
         if part is not None:
             part.close()
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads: see sft.py
+    leave()
 
 
 def language(model: OmniModel, minibatch: MultimodalMinibatch) -> Any:
@@ -177,22 +174,6 @@ def build_loader(args: argparse.Namespace, config: Any, rank: int, world_size: i
     )
 
 
-def endless(loader: MultimodalLoader[Any]) -> Iterator[MultimodalMinibatch]:
-    """Epoch after epoch, each in its own order."""
-    for epoch in itertools.count():
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def start_timeline(model: OmniModel, session: odc.Session | None, items: odc.ItemExchange | None) -> Timeline:
-    """Record what this rank does when, with either kind of communication."""
-    if session is not None and items is not None:
-        return items.start_timeline(session.start_timeline())
-    timeline = Timeline(dist.get_rank())
-    observe_fsdp(model, timeline)
-    return timeline
-
-
 def spans(timeline: Timeline | None) -> Any:
     """Records the phases in the timeline."""
 
@@ -222,32 +203,24 @@ def save_moves(folder: Path, mover: InStep | OnDemand, loader: MultimodalLoader[
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     how = parser.add_argument_group("how the ranks work together")
     how.add_argument("--comm", choices=["collective", "odc"], default="odc", help="FSDP2 as it is, or ODC")
     how.add_argument("--balance", choices=["none", "language", "all"], default="all", help="which phases are balanced")
     data = parser.add_argument_group("data")
-    data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run (default: 20)")
-    data.add_argument("--minibatch-size", type=int, default=4, help="samples per rank and step (default: 4)")
-    data.add_argument("--samples", type=int, default=2000, help="samples of an epoch (default: 2000)")
-    data.add_argument("--max-tokens", type=int, default=2048, help="of a language microbatch (default: 2048)")
-    data.add_argument("--max-encoder-tokens", type=int, default=8192, help="of an encoder's (default: 8192)")
+    data.add_argument("--minibatches", type=int, default=20, help="optimizer steps to run")
+    data.add_argument("--minibatch-size", type=int, default=4, help="samples per rank and step")
+    data.add_argument("--samples", type=int, default=2000, help="samples of an epoch")
+    data.add_argument("--max-tokens", type=int, default=2048, help="of a language microbatch")
+    data.add_argument("--max-encoder-tokens", type=int, default=8192, help="of an encoder's")
     model = parser.add_argument_group("model and optimizer")
-    model.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32 (default: 64)")
-    model.add_argument("--lr", type=float, default=3e-4, help="learning rate (default: 3e-4)")
-    model.add_argument("--seed", type=int, default=0, help="of the weights and of the samples (default: 0)")
-    out = parser.add_argument_group("output")
-    out.add_argument("--out", type=Path, default=Path("runs/multimodal_sft"), help="folder for result.json")
-    out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing (default: 2)")
+    model.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32")
+    model.add_argument("--lr", type=float, default=3e-4, help="learning rate")
+    model.add_argument("--seed", type=int, default=0, help="of the weights and of the samples")
+    out = add_output(parser, "runs/multimodal_sft")
     out.add_argument("--gradients", action="store_true", help="also write all gradients of the last step: gradients.pt")
-    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
     args = parser.parse_args()
-    if args.minibatches <= args.untimed:
-        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
-    if "RANK" not in os.environ:
-        parser.error(
-            "no ranks: start it with torchrun --nproc-per-node 2 examples/multimodal_sft.py, then these options"
-        )
+    check_run(parser, args)
     return args
 
 

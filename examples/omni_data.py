@@ -202,11 +202,6 @@ class OmniDataset(Sequence[Sample]):
         return _recipe(task, prompt[:MAX_PROMPT], text, generator)
 
 
-def make_samples(num_samples: int, seed: int = 0) -> OmniDataset:
-    """``num_samples`` samples, each made when it is asked for."""
-    return OmniDataset(num_samples, seed)
-
-
 def _recipe(task: str, prompt: bytes, text: bytes, generator: np.random.Generator) -> Recipe:
     if task == "text":
         return Recipe(task, (prompt,), text[: _long_tailed(generator, 120, MAX_ANSWER)])
@@ -386,7 +381,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     args = parser.parse_args()
-    print(describe(make_samples(args.num_samples, args.seed)))
+    print(describe(OmniDataset(args.num_samples, args.seed)))
 
 
 if __name__ == "__main__":

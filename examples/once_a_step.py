@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 import sft
 import torch
 import torch.distributed as dist
-from run_record import Progress, RunRecord
+from run_record import Progress, RunRecord, endless, leave, start_timeline
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -43,9 +43,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup_steps))
     # To the loader "odc" means that ranks meet once per step, in whichever way.
-    minibatches = sft.endless(sft.build_loader(args, config, comm="odc"))
+    minibatches = endless(sft.build_loader(args, config, comm="odc"))
 
-    timeline = start_timeline(model, session) if args.timeline else None
+    timeline = None
+    if args.timeline:  # DDP's communication goes beside its backward, and shows as part of it
+        timeline = start_timeline(model, session) if isinstance(model, FSDPModule) else Timeline(dist.get_rank())
     sft.warm_up(trained, session, args.max_tokens)
     record = RunRecord(args.untimed, timeline)
 
@@ -74,7 +76,7 @@ def main() -> None:
     record.save(args.out)
     if session:
         session.close()
-    sft.leave()
+    leave()
 
 
 def synchronized(model: torch.nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -86,11 +88,6 @@ def synchronized(model: torch.nn.Module, *, last: bool) -> AbstractContextManage
     elif isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return nullcontext()
-
-
-def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
-    """With FSDP2's communication. DDP's goes beside its backward, and shows in the timeline as part of it."""
-    return sft.start_timeline(model, session) if isinstance(model, FSDPModule) else Timeline(dist.get_rank())
 
 
 def parse_args() -> tuple[argparse.Namespace, argparse.Namespace]:

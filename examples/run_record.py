@@ -1,21 +1,27 @@
-"""What a run leaves behind: losses, times, on request who did what when; and what it shows meanwhile."""
+"""What the scripts of small models have in common: what a run leaves behind (losses, times, on request who did what
+when), what it shows meanwhile, and how it ends."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import rich.progress
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import odc
 from odc.balance import Minibatch
+from odc.fsdp_patch import observe_fsdp
 from odc.timeline import Timeline
 
 IGNORED = -100  # label of a token without loss
@@ -147,3 +153,64 @@ class Progress:
         if not self._console.is_terminal:
             self._console.print(f"minibatch {len(losses)}/{self._total} loss {losses[-1]:.4f}")
             self._console.file.flush()
+
+
+def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
+    """Record what this rank does when, with either kind of communication."""
+    if session:
+        return session.start_timeline()
+    timeline = Timeline(dist.get_rank())
+    observe_fsdp(model, timeline)
+    return timeline
+
+
+def endless(loader: Any) -> Generator[Any, None, None]:
+    """Epoch after epoch, each in its own order."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def leave() -> None:
+    """End the process group.
+
+    Gloo's threads let go of the last results a moment after they are used, and abort the process if Python begins to
+    end just then ("terminate called without an active exception"). Torch waits for those threads only where nothing
+    else holds the process group, as its caches for DTensor do.
+    """
+    dist.destroy_process_group()
+    time.sleep(0.2)
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the line breaks of the description and shows defaults."""
+
+
+def add_output(parser: argparse.ArgumentParser, folder: str, *files: str) -> argparse._ArgumentGroup:
+    """The options that say what :class:`RunRecord` leaves, and where, beside which ``files``."""
+    out = parser.add_argument_group("output")
+    out.add_argument(
+        "--out", type=Path, default=Path(folder), help=f"folder for {' and '.join(('result.json', *files))}"
+    )
+    out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing")
+    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
+    return out
+
+
+def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Whether there are ranks, and something to time."""
+    if args.minibatches <= args.untimed:
+        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
+    if "RANK" not in os.environ:
+        parser.error(f"no ranks: start it with torchrun --nproc-per-node 2 examples/{parser.prog}, then these options")
+
+
+def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Whether the model can be made, and trained as --comm and --policy say."""
+    if args.comm == "collective" and args.policy == "lb-mini":
+        parser.error(
+            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective "
+            "some would wait forever in a collective: use --comm odc, or --policy lb-micro"
+        )
+    if args.hidden_size % 64 or args.hidden_size < 64:
+        parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")

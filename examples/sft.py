@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -29,16 +27,24 @@ import sft_data
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from run_record import Progress, RunRecord
+from run_record import (
+    Formatter,
+    Progress,
+    RunRecord,
+    add_output,
+    check_model,
+    check_run,
+    endless,
+    leave,
+    start_timeline,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import odc
-from odc.balance import Minibatch, MinibatchLoader, StreamLoader, TransformerCost, count_loss_tokens, pack_collate
-from odc.fsdp_patch import observe_fsdp
-from odc.timeline import Timeline
+from odc.balance import MinibatchLoader, StreamLoader, TransformerCost, count_loss_tokens, pack_collate
 
 PADDED = ("dgap", "steps")
 """Streams of padded microbatches, as many on every rank; "minibatch" is packed."""
@@ -84,17 +90,6 @@ def main() -> None:
     if session:
         session.close()
     leave()
-
-
-def leave() -> None:
-    """End the process group.
-
-    Gloo's threads let go of the last results a moment after they are used, and abort the process if Python begins to
-    end just then ("terminate called without an active exception"). Torch waits for those threads only where nothing
-    else holds the process group, as its caches for DTensor do.
-    """
-    dist.destroy_process_group()
-    time.sleep(0.2)
 
 
 def answer_loss(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -181,24 +176,8 @@ def build_loader(
     )
 
 
-def endless(loader: MinibatchLoader[Any, Any] | StreamLoader[Any, Any]) -> Generator[Minibatch[Any], None, None]:
-    """Epoch after epoch, each in its own order."""
-    for epoch in itertools.count():
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def start_timeline(model: torch.nn.Module, session: odc.Session | None) -> Timeline:
-    """Record what this rank does when, with either kind of communication."""
-    if session:
-        return session.start_timeline()
-    timeline = Timeline(dist.get_rank())
-    observe_fsdp(model, timeline)
-    return timeline
-
-
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     how = parser.add_argument_group("how the ranks work together")
     how.add_argument(
         "--comm",
@@ -238,36 +217,20 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
     model.add_argument("--warmup-steps", type=int, default=5, help="steps of linear learning-rate warm-up")
     model.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the samples")
-    out = parser.add_argument_group("output")
-    out.add_argument("--out", type=Path, default=Path("runs/sft"), help="folder for result.json")
-    out.add_argument("--untimed", type=int, default=2, help="first minibatches left out of the timing")
-    out.add_argument("--timeline", action="store_true", help="also write who did what when: timeline-rank*.json")
+    add_output(parser, "runs/sft")
     args = parser.parse_args(words)
     _check(parser, args)
     return args
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.comm == "collective" and args.policy == "lb-mini":
-        parser.error(
-            "--policy lb-mini gives the ranks different numbers of microbatches, so with --comm collective "
-            "some would wait forever in a collective: use --comm odc, or --policy lb-micro"
-        )
+    check_model(parser, args)
     if args.comm == "collective" and args.stream == "minibatch":
         parser.error(
             "--stream minibatch gives the ranks different numbers of microbatches, so with --comm collective "
             "some would wait forever in a collective: use --comm odc, or --stream steps"
         )
-    if args.hidden_size % 64 or args.hidden_size < 64:
-        parser.error(f"--hidden-size {args.hidden_size}: expected a multiple of 64 (heads of 32, two per key)")
-    if args.minibatches <= args.untimed:
-        parser.error(f"--minibatches {args.minibatches}: expected more than --untimed {args.untimed}")
-    if "RANK" not in os.environ:
-        parser.error("no ranks: start it with torchrun --nproc-per-node 2 examples/sft.py, then these options")
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the line breaks of the description and shows defaults."""
+    check_run(parser, args)
 
 
 if __name__ == "__main__":

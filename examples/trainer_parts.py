@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 VOCAB_SIZE = 512
 
@@ -72,3 +73,13 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--per-device-batch-size", type=int, default=2, help="samples per rank and microbatch")
     parser.add_argument("--log-json", type=Path, help="file for the losses and rank 0's samples/s")
     return parser
+
+
+def end(trainer: Trainer, result: Any, args: argparse.Namespace) -> None:
+    """Write what a training by a trainer has shown, and go."""
+    if trainer.is_world_process_zero() and args.log_json:
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        samples_per_s = result.metrics["train_samples_per_second"] / trainer.args.world_size
+        args.log_json.write_text(json.dumps({"losses": losses, "samples_per_s": samples_per_s}))
+    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that ends too soon
+    trainer.accelerator.end_training()

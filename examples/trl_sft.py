@@ -8,7 +8,6 @@ every rank, and two runs print the same losses.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -18,7 +17,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports its use ot
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_parts import counting, fsdp_config, options, use_cpu_ranks
+from trainer_parts import counting, end, fsdp_config, options, use_cpu_ranks
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -59,14 +58,7 @@ def main() -> None:
         train_dataset=build_dataset(num_samples),
         processing_class=tokenizer,
     )
-    result = trainer.train()
-
-    if trainer.is_world_process_zero() and args.log_json:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        samples_per_s = result.metrics["train_samples_per_second"] / training.world_size
-        args.log_json.write_text(json.dumps({"losses": losses, "samples_per_s": samples_per_s}))
-    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that ends too soon
-    trainer.accelerator.end_training()
+    end(trainer, trainer.train(), args)
 
 
 def build_model(vocab_size: int) -> Qwen2ForCausalLM:
@@ -97,4 +89,4 @@ def build_dataset(num_samples: int) -> Dataset:
 
 if __name__ == "__main__":
     main()
-    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see the end of sft.py
+    time.sleep(0.2)  # for gloo's threads, which let go of their last results a moment later: see run_record.py

@@ -15,7 +15,7 @@ Not covered: GPUs, more than one host, models that do not fit into a cache, opti
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +23,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from odc.bench.harness.benchmark import Benchmark, Entries, Figures, Run
-from odc.bench.training.runs import CONFIGURATIONS, check_examples, run_child, train_in_turns
+from odc.bench.harness.benchmark import Benchmark, Entries, Figures
+from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, run_child, train_in_turns
 from odc.bench.training.summary import quietest, runs_table, summarize
 from odc.bench.training.trace import write_trace
 from odc.config import STAGING
@@ -57,7 +58,7 @@ ALTERNATIVES = (
 
 
 def measure(
-    run: Run,
+    run: Bench,
     out: Annotated[Path, typer.Option(help="Folder for pictures and trace.")] = Path("runs/demo"),
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     minibatches: Annotated[int, typer.Option(min=4, help="Minibatches of a run; two are warm-up.")] = 36,
@@ -95,6 +96,13 @@ def measure(
     )
     run.environment["transformers"] = version("transformers")
 
+    write_trace(out / "trace.json", draw(out, runs))
+    run.note(f"{out}: summary.json, losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
+    return run.keep({"runs": without_the_unseen(summarize(runs))}, out / "summary.json")
+
+
+def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
+    """Loss curves and timelines of one repetition, which is returned."""
     from odc.bench.training.plots import plot_losses, plot_timelines  # only here: matplotlib is an extra
 
     drawn = quietest(runs)
@@ -102,9 +110,7 @@ def measure(
     first = next(iter(drawn.values()))
     middle = (first.num_untimed + len(first.losses)) // 2  # of the timed part
     plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
-    write_trace(out / "trace.json", drawn)
-    run.note(f"{out}: summary.json, losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
-    return run.keep({"runs": without_the_unseen(summarize(runs))}, out / "summary.json")
+    return drawn
 
 
 def without_the_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,12 +124,12 @@ def without_the_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def prepare_data(run: Run, out: Path) -> Path:
+def prepare_data(run: Bench, out: Path) -> Path:
     """The samples of ``examples/sft.py``."""
     run.describe("preparing data")
     data = out / "data"
     script = str(SCRIPT.with_name("sft_data.py"))
-    run_child([sys.executable, script, "--data", str(data)], out / "logs", lambda _: None)
+    run_child([sys.executable, script, "--data", str(data)], out / "logs")
     return data
 
 

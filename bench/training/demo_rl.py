@@ -21,8 +21,9 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Table
 from odc.bench.harness.benchmark import Run as Bench
+from odc.bench.training.demo import draw
 from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, train_in_turns
-from odc.bench.training.summary import quietest, runs_table, summarize
+from odc.bench.training.summary import runs_table, summarize
 
 SCRIPT = Path("examples/grpo.py")
 
@@ -54,13 +55,7 @@ def measure(
             "num-layers": num_layers,
         },
     )
-    from odc.bench.training.plots import plot_losses, plot_timelines  # only here: matplotlib is an extra
-
-    drawn = quietest(runs)
-    plot_losses(out / "losses.png", {name: each.losses for name, each in drawn.items()})
-    first = next(iter(drawn.values()))
-    middle = (first.num_untimed + len(first.losses)) // 2
-    plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
+    draw(out, runs)
     run.note(f"{out}: summary.json, losses.png, timeline.png")
     return run.keep({"runs": _summarize(runs)}, out / "summary.json")
 

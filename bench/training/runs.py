@@ -7,9 +7,8 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +21,6 @@ from odc.bench.training.bubble import Segment, segments, shares
 from odc.timeline import Timeline
 
 RUN_LIMIT_S = 900.0  # for one training run; a run of the demo takes less than half a minute
-_POLL_S = 0.2
 _GRACE_S = 40.0  # torchrun gives its ranks 30 seconds to end before it kills them
 _SHOWN_LINES = 60
 
@@ -81,15 +79,6 @@ CONFIGURATIONS = (
 
 
 @dataclass(frozen=True)
-class PhaseSegment:
-    """A stretch of one rank's time in one phase of the model, "" in none, "wait" where it waits for another rank."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True)
 class Run:
     """What one training run measured. Rates are of the timed minibatches and of all ranks together."""
 
@@ -112,15 +101,16 @@ class Run:
         chosen = range(self.num_untimed, len(self.losses)) if minibatches is None else minibatches
         return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
 
-    def phases(self, minibatch: int) -> list[list[PhaseSegment]]:
-        """Each rank's time in one minibatch: its "phase" spans by label, with its waits drawn over them."""
+    def phases(self, minibatch: int) -> list[list[Segment]]:
+        """Each rank's time in one minibatch: its "phase" spans by label, "" in none; "wait" is drawn over them where
+        it waits for another rank."""
         found = []
         for timeline, cut in zip(read_timelines(self.folder), self.segments([minibatch]), strict=True):
             spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
             # What encloses is drawn first.
             spans.sort(key=lambda span: (span.kind != "minibatch", span.start_ns - span.end_ns))
-            mine = [PhaseSegment("" if s.kind == "minibatch" else s.label, s.start_ns, s.end_ns) for s in spans]
-            waits = [PhaseSegment("wait", s.start_ns, s.end_ns) for s in cut if s.activity == "wait"]
+            mine = [Segment("" if s.kind == "minibatch" else s.label, s.start_ns, s.end_ns) for s in spans]
+            waits = [Segment("wait", s.start_ns, s.end_ns) for s in cut if s.activity == "wait"]
             found.append(mine + waits)
         return found
 
@@ -130,11 +120,6 @@ LIBRARIES = (
     *("odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
 )
 """What the ranks would import, each of them in each run."""
-
-
-def start_launcher(libraries: Sequence[str] = LIBRARIES) -> WarmLauncher:
-    """What :func:`train` starts its ranks with."""
-    return WarmLauncher(libraries, {**os.environ, **CHILD_ENVIRONMENT})
 
 
 def train(
@@ -222,7 +207,7 @@ def train_in_turns(
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     run.begin(len(ways) * repetitions * minibatches, "starting")
     run.environment["threads_per_rank"] = 1
-    with closing(start_launcher(libraries)) as launcher:
+    with closing(WarmLauncher(libraries, {**os.environ, **CHILD_ENVIRONMENT})) as launcher:
         for repetition in range(1, repetitions + 1):
             for way in ways:
                 run.describe(f"{way.name} {repetition}/{repetitions}")
@@ -254,7 +239,7 @@ def train_in_turns(
     return runs
 
 
-def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int], None]) -> None:
+def run_child(command: Sequence[str], folder: Path) -> None:
     """Run a command with its output in ``folder``, until it ends. It never outlives this call.
 
     Raises:
@@ -266,17 +251,14 @@ def run_child(command: Sequence[str], folder: Path, on_progress: Callable[[int],
     with out_path.open("wb") as out, err_path.open("wb") as err:
         child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment)
         try:
-            deadline = time.monotonic() + RUN_LIMIT_S
-            while child.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                on_progress(_minibatches_done(out_path))
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(RUN_LIMIT_S)
             timed_out = child.poll() is None
         finally:
             _end(child)
     if timed_out or child.returncode != 0:
         why = f"did not end within {RUN_LIMIT_S:g} s" if timed_out else f"ended with {child.returncode}"
         raise ChildError(f"{' '.join(command)}\n{why}. The end of its stderr ({err_path}):\n{_last_lines(err_path)}")
-    on_progress(_minibatches_done(out_path))
 
 
 def read_run(folder: Path, *, collectives: bool) -> Run:

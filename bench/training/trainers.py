@@ -102,9 +102,7 @@ def _run_all(run: Run, scripts: list[str], ways: list[Way], repetitions: int, ra
                     run.describe(f"{script}, {way.name}")
                     place = Path(folder) / f"{script}-{way.name.replace(' ', '-')}-{repetition}"
                     result = place / "result.json"
-                    run_child(
-                        way.command(script, ranks, [*options, "--log-json", str(result)]), place, lambda done: None
-                    )
+                    run_child(way.command(script, ranks, [*options, "--log-json", str(result)]), place)
                     found = json.loads(result.read_text())
                     found["samples_per_s"] *= ranks
                     runs[script, way.name].append(found)

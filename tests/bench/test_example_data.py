@@ -159,10 +159,8 @@ def test_bounds_that_do_not_cover_the_sequence_are_an_error(bounds: list[int]) -
 
 
 def test_a_failed_child_is_an_error_with_its_stderr(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print('minibatch 3/9 loss 1'); raise SystemExit('no more memory')"]
-    seen: list[int] = []
+    command = [sys.executable, "-c", "raise SystemExit('no more memory')"]
     with pytest.raises(ChildError, match="ended with 1") as failure:
-        run_child(command, tmp_path, seen.append)
+        run_child(command, tmp_path)
     assert "no more memory" in str(failure.value)
-    run_child([*command[:2], "print('minibatch 3/9 loss 1')"], tmp_path, seen.append)
-    assert seen[-1] == 3
+    run_child([*command[:2], "pass"], tmp_path)

@@ -31,7 +31,7 @@ UNUSED = "model.audio_tower.audio_bos_eos_token.weight"
 Samples = Sequence[Any]
 
 
-DATASET = omni_data.make_samples(200)
+DATASET = omni_data.OmniDataset(200)
 
 
 def samples_of(*tasks: str) -> list[Any]:
@@ -248,11 +248,11 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_any_rank_makes_a_sample_alone() -> None:
-    dataset, other = omni_data.make_samples(50, seed=3), omni_data.make_samples(9, seed=3)
+    dataset, other = omni_data.OmniDataset(50, seed=3), omni_data.OmniDataset(9, seed=3)
     mine, theirs = vars(other[8]), vars(dataset[8])
     assert mine.pop("task") == theirs.pop("task") == dataset.recipe(8).task
     torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0)
-    assert not torch.equal(dataset[8].sequence, omni_data.make_samples(50, seed=4)[8].sequence)
+    assert not torch.equal(dataset[8].sequence, omni_data.OmniDataset(50, seed=4)[8].sequence)
     assert all(dataset.lengths(i) == omni_data.lengths(dataset[i]) for i in range(20))
     with pytest.raises(IndexError, match="there are 9 samples"):
         other[9]
@@ -263,7 +263,7 @@ def test_any_rank_makes_a_sample_alone() -> None:
 def test_tasks_differ_in_their_modalities() -> None:
     """Modality composition incoherence (OrchMLLM, figure 3): sound goes with as much text, or with hardly any."""
     expected = {"transcript": (0.9, 1.1), "spoken question": (0.0, 0.5)}
-    dataset = omni_data.make_samples(400)
+    dataset = omni_data.OmniDataset(400)
     recipes = [dataset.recipe(i) for i in range(len(dataset))]
     measured = [omni_data.lengths(recipe) for recipe in recipes]
     assert {recipe.task for recipe in recipes} == set(omni_data.TASKS)
