@@ -43,7 +43,7 @@ def parse_args(description: str | None, words: Sequence[str] | None = None) -> a
 
 
 def build_parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def default(name: str) -> str:
         return f"(default: {DEFAULTS[name]}; with --tiny: {TINY[name]})"
@@ -183,7 +183,3 @@ def _problem_of_device(args: argparse.Namespace) -> str | None:
     if args.attention == "flash" and is_older and not is_flash_attn_2_available():
         return f"--attention flash needs flash-attn, or torch 2.12 in place of {torch.__version__}: or flex, or sdpa"
     return None
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the description."""

@@ -67,12 +67,8 @@ class Row:
     """Of ODB."""
 
 
-def _trained_on(updates: int, per_update: float) -> int:
-    return round(updates * per_update)
-
-
-ULTRACHAT, LLAVA = _trained_on(2692, 73.36), _trained_on(844, 177.59)
-SHAREGPT4O = _trained_on(1030, 52.82)
+# Samples that were trained on: updates, and samples of each on average.
+ULTRACHAT, LLAVA, SHAREGPT4O = round(2692 * 73.36), round(844 * 177.59), round(1030 * 52.82)
 ROWS = (
     Row("ultrachat", "8B", "odb", 12288, ULTRACHAT, 2692, 1.3),
     Row("llava", "8B", "odb", 12288, LLAVA, 844, 2.1),

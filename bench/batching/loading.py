@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,30 +140,17 @@ def measure_memory(me: Rank, loader: str) -> float:
     return max(found)
 
 
-@dataclass
-class Row:
-    """A loader, over ranks and epochs."""
-
-    loader: str
-    us_per_sample: list[float]
-    times_torch: float
-    """Median time per sample over that of torch's batches of 8."""
-
-    first_batch_s: list[float]
-    memory_mb: float
-    memory_over_torch_mb: float
-
-
-def summarize(times: Sequence[dict[str, list[Epoch]]], memory: dict[str, float]) -> list[Row]:
-    """The slowest rank of each epoch; the largest memory of a rank."""
-    rows: list[Row] = []
+def summarize(times: Sequence[dict[str, list[Epoch]]], memory: dict[str, float]) -> list[dict[str, Any]]:
+    """The slowest rank of each epoch, also over that of torch's batches of 8; the largest memory of a rank."""
+    rows: list[dict[str, Any]] = []
     for loader in LOADERS:
         epochs = list(zip(*(mine[loader] for mine in times), strict=True))
         slowest = [round(max(epoch.us_per_sample for epoch in same), 1) for same in epochs]
         first = [round(max(epoch.first_batch_s for epoch in same), 3) for same in epochs]
-        ratio = statistics.median(slowest) / statistics.median(rows[0].us_per_sample if rows else slowest)
+        ratio = statistics.median(slowest) / statistics.median(rows[0]["us_per_sample"] if rows else slowest)
         over = memory[loader] - memory[LOADERS[0]]
-        rows.append(Row(loader, slowest, round(ratio, 2), first, round(memory[loader], 1), round(over, 1)))
+        row = {"loader": loader, "us_per_sample": slowest, "times_torch": round(ratio, 2), "first_batch_s": first}
+        rows.append({**row, "memory_mb": round(memory[loader], 1), "memory_over_torch_mb": round(over, 1)})
     return rows
 
 
@@ -174,7 +161,7 @@ def measure(
     run.begin(WORLD_SIZE * len(LOADERS) * (repetitions + 1), "loading")
     times = run.ranks(WORLD_SIZE, measure_times, repetitions, have_children=True)
     memory = {loader: max(run.ranks(WORLD_SIZE, measure_memory, loader, have_children=True)) for loader in LOADERS}
-    return {"rows": [asdict(row) for row in summarize(times, memory)]}
+    return {"rows": summarize(times, memory)}
 
 
 def figures(result: Entries) -> Figures:

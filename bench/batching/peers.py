@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -227,7 +227,9 @@ def epoch_of(
     for step in range(max(map(len, batches))):
         own = [mine[step] if step < len(mine) else [] for mine in batches]
         parts = [[[entries[index] for index in part] for part in mine if part] for mine in own]
-        synchronized = [parts] if waits_at_steps else [[mine[i : i + 1] for mine in parts] for i in range(_most(parts))]
+        synchronized = (
+            [parts] if waits_at_steps else [[mine[i : i + 1] for mine in parts] for i in range(max(map(len, parts)))]
+        )
         for each in synchronized:
             loads = [load_of(mine, is_packed) for mine in each]
             table.append([load for load, _, _ in loads])
@@ -235,10 +237,6 @@ def epoch_of(
             tokens += sum(plain for _, plain, _ in loads)
             padded_tokens += sum(padded for _, _, padded in loads)
     return StreamedEpoch(np.array(table), np.array(numbers), tokens, padded_tokens, oldest=0)
-
-
-def _most(parts: Sequence[Sequence[object]]) -> int:
-    return max(map(len, parts))
 
 
 def count_samples(batches: Batches, num_samples: int) -> tuple[int, int]:
@@ -276,7 +274,9 @@ def rows_of(peer: Peer, law: str, max_tokens: int, lengths: IntArray, batches: B
     """The peer's row; where steps have several microbatches, also that of ranks that wait at steps only."""
     cost, is_packed = paper_cost("1.5B"), peer.is_packed
     lost, twice = count_samples(batches, lengths.size)
-    per_step = sum(len(part) for mine in batches for step in mine for part in step) / len(batches) / _most(batches)
+    per_step = (
+        sum(len(part) for mine in batches for step in mine for part in step) / len(batches) / max(map(len, batches))
+    )
     several = any(len(step) > 1 for mine in batches for step in mine)
     rows = []
     for waits_at_steps in (False, True) if several else (False,):

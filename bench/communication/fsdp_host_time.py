@@ -268,15 +268,11 @@ class _Turns:
         dist.barrier()
         if self._rank:
             dist.recv(self._token, self._rank - 1)
-        rounds = [self._round(kinds) for _ in range(self._num_rounds)]
+        rounds = [self._round(kinds) for _ in range(self._settings.rounds + 1)]
         if self._rank + 1 < self._world_size:
             dist.send(self._token, self._rank + 1)
         dist.barrier()
         return {name: statistics.median(row[name] for row in rounds[1:]) for name in kinds}  # the first is another one
-
-    @property
-    def _num_rounds(self) -> int:
-        return self._settings.rounds + 1
 
     def _round(self, kinds: Kinds) -> dict[str, float]:
         row, before = {}, None

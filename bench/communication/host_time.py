@@ -61,7 +61,18 @@ import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, summary
+from odc.bench.harness.benchmark import (
+    Benchmark,
+    Column,
+    Entries,
+    Figures,
+    Numbers,
+    Run,
+    Table,
+    check_known,
+    numbers,
+    summary,
+)
 from odc.bench.harness.ranks import Rank
 from odc.minibatch import daemon
 from odc.setup.agreement import ProcessGroupExchange
@@ -347,8 +358,7 @@ def measure(
     modes = accumulate or (["direct", "daemon"] if hosts == 1 else ["daemon"])
     if min(ranks) < max(2, hosts):
         raise ValueError(f"--ranks {ranks}: expected at least 2, and one for each host")
-    if unknown := [mode for mode in modes if mode not in ("direct", "daemon")]:
-        raise ValueError(f"--accumulate {unknown[0]!r}: expected direct or daemon")
+    check_known(accumulate=(modes, ("direct", "daemon")))
     if hosts > 1 and ("direct" in modes or streams):
         raise ValueError(
             "--hosts: ranks of several hosts share no memory, so neither --accumulate direct nor --streams"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,9 @@ from odc.bench.harness.benchmark import summary
 from odc.bench.harness.ranks import Rank
 from odc.setup.agreement import ProcessGroupExchange
 
+# torch 2.13 renamed them.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 LATE_S = 0.2
 NUM_UNITS, NUM_MICROBATCHES, NUMEL = 4, 4, 1 << 16
 COMPUTE_S = 0.005  # of a unit, forward and backward each
@@ -28,19 +30,17 @@ def measure_late(me: Rank, repetitions: int, hosts: int) -> list[dict[str, Any]]
     if hosts:
         config = replace(config, host_id=f"host{me.rank * hosts // me.world_size}")
     with Runtime.create(ProcessGroupExchange(), units, config, device=me.device) as runtime:
-        ways: dict[str, Callable[[Rank, str], tuple[float, float]]] = {
-            runtime.transport_name: _OnDemand(me, runtime).minibatch
-        }
+        ways = {runtime.transport_name: _Minibatches(me, runtime)}
         backend = dist.get_backend()
         if backend != "gloo" or me.device.type == "cpu":
-            ways["gloo" if me.device.type == "cpu" else "nccl"] = _Collectives(me).minibatch
+            ways["gloo" if me.device.type == "cpu" else "nccl"] = _Minibatches(me, _Collectives(me))
         found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for repetition in range(repetitions + 1):
-            for by, minibatch in ways.items():
-                _, on_time = minibatch(me, NOBODY)
-                own, _ = minibatch(me, NOBODY)
+            for by, minibatches in ways.items():
+                _, on_time = minibatches.run(me, NOBODY)
+                own, _ = minibatches.run(me, NOBODY)
                 for late in (LAST, IN_TURN):
-                    pushed, ended = minibatch(me, late)
+                    pushed, ended = minibatches.run(me, late)
                     # Who is late by itself is so for its own reasons.
                     is_other = late == LAST and me.rank != me.world_size - 1
                     lost = pushed - own if is_other or late == IN_TURN else 0.0
@@ -62,73 +62,59 @@ def measure_late(me: Rank, repetitions: int, hosts: int) -> list[dict[str, Any]]
     ]
 
 
-class _OnDemand:
-    """A minibatch as in FSDP: a gather before each forward and backward of a unit, a push behind its backward."""
+class _Minibatches:
+    """As in FSDP: a gather before each forward and backward of a unit, a push behind its backward."""
 
-    def __init__(self, me: Rank, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, me: Rank, operations: Runtime | _Collectives) -> None:
+        self.operations = operations
         self.whole = torch.zeros(NUMEL * me.world_size, device=me.device)
         self.shard = torch.zeros(NUMEL, device=me.device)
         self.gradient = torch.ones_like(self.whole)
 
-    def minibatch(self, me: Rank, late: str) -> tuple[float, float]:
+    def run(self, me: Rank, late: str) -> tuple[float, float]:
         """Seconds to this rank's last push, and to the end of the minibatch."""
+        operations = self.operations
         for unit in range(NUM_UNITS):
-            self.publish(unit)
+            operations.publish(unit, lambda out: out.copy_(self.shard))
         me.meet()
         started = time.perf_counter()
-        self.begin()
+        operations.begin()
         for microbatch in range(NUM_MICROBATCHES):
             whose = {LAST: me.world_size - 1, IN_TURN: microbatch % me.world_size}.get(late)
             time.sleep(LATE_S if whose == me.rank else 0.0)
             for unit in range(NUM_UNITS):
-                self.gather(unit)
+                operations.gather(unit, self.whole)
                 time.sleep(COMPUTE_S)
             for unit in reversed(range(NUM_UNITS)):
-                self.gather(unit)
+                operations.gather(unit, self.whole)
                 time.sleep(COMPUTE_S)
-                self.push(unit)
+                operations.scatter_accumulate(unit, self.gradient)
         if me.device.type == "cuda":
             torch.cuda.synchronize()
         pushed = time.perf_counter() - started
-        self.finish()
+        operations.finish()
         if me.device.type == "cuda":
             torch.cuda.synchronize()
         return pushed, time.perf_counter() - started
 
-    def publish(self, unit: int) -> None:
-        self.runtime.publish(unit, lambda out: out.copy_(self.shard))
 
-    def begin(self) -> None:
-        self.runtime.begin()
-
-    def gather(self, unit: int) -> None:
-        self.runtime.gather(unit, self.whole)
-
-    def push(self, unit: int) -> None:
-        self.runtime.scatter_accumulate(unit, self.gradient)
-
-    def finish(self) -> None:
-        self.runtime.finish()
-
-
-class _Collectives(_OnDemand):
-    """The same, with collectives in the place of gathers and pushes."""
+class _Collectives:
+    """What a runtime does, by collectives: all are done where their last one is."""
 
     def __init__(self, me: Rank) -> None:
-        super().__init__(me, None)  # type: ignore[arg-type]
+        self._shard = torch.zeros(NUMEL, device=me.device)
 
-    def publish(self, unit: int) -> None:
+    def publish(self, unit: int, fill: object) -> None:
         """There is nothing to tell."""
 
     def begin(self) -> None:
         """Nor here."""
 
-    def gather(self, unit: int) -> None:
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(self.whole, self.shard)
+    def gather(self, unit: int, out: torch.Tensor) -> None:
+        ALL_GATHER(out, self._shard)
 
-    def push(self, unit: int) -> None:
-        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(self.shard, self.gradient)
+    def scatter_accumulate(self, unit: int, gradient: torch.Tensor) -> None:
+        REDUCE_SCATTER(self._shard, gradient)
 
     def finish(self) -> None:
-        """All are done where their last collective is."""
+        """Nor here."""

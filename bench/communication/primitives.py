@@ -41,17 +41,25 @@ import torch.distributed as dist
 import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.communication.late import measure_late
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Picture, Row, Run, Table, summary
+from odc.bench.communication.late import ALL_GATHER, REDUCE_SCATTER, measure_late
+from odc.bench.harness.benchmark import (
+    Benchmark,
+    Column,
+    Entries,
+    Figures,
+    Picture,
+    Row,
+    Run,
+    Table,
+    check_known,
+    summary,
+)
 from odc.bench.harness.ranks import Place, Rank
 from odc.setup.agreement import ProcessGroupExchange
 
 SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RIVALS = {"gather": ("all_gather", "copy"), "scatter_accumulate": ("reduce_scatter", "add")}
-# torch 2.13 renamed them.
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 Operation = tuple[str, str, Callable[[], object], Callable[[], object]]
 """(operation, by whom, what is called, what ends it)."""
 
@@ -271,8 +279,7 @@ def measure(
     late: Annotated[int, typer.Option(min=0, help="Repetitions under load; 0: leave it out.")] = 5,
 ) -> Entries:
     dtypes = dtype or ["fp32"]
-    if unknown := [name for name in dtypes if name not in DTYPES]:
-        raise ValueError(f"--dtype {unknown[0]!r}: expected one of {', '.join(DTYPES)}")
+    check_known(dtype=(dtypes, DTYPES))
     place = replace(Place.of_this_machine(), transport=transport)
     world_size = choose(place, ranks or (run.launched.world_size if run.launched else 0), hosts)
     sizes = [smallest]

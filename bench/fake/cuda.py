@@ -219,15 +219,11 @@ class FakeEngine(Engine):
         self.run(lambda: zero_chunked(out))
         after_chunk()
 
-    @contextmanager
-    def background(self) -> Iterator[None]:
-        with self.on(_BACKGROUND):
-            yield
+    def background(self) -> AbstractContextManager[None]:
+        return self.on(_BACKGROUND)
 
-    @contextmanager
-    def on_side_stream(self) -> Iterator[None]:
-        with self.on("aside"):
-            yield
+    def on_side_stream(self) -> AbstractContextManager[None]:
+        return self.on("aside")
 
     def note_use(self) -> None:
         self._used.add(self.current)

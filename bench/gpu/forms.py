@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 import odc
 from odc.bench.gpu.models import language_model
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
-from odc.bench.gpu.training import End, step, train, train_alone
+from odc.bench.gpu.training import End, microbatches_of_all, step, train, train_alone
 from odc.bench.harness.ranks import Rank
 from odc.bench.proof.sharding import blocks_of, by_unit
 
@@ -201,6 +201,6 @@ def run(rank: Rank, form: Form, steps: int) -> tuple[list[float], list[float]]:
     if rank.rank == 0:
         model = language_model()
         form.alone(model)
-        wanted = train_alone(model.to(rank.device), rank.world_size, steps, form.end_alone)
+        wanted = train_alone(model.to(rank.device), microbatches_of_all(rank.world_size, steps), form.end_alone)
     rank.meet()
     return wanted, train(rank, form.shard(language_model(), rank), steps, form.end)

@@ -9,13 +9,13 @@ were.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from odc.bench.gpu.device import new_stream
-from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
+from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large, part_rows
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.kernels.accumulate import (
     PAIRS,
@@ -28,9 +28,6 @@ from odc.kernels.arguments import FLOATS, MASTER_FLOATS
 from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
 from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
 from odc.kernels.parts import (
-    COLUMNS,
-    MAX_PARTS,
-    PartRows,
     gather_parts,
     gather_parts_reference,
     scatter_accumulate_parts,
@@ -168,15 +165,9 @@ def _casts() -> list[tuple[torch.dtype, torch.dtype]]:
 def _scatter_accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
     for numel, offset, other in _cases(sizes):
         for dtype in _GRADIENTS:
-            totals = [torch.randn(numel + other) for _ in range(_CLIENTS)]
             grads = _values(_CLIENTS * numel, dtype)
-            found = [Guarded(numel + other, torch.float32, 0, device).filled(total) for total in totals]
-            pushed = Guarded(_CLIENTS * numel, dtype, offset, device).filled(grads)
-            table = PeerTable.of([total.view for total in found])
-            scatter_accumulate_direct(table, pushed.view, rank=1, offset=other)
-            scatter_accumulate_direct_reference(PeerTable.of(totals), grads, rank=1, offset=other)
-            for owner in range(_CLIENTS):
-                found[owner].expect(totals[owner], f"scatter_accumulate of {numel} x {dtype} to owner {owner}")
+            pushed = Guarded(len(grads), dtype, offset, device).filled(grads)
+            _push_directly(grads, pushed, numel + other, {"rank": 1, "offset": other})
             yield
 
 
@@ -184,17 +175,22 @@ def _scatter_accumulate_parts(device: torch.device, sizes: tuple[int, ...]) -> I
     """Some elements of rows that are longer."""
     for numel, offset, other in _cases(sizes):
         for dtype in _GRADIENTS:
-            totals = [torch.randn(numel + other) for _ in range(_CLIENTS)]
             stride = numel + 2 * offset + other
             grads = _values(_CLIENTS * stride, dtype)
-            found = [Guarded(numel + other, torch.float32, 0, device).filled(total) for total in totals]
-            pushed = Guarded(_CLIENTS * stride, dtype, 0, device).filled(grads)
+            pushed = Guarded(len(grads), dtype, 0, device).filled(grads)
             words = {"rank": 1, "offset": other, "stride": stride, "start": offset, "numel": numel}
-            scatter_accumulate_direct(PeerTable.of([total.view for total in found]), pushed.view, **words)
-            scatter_accumulate_direct_reference(PeerTable.of(totals), grads, **words)
-            for owner in range(_CLIENTS):
-                found[owner].expect(totals[owner], f"scatter_accumulate of {numel} of {stride} x {dtype} to {owner}")
+            _push_directly(grads, pushed, numel + other, words)
             yield
+
+
+def _push_directly(grads: torch.Tensor, pushed: Guarded, length: int, words: dict[str, int]) -> None:
+    """To owners whose sums have so many elements."""
+    totals = [torch.randn(length) for _ in range(_CLIENTS)]
+    found = [Guarded(length, torch.float32, 0, pushed.view.device).filled(total) for total in totals]
+    scatter_accumulate_direct(PeerTable.of([total.view for total in found]), pushed.view, **words)
+    scatter_accumulate_direct_reference(PeerTable.of(totals), grads, **words)
+    for owner in range(_CLIENTS):
+        found[owner].expect(totals[owner], f"scatter_accumulate of {grads.dtype} to owner {owner}, {words}")
 
 
 def _scatter(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
@@ -254,10 +250,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _part_rows(device: torch.device) -> PartRows:
-    return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
-
-
 def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
     """Slices, with two offsets as in :func:`_cases`; the last case is aligned in all places."""
     for numel, offset, other in _cases(sizes):
@@ -266,7 +258,7 @@ def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _gather_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    rows = _part_rows(device)
+    rows = part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in FLOATS:
             values = [_values(other + sum(numels), dtype) for _ in range(_CLIENTS)]
@@ -299,35 +291,41 @@ class _Push:
 
 
 def _scatter_accumulate_parts_of_unit(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    rows = _part_rows(device)
-    for numels, offset, other in _part_cases(sizes):
-        for dtype in _GRADIENTS:
-            push = _Push(numels, dtype, offset, device)
-            totals = [torch.randn(other + sum(push.numels)) for _ in range(_CLIENTS)]
-            found = [Guarded(len(total), torch.float32, 0, device).filled(total) for total in totals]
-            words = {"rank": 1, "offset_bytes": other * 4}
-            table = PeerTable.of([total.view for total in found])
-            scatter_accumulate_parts(rows, table, push.on_device, push.offsets(4), push.numels, **words)
-            table = PeerTable.of(totals)
-            scatter_accumulate_parts_reference(table, push.grads, push.offsets(4), push.numels, **words)
-            for owner in range(_CLIENTS):
-                found[owner].expect(totals[owner], f"scatter_accumulate_parts of {numels} x {dtype} to owner {owner}")
-            yield
+    pair = scatter_accumulate_parts, scatter_accumulate_parts_reference
+    return _pushes_of_parts(device, sizes, _GRADIENTS, *pair, lambda numel, dtype: torch.randn(numel))
 
 
 def _scatter_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    rows = _part_rows(device)
+    pair = scatter_parts, scatter_parts_reference
+    return _pushes_of_parts(
+        device, sizes, FLOATS, *pair, lambda numel, dtype: torch.full((numel,), _POISON, dtype=dtype)
+    )
+
+
+def _pushes_of_parts(
+    device: torch.device,
+    sizes: tuple[int, ...],
+    dtypes: Sequence[torch.dtype],
+    push_parts: Callable[..., None],
+    push_parts_reference: Callable[..., None],
+    before: Callable[[int, torch.dtype], torch.Tensor],
+) -> Iterator[None]:
+    """Of gradients of a dtype, to owners who have ``before`` of so many elements."""
+    rows = part_rows(device)
     for numels, offset, other in _part_cases(sizes):
-        for dtype in FLOATS:
+        for dtype in dtypes:
             push = _Push(numels, dtype, offset, device)
-            found = [Guarded(other + sum(push.numels), dtype, 0, device) for _ in range(_CLIENTS)]
-            wanted = [torch.full((other + sum(push.numels),), _POISON).to(dtype) for _ in range(_CLIENTS)]
-            offsets, words = push.offsets(dtype.itemsize), {"rank": 1, "offset_bytes": other * dtype.itemsize}
+            wanted = [before(other + sum(push.numels), dtype) for _ in range(_CLIENTS)]
+            found = [Guarded(len(out), out.dtype, 0, device).filled(out) for out in wanted]
+            itemsize = wanted[0].itemsize
+            words = {"rank": 1, "offset_bytes": other * itemsize}
             table = PeerTable.of([out.view for out in found])
-            scatter_parts(rows, table, push.on_device, offsets, push.numels, **words)
-            scatter_parts_reference(PeerTable.of(wanted), push.grads, offsets, push.numels, **words)
+            push_parts(rows, table, push.on_device, push.offsets(itemsize), push.numels, **words)
+            push_parts_reference(PeerTable.of(wanted), push.grads, push.offsets(itemsize), push.numels, **words)
             for owner in range(_CLIENTS):
-                found[owner].expect(wanted[owner], f"scatter_parts of {numels} x {dtype} at {offset} to {owner}")
+                found[owner].expect(
+                    wanted[owner], f"{push_parts.__name__} of {numels} x {dtype} at {offset} to {owner}"
+                )
             yield
 
 

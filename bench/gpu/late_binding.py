@@ -22,7 +22,7 @@ from odc.balance import MinibatchLoader, QuadraticCost
 from odc.bench.gpu.device import cycles_per_s, spin
 from odc.bench.gpu.models import VOCABULARY, language_model, shard
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
-from odc.bench.gpu.training import TIMEOUT_S, loss_of, optimizer_of
+from odc.bench.gpu.training import TIMEOUT_S, loss_of, optimizer_of, train_alone
 from odc.bench.harness.ranks import Rank
 
 STEPS, QUICK_STEPS = 24, 8
@@ -54,7 +54,10 @@ def check(setting: Setting) -> Report:
         minibatches = [sorted(itertools.chain(*of_ranks)) for of_ranks in zip(*computed, strict=True)]
         samples = sorted(itertools.chain(*minibatches))
         require(samples == list(range(len(samples))), f"{world_size} ranks: a sample was computed twice, or not at all")
-        wanted, losses = train_alone(minibatches), ranks[0][1]
+        dataset = Samples(len(samples))
+        together = [(torch.cat([dataset[index][1] for index in indices]), len(indices)) for indices in minibatches]
+        wanted = train_alone(language_model(), [([tokens], count) for tokens, count in together])
+        losses = ranks[0][1]
         errors.append(max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)))
         text = f"{world_size} ranks: losses {losses}, reference {wanted}: off by {errors[-1]:.1e}"
         require(errors[-1] <= TOLERANCE, text)
@@ -101,16 +104,3 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
         total = torch.stack(losses).double().cpu()
         dist.all_reduce(total)
         return computed, total.tolist(), loader.num_taken, loader.speeds
-
-
-def train_alone(minibatches: list[list[int]]) -> list[float]:
-    """Losses of one process in float64, on these samples."""
-    dataset, model = Samples(sum(map(len, minibatches))), language_model().double()
-    optimizer, losses = optimizer_of(model), list[float]()
-    for indices in minibatches:
-        loss = loss_of(model, torch.cat([dataset[index][1] for index in indices])) / len(indices)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses

@@ -76,7 +76,8 @@ class RandomRun:
     def __init__(self, case: Case, rank: Rank) -> None:
         self.case, self.rank = case, rank
         self.random = random.Random(case.seed * 31 + rank.rank)
-        units = [UnitSpec(f"u{u}", case.numel, torch.float32, (ParamSlice("w", case.numel),)) for u in _units(case)]
+        params = (ParamSlice("w", case.numel),)
+        units = [UnitSpec(f"u{unit}", case.numel, torch.float32, params) for unit in range(case.num_units)]
         self.runtime = create_runtime(rank, units, case.mode)
         self.streams = streams_of(engine_of(self.runtime), rank.device)
         self.verdicts = Verdicts(self.streams)
@@ -148,7 +149,3 @@ class RandomRun:
         wanted = sum(1000.0 * self.rank.rank + contribution(minibatch, unit, client, m) for client, m in pushes)
         self._delay()
         self.verdicts.expect(f"sum of unit {unit}, minibatch {minibatch}", result[0], wanted)
-
-
-def _units(case: Case) -> range:
-    return range(case.num_units)

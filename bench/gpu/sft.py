@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from odc.bench.gpu.models import FSDPS, PRECISIONS, language_model, shard
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
-from odc.bench.gpu.training import train, train_alone
+from odc.bench.gpu.training import microbatches_of_all, train, train_alone
 from odc.bench.harness.ranks import Rank
 
 STEPS, QUICK_STEPS = 8, 3
@@ -33,7 +33,11 @@ def check(setting: Setting) -> Report:
 
 def train_all(rank: Rank, steps: int) -> tuple[list[float], dict[str, list[float]]]:
     """Losses of the reference (rank 0 only), and of each way to shard."""
-    wanted = train_alone(language_model().to(rank.device), rank.world_size, steps) if rank.rank == 0 else []
+    wanted = (
+        train_alone(language_model().to(rank.device), microbatches_of_all(rank.world_size, steps))
+        if rank.rank == 0
+        else []
+    )
     rank.meet()
     cells = {}
     for fsdp in FSDPS:

@@ -6,7 +6,7 @@ In every step the ranks have one to three microbatches each, and one of them has
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,18 +54,29 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-3)
 
 
-def train_alone(model: nn.Module, world_size: int, steps: int, end: End = step) -> list[float]:
+def microbatches_of_all(world_size: int, steps: int) -> Iterator[tuple[list[torch.Tensor], int]]:
+    """Those of all ranks in each step, and by how much their losses are to be divided."""
+    for number in range(steps):
+        counts = enumerate(counts_of(number, world_size))
+        yield (
+            [tokens_of(number, client, m) for client, count in counts for m in range(count)],
+            num_tokens(number, world_size),
+        )
+
+
+def train_alone(
+    model: nn.Module, minibatches: Iterable[tuple[Sequence[torch.Tensor], int]], end: End = step
+) -> list[float]:
     """The loss of every step of one process in float64, without FSDP and without ODC."""
     model = model.double()
     device = next(model.parameters()).device
     optimizer, losses = optimizer_of(model), []
-    for number in range(steps):
-        total, count = torch.zeros((), dtype=torch.float64), num_tokens(number, world_size)
-        for client, microbatches in enumerate(counts_of(number, world_size)):
-            for microbatch in range(microbatches):
-                loss = loss_of(model, tokens_of(number, client, microbatch).to(device))
-                (loss / count).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach().cpu()
+    for microbatches, count in minibatches:
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens in microbatches:
+            loss = loss_of(model, tokens.to(device))
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().cpu()
         end(model, optimizer)
         losses.append(float(total) / count)
     return losses

@@ -67,7 +67,10 @@ def _measure(
     numel = num_bytes // rank.world_size // 4
     shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
     out = torch.zeros(numel * rank.world_size, device=rank.device)
-    ways = {KERNEL: _by_kernel(rank, out, shards), COPY_ENGINE: _by_copies(rank, transport.engine, out, shards)}
+    ways: dict[str, Callable[[], None]] = {
+        KERNEL: _by_kernel(rank, out, shards),
+        COPY_ENGINE: lambda: Engine.copy_rows(transport.engine, out, shards, rank.rank, own_in_place=True),
+    }
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for repetition in range(repetitions + 1):
         for way, gather in ways.items():
@@ -88,10 +91,6 @@ def _by_kernel(rank: Rank, out: torch.Tensor, shards: Sequence[torch.Tensor]) ->
 
     table, numel = PeerTable.build([shard.data_ptr() for shard in shards], rank.device), shards[0].numel()
     return lambda: gather_from_peers(out, table, numel, rank=rank.rank, source_dtype=torch.float32, own_in_place=True)
-
-
-def _by_copies(rank: Rank, engine: Engine, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
-    return lambda: Engine.copy_rows(engine, out, shards, rank.rank, own_in_place=True)
 
 
 def choose_accumulate(direct_s: Sequence[float], daemon_s: Sequence[float]) -> str:

@@ -202,7 +202,8 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
     at every rank, and to the sums where "auto" would rely on that."""
     engine, world_size, numels, device = transport.engine, rank.world_size, (5, 64, 1003), rank.device
     starts, length = (0, 5, 69), sum(numels)
-    buffers = {name: transport.allocate(4 * size, name) for name, size in _sizes(length, world_size).items()}
+    sizes = {"shards": length, "slots": world_size * length, "sums": length}
+    buffers = {name: transport.allocate(4 * size, name) for name, size in sizes.items()}
     everywhere = {name: [buffer.peer(owner) for owner in range(world_size)] for name, buffer in buffers.items()}
     places = torch.arange(length, device=device)
     _idle(rank, transport)
@@ -232,11 +233,6 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
     require(torch.equal(found, pushed), "what was pushed into slots is not there")
     sums = buffers["sums"].local.view(torch.float32)[:length]
     require(not is_atomic or torch.equal(sums, pushed.sum(0)), "what was pushed to the sums is not in them")
-
-
-def _sizes(length: int, world_size: int) -> dict[str, int]:
-    """Of buffers, in elements."""
-    return {"shards": length, "slots": world_size * length, "sums": length}
 
 
 PARTS: tuple[Callable[[Rank, Transport], None], ...] = (

@@ -18,7 +18,7 @@ import inspect
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -57,6 +57,18 @@ def numbers(text: str | Numbers) -> Numbers:
     if not found or min(found) < 1:
         raise ValueError(f"{text!r}: expected numbers of at least 1, with commas between them")
     return found
+
+
+def check_known(**options: tuple[Iterable[str] | None, Iterable[str]]) -> None:
+    """Of each option the names that were given, and those that there are.
+
+    Raises:
+        ValueError: a given one is none of them.
+    """
+    for option, (given, known) in options.items():
+        for name in given or ():
+            if name not in known:
+                raise ValueError(f"--{option.replace('_', '-')} {name!r}: expected one of {', '.join(known)}")
 
 
 def as_settings(options: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
@@ -113,16 +125,19 @@ class Column:
 
     def written(self, value: Any) -> str:
         if isinstance(value, Mapping):
-            middle, low, high = (self.written(part) for part in (value["median"], *bounds(value)))
+            middle, low, high = (self.written(part) for part in parts(value))
             return f"{middle} ({low}-{high})"
         if value is None or isinstance(value, str | bool):
             return "" if value is None else str(value)
         return format(value * self.scale if self.scale != 1.0 else value, self.form)
 
 
-def bounds(value: Mapping[str, float]) -> tuple[float, float]:
-    """The spread of a summary."""
-    return (value["p20"], value["p80"]) if "p20" in value else (value["min"], value["max"])
+def parts(value: Any) -> tuple[float, float, float]:
+    """A number or a summary: what stands in the middle, and the spread around it."""
+    if not isinstance(value, Mapping):
+        return value, value, value
+    low, high = ("p20", "p80") if "p20" in value else ("min", "max")
+    return value["median"], value[low], value[high]
 
 
 @dataclass(frozen=True)

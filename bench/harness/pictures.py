@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from odc.bench.harness.benchmark import Column, Entries, Picture, Row, bounds
+from odc.bench.harness.benchmark import Column, Entries, Picture, Row, parts
 
 _COLOURS = ("#1f3b5c", "#5aa469", "#c9a227", "#d1495b", "#7a9cc6", "#a56cc1")
 
@@ -35,7 +34,7 @@ def _draw_lines(axes: Axes, picture: Picture, series: Mapping[str, list[Row]]) -
     colours = iter(_COLOURS * 10)
     for name, rows in series.items():
         x = [picture.x.value(row) * picture.x.scale for row in rows]
-        middle, low, high = zip(*(_parts(picture.value, row) for row in rows), strict=True)
+        middle, low, high = zip(*(_scaled(picture.value, row) for row in rows), strict=True)
         if picture.is_limit(rows[0]):
             axes.plot(x, middle, "--", color="#9a9a9a", label=f"{name} (limit)")
             continue
@@ -52,7 +51,7 @@ def _draw_bars(axes: Axes, picture: Picture, series: Mapping[str, list[Row]]) ->
     labels, at = [], 0
     for name, rows in series.items():
         for row in rows:
-            middle, low, high = _parts(picture.value, row)
+            middle, low, high = _scaled(picture.value, row)
             errors = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
             axes.bar(at, middle, yerr=errors, color=_COLOURS[0], capsize=3)
             labels.append(name)
@@ -60,7 +59,6 @@ def _draw_bars(axes: Axes, picture: Picture, series: Mapping[str, list[Row]]) ->
     axes.set_xticks(range(at), labels, rotation=30, ha="right", fontsize=8)
 
 
-def _parts(column: Column, row: Row) -> tuple[float, float, float]:
-    value: Any = column.value(row)
-    middle, low, high = (value["median"], *bounds(value)) if isinstance(value, Mapping) else (value, value, value)
+def _scaled(column: Column, row: Row) -> tuple[float, float, float]:
+    middle, low, high = parts(column.value(row))
     return middle * column.scale, low * column.scale, high * column.scale

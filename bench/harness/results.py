@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from odc.bench.harness import catalogue
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Table, bounds
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Table, parts
 
 
 def read(path: Path) -> Entries:
@@ -115,12 +115,8 @@ def _key(table: Table, row: Row) -> tuple[str, ...]:
 
 def _change(before: Any, after: Any) -> str:
     """After over before; in bold beyond the spread of both."""
-    (old, least, most), (new, low, high) = (_parts(value) for value in (before, after))
+    (old, least, most), (new, low, high) = (parts(value) for value in (before, after))
     if old == new:
         return "="
     ratio = f"{new / old:.2f}" if old else "-"
     return f"[bold]{ratio}[/bold]" if low > most or high < least else f"~{ratio}"
-
-
-def _parts(value: Any) -> tuple[float, float, float]:
-    return (value["median"], *bounds(value)) if isinstance(value, Mapping) else (value, value, value)

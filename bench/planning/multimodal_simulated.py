@@ -36,10 +36,21 @@ import typer
 from odc.balance import Rearrangement, get_policy, karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.layout import Layout, microbatch_costs
-from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, Phase, StepTimes, step_times
+from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, StepTimes, step_times
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, spread
+from odc.bench.harness.benchmark import (
+    Benchmark,
+    Column,
+    Entries,
+    Figures,
+    Numbers,
+    Run,
+    Table,
+    check_known,
+    numbers,
+    spread,
+)
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 
 RANKS = Numbers(8, 128, 2560)
@@ -131,7 +142,7 @@ def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def rigid(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, float]:
     """Figure 11: ``busy`` under collectives where both encoders are balanced by the algorithm of one of them."""
-    names = {"tailored": None, "all rmpad": "packed", "all pad": "padded"}
+    names: dict[str, Layout | None] = {"tailored": None, "all rmpad": "packed", "all pad": "padded"}
     times: dict[str, float] = dict.fromkeys(names, 0.0)
     work = 0.0
     for number in range(minibatches):
@@ -142,15 +153,10 @@ def rigid(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, float]
             times[name] += schedule.language.makespan("collective")
             for phase in size.phases:
                 items = lengths.items[phase.name].encoder
-                parts = _parts(phase, items, num_ranks, layout or phase.layout)
+                parts = post_balance(items, num_ranks, cost=phase.cost, layout=layout or phase.layout)
                 costs = microbatch_costs([[part] for part in parts], phase.cost(items), items, phase.layout)
                 times[name] += float(costs.max())
     return {name: work / (num_ranks * total) for name, total in times.items()}
-
-
-def _parts(phase: Phase, items: Any, num_ranks: int, layout: Any) -> list[list[int]]:
-    as_layout: Layout = layout
-    return post_balance(items, num_ranks, cost=phase.cost, layout=as_layout)
 
 
 def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> Iterator[tuple[str, FloatArray]]:
@@ -170,7 +176,7 @@ def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> I
         routes["text"] = Rearrangement.between(has, wants)
         for phase in size.phases:
             items = lengths.items[phase.name]
-            makes = _parts(phase, items.encoder, schedule.num_ranks, phase.layout)
+            makes = post_balance(items.encoder, schedule.num_ranks, cost=phase.cost, layout=phase.layout)
             has_items, wants_items = ([items.of_samples(mine) for mine in side] for side in (has, wants))
             routes[f"{phase.name} inputs"] = Rearrangement.between(has_items, makes)
             routes[f"{phase.name} outputs"] = Rearrangement.between(makes, wants_items)
@@ -247,9 +253,7 @@ def measure(
     ] = 0,
     ablations: Annotated[bool, typer.Option(help="Figures 11 to 13 and planning, too.")] = True,
 ) -> Entries:
-    for name in model or ():
-        if name not in SIZES:
-            raise ValueError(f"--model {name!r}: expected one of {', '.join(SIZES)}")
+    check_known(model=(model, SIZES))
     sizes = [SIZES[name] for name in model or SIZES]
     counts = {number: minibatches or MINIBATCHES.get(number, 2) for number in ranks}
     jobs = [(size, number, size.samples_per_rank(number)) for number in counts for size in sizes]

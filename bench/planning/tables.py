@@ -28,7 +28,7 @@ import typer
 from odc.balance.plan import Comm
 from odc.balance.simulate.laws import even_lengths
 from odc.balance.simulate.simulator import PlannedEpoch, Scenario
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, check_known
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 
 LAW_OF = {"LongAlign": "longalign", "SWE-Smith": "swesmith", "AIME": "aime"}
@@ -163,10 +163,7 @@ def measure(
     samples: Annotated[int, typer.Option(min=1024, help="Samples per dataset; fewer are faster and noisier.")] = 20_000,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
 ) -> Entries:
-    for name, given, known in (("--dataset", dataset, LAW_OF), ("--model", model, MODELS)):
-        for value in given or ():
-            if value not in known:
-                raise ValueError(f"{name} {value!r}: expected one of {', '.join(known)}")
+    check_known(dataset=(dataset, LAW_OF), model=(model, MODELS))
     cells = [c for c in read_cells() if c.dataset in (dataset or LAW_OF) and c.model in (model or MODELS)]
     if not cells:
         raise ValueError("the paper has no such rows (AIME has no 32B)")

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from odc.bench.harness import catalogue, results
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, as_settings
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, as_settings, check_known
 from odc.bench.harness.environment import commit, describe_environment
 from odc.bench.harness.ranks import NotRunError
 from odc.bench.reporting.sections import SECTIONS, Section
@@ -120,9 +120,7 @@ def measure(
         list[str] | None, typer.Option(help=f"Only these: {', '.join(section.name for section in SECTIONS)}.")
     ] = None,
 ) -> Entries:
-    known = [each.name for each in SECTIONS]
-    if unknown := [name for name in section or () if name not in known]:
-        raise ValueError(f"--section {unknown[0]!r}: expected one of {', '.join(known)}")
+    check_known(section=(section, [each.name for each in SECTIONS]))
     check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
     report, written, rows = Report(run, out.parent / "report"), [INTRODUCTION, _measured_on()], []
     out.parent.mkdir(parents=True, exist_ok=True)

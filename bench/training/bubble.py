@@ -14,7 +14,7 @@ Not counted: the all-reduce inside ``clip_grad_norm_``. The ranks have just met 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from odc.timeline import Span, Timeline
@@ -65,7 +65,20 @@ def segments(timelines: Sequence[Timeline], minibatches: Collection[int], *, col
         if missing := set(minibatches) - found:
             raise ValueError(f"rank {timeline.rank} has no minibatch span for minibatches {sorted(missing)}")
     idle = _idle_in_collectives(chosen, collectives)
-    return [list(_cut(spans + waits)) for spans, waits in zip(chosen, idle, strict=True)]
+    together = (
+        [(_ACTIVITY_OF_KIND[span.kind], span) for span in spans + waits]
+        for spans, waits in zip(chosen, idle, strict=True)
+    )
+    return [list(cut(spans, ACTIVITIES)) for spans in together]
+
+
+def spent_ns(ranks: Sequence[Sequence[Segment]]) -> Counter[str]:
+    """All ranks' time by activity."""
+    spent: Counter[str] = Counter()
+    for rank in ranks:
+        for segment in rank:
+            spent[segment.activity] += segment.end_ns - segment.start_ns
+    return spent
 
 
 def shares(ranks: Sequence[Sequence[Segment]]) -> dict[str, float]:
@@ -74,10 +87,7 @@ def shares(ranks: Sequence[Sequence[Segment]]) -> dict[str, float]:
     Raises:
         ValueError: there is no time to share.
     """
-    spent: Counter[str] = Counter()
-    for rank in ranks:
-        for segment in rank:
-            spent[segment.activity] += segment.end_ns - segment.start_ns
+    spent = spent_ns(ranks)
     total = spent.total()
     if total == 0:
         raise ValueError("the timelines hold no time in these minibatches")
@@ -91,7 +101,8 @@ def bubble_rate(timelines: Sequence[Timeline], minibatches: Collection[int], *, 
 
 def _idle_in_collectives(ranks: Sequence[Sequence[Span]], collectives: bool) -> list[list[Span]]:
     """For each rank the "wait" spans from its own start of a collective to the last rank's start of it."""
-    joined = [sorted((s for s in spans if _is_collective(s, collectives)), key=_by_start) for spans in ranks]
+    found = ([span for span in spans if _is_collective(span, collectives)] for spans in ranks)
+    joined = [sorted(spans, key=lambda span: (span.minibatch, span.start_ns)) for spans in found]
     names = [[(span.minibatch, span.kind, span.label) for span in spans] for spans in joined]
     for rank, own in enumerate(names):
         if own != names[0]:
@@ -113,26 +124,22 @@ def _is_collective(span: Span, collectives: bool) -> bool:
     return collectives and span.kind in ("gather", "scatter")
 
 
-def _by_start(span: Span) -> tuple[int, int]:
-    return span.minibatch, span.start_ns
+def cut(spans: Iterable[tuple[str, Span]], activities: Sequence[str]) -> Iterator[Segment]:
+    """Sweep over the borders of all spans; between two borders the strongest open activity has the time.
 
-
-def _cut(spans: Sequence[Span]) -> Iterator[Segment]:
-    """Sweep over the borders of all spans; between two borders the strongest open activity has the time."""
+    Args:
+        spans: each with its activity.
+        activities: the strongest first. Outside the last one, which encloses the others, time counts for nothing:
+            loading data, or another minibatch's publishing.
+    """
     borders = sorted(
-        border
-        for span in spans
-        for border in (
-            (span.start_ns, 1, _ACTIVITY_OF_KIND[span.kind]),
-            (span.end_ns, -1, _ACTIVITY_OF_KIND[span.kind]),
-        )
+        border for activity, span in spans for border in ((span.start_ns, 1, activity), (span.end_ns, -1, activity))
     )
     is_open: Counter[str] = Counter()
     running: Segment | None = None
     before = 0
     for time_ns, change, activity in borders:
-        # Outside a minibatch span (loading data, or another minibatch's publishing) time counts for nothing.
-        current = next((a for a in ACTIVITIES if is_open[a]), None) if is_open["compute"] else None
+        current = next((a for a in activities if is_open[a]), None) if is_open[activities[-1]] else None
         if current is not None and time_ns > before:
             if running and running.activity == current and running.end_ns == before:
                 running = Segment(current, running.start_ns, time_ns)

@@ -29,7 +29,7 @@ import typer
 from odc.balance import Plan, Scenario, TransformerCost, law_names, preset_names
 from odc.balance.costs.context_parallel import ContextParallel
 from odc.balance.costs.devices import DEVICES, LINKS
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, check_known, numbers
 from odc.bench.training.emulated import NUM_UNTIMED, PLANNED_AND_MEASURED, WAYS, Settings, add_ratios, run_way
 
 DEVICE = DEVICES["h100"]
@@ -78,14 +78,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
 ) -> Entries:
     ways = way or ["collective-lb-micro-global", "odc-lb-mini"]
-    for given, known in (
-        *((name, tuple(WAYS)) for name in ways),
-        (model, preset_names()),
-        (link, LINKS),
-        (law, law_names()),
-    ):
-        if given not in known:
-            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    check_known(way=(ways, WAYS), model=([model], preset_names()), link=([link], LINKS), law=([law], law_names()))
     if wrong := [size for size in context_parallel if ranks % size]:
         raise ValueError(f"--context-parallel {wrong[0]}: {ranks} ranks cannot be shared out evenly")
     counts = {size: max(1, samples // size) for size in minibatch_size}

@@ -39,7 +39,6 @@ import functools
 import gc
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -53,10 +52,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from odc.balance import CostModel, Plan, Scenario, bubble_rate, law_names
 from odc.balance.plan import Comm
 from odc.balance.simulate.laws import even_lengths
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known
 from odc.bench.harness.ranks import Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
-from odc.bench.training.bubble import segments
+from odc.bench.training.bubble import segments, spent_ns
 from odc.bench.training.emulated_model import FORWARD_SHARE, SleepingModel
 from odc.config import HOST_ID
 from odc.fsdp_patch import observe_fsdp, patch_fsdp
@@ -230,11 +229,8 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int], comm: Comm) -> d
         ``minibatch_s``: what a minibatch takes on average; ``compute_s``: what of it a rank computes; ``cpu_s``: CPU
         time of its training thread, which sleeps and waits without any.
     """
-    spent: Counter[str] = Counter()
-    collectives = comm == "collective"
-    for rank in segments([run.timeline for run in runs], minibatches, collectives=collectives):
-        for segment in rank:
-            spent[segment.activity] += segment.end_ns - segment.start_ns
+    timelines = [run.timeline for run in runs]
+    spent = spent_ns(segments(timelines, minibatches, collectives=comm == "collective"))
     compute_ns = sum(run.compute_ns[number] for run in runs for number in minibatches)
     total_ns = spent.total()
     each = 1e-9 / (len(runs) * len(minibatches))
@@ -279,14 +275,9 @@ def measure(
     law: Annotated[str, typer.Option(help=f"Of lengths: {', '.join(law_names())}.")] = "longalign",
 ) -> Entries:
     ways, shardings = way or ["collective-lb-micro", "odc-lb-mini"], sharding or ["full"]
-    for given, known in (
-        *((name, tuple(WAYS)) for name in ways),
-        *((name, ("full", "hybrid")) for name in shardings),
-        (model, MODELS),
-        (law, law_names()),
-    ):
-        if given not in known:
-            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    check_known(
+        way=(ways, WAYS), sharding=(shardings, ("full", "hybrid")), model=([model], MODELS), law=([law], law_names())
+    )
     if ranks % hosts:
         raise ValueError(f"--hosts {hosts}: {ranks} ranks cannot be shared out evenly")
     settings = Settings(ranks, layers, minibatches, minibatch_size, scale, model, law, seed, hosts, numel)

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from odc.balance import MinibatchLoader, even_lengths, law_names
 from odc.balance.checks import FloatArray
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known
 from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.emulated import LAW_SAMPLES
@@ -236,9 +236,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of the shuffle and of the noise.")] = 0,
 ) -> Entries:
     laws = law or ["longalign", "swesmith", "aime"]
-    for given, known in (*((name, law_names()) for name in laws), (model, MODELS)):
-        if given not in known:
-            raise ValueError(f"{given!r}: expected one of {', '.join(known)}")
+    check_known(law=(laws, law_names()), model=([model], MODELS))
     cases = [
         Case(name, percent / 100, *estimates, ranks, minibatch_size, minibatches, scale, layers, model, seed)
         for name in laws

@@ -157,12 +157,8 @@ _WAYS = {
 }
 
 
-def _speedups(result: Entries) -> list[float]:
-    return [row["speedup"] for row in result["runs"][1:]]
-
-
 def figures_4ranks(result: Entries) -> Figures:
-    language, everything, odc = _speedups(result)
+    language, everything, odc = (row["speedup"] for row in result["runs"][1:])
     yield "", f"Four ranks on its two cores: {language:.2f}x, {everything:.2f}x and {odc:.2f}x"
 
 

@@ -63,6 +63,7 @@ from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run
 from odc.bench.harness.ranks import Rank
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 from odc.bench.training.bubble import Segment
+from odc.bench.training.emulated import add_ratios
 from odc.bench.training.multimodal_model import DTYPE, Counting, RankRun, SleepingModel, segments
 from odc.setup.agreement import ProcessGroupExchange
 
@@ -300,16 +301,6 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int]) -> dict[str, Any
     }
 
 
-def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
-    """Throughput over that of none, as planned and as measured."""
-    first = next((entry for entry in entries if entry["way"] == "none"), None)
-    if first is None:
-        return
-    for entry in entries:
-        entry["ratio"] = first["minibatch_s"] / entry["minibatch_s"]
-        entry["planned_ratio"] = first["planned_s"] / entry["planned_s"]
-
-
 def measure(
     run: Run,
     model: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(SIZES)}.")] = None,
@@ -339,7 +330,9 @@ def measure(
             rows.append(entry)
             drawn[how] = [segments(rank, minibatches) for rank in runs]
             spans[name][how] = [[list(asdict(span).values()) for span in rank.spans] for rank in runs]
-        add_ratios(rows[-len(ways) :])
+        of_model = sorted(rows[-len(ways) :], key=lambda row: bool(row["way"] != "none"))
+        if "none" in ways:
+            add_ratios(of_model)
     if picture is not None:
         from odc.bench.training.plots import plot_timelines  # only here: matplotlib is an extra
 

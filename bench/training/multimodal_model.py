@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from odc.balance.multimodal import Encoder, Phase
 from odc.balance.multimodal.carriers import Cargo, Carrier, Mover
 from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.bench.planning.multimodal_sizes import ModelSize
-from odc.bench.training.bubble import Segment
+from odc.bench.training.bubble import Segment, cut
 from odc.bench.training.emulated_model import Clock
 from odc.timeline import Span
 
@@ -216,22 +215,11 @@ class _Counted(Carrier):
         self._carrier.close()
 
 
-_STRENGTH = {"minibatch": 0, "move": 1, "compute": 2, "wait": 3}
-
-
 def segments(run: RankRun, minibatch: int) -> list[Segment]:
     """What a rank did in a minibatch, for :func:`.plots.plot_timelines`: the phases by name, "move", "wait",
     and "other"."""
-    spans = [span for span in run.spans if span.minibatch == minibatch and span.kind in _STRENGTH]
-    borders = sorted({border for span in spans for border in (span.start_ns, span.end_ns)})
-    found: list[Segment] = []
-    for start_ns, end_ns in itertools.pairwise(borders):
-        inside = [span for span in spans if span.start_ns <= start_ns and end_ns <= span.end_ns]
-        if not inside:
-            continue
-        span = max(inside, key=lambda span: _STRENGTH[span.kind])
-        activity = {"compute": span.label, "minibatch": "other"}.get(span.kind, span.kind)
-        if found and found[-1].activity == activity and found[-1].end_ns == start_ns:
-            start_ns = found.pop().start_ns
-        found.append(Segment(activity, start_ns, end_ns))
-    return found
+    spans = [span for span in run.spans if span.minibatch == minibatch]
+    activities = {"minibatch": "other", "move": "move", "wait": "wait"}
+    found = [(activities[span.kind], span) for span in spans if span.kind in activities]
+    phases = [(span.label, span) for span in spans if span.kind == "compute"]
+    return list(cut(found + phases, ("wait", *dict(phases), "move", "other")))

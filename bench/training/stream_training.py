@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -33,27 +32,6 @@ NUM_PARTS = 12
 """Of the tokens of an epoch, in each of which the mean loss is taken."""
 
 
-@dataclass
-class Row:
-    """One way to train, over its repetitions."""
-
-    name: str
-    samples_per_s: list[float]
-    times_first: float
-    """Median over that of the first way."""
-
-    waiting_percent: float
-    """Of the ranks' time, median."""
-
-    minibatches: int
-    samples: int
-    tokens: list[float]
-    """Seen at the middle of each part of the epoch."""
-
-    losses: list[float]
-    """Per token, mean of each part."""
-
-
 def curve(run: Run) -> tuple[list[float], list[float]]:
     """Tokens seen at the middle of each part of the epoch, and the mean loss of its minibatches, weighted by tokens."""
     tokens = np.array(run.minibatch_tokens, dtype=np.float64)
@@ -66,24 +44,25 @@ def curve(run: Run) -> tuple[list[float], list[float]]:
     return [round(x, 1) for x in seen[filled].tolist()], [round(x, 4) for x in losses[filled].tolist()]
 
 
-def rows_of(runs: Mapping[str, Sequence[Run]]) -> list[Row]:
-    """One row for each way, in their order."""
-    rows: list[Row] = []
+def rows_of(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """One row for each way, in their order. ``times_first`` and ``waiting_percent`` (of the ranks' time) are medians,
+    tokens and losses those of :func:`curve`."""
+    rows: list[dict[str, Any]] = []
     for name, mine in runs.items():
         rates = [round(run.samples_per_s, 3) for run in mine]
-        first = statistics.median(rows[0].samples_per_s if rows else rates)
+        first = statistics.median(rows[0]["samples_per_s"] if rows else rates)
         tokens, losses = curve(mine[0])
         rows.append(
-            Row(
-                name,
-                rates,
-                round(statistics.median(rates) / first, 3),
-                round(100 * statistics.median(run.shares["wait"] for run in mine), 2),
-                len(mine[0].losses),
-                sum(mine[0].minibatch_samples),
-                tokens,
-                losses,
-            )
+            {
+                "name": name,
+                "samples_per_s": rates,
+                "times_first": round(statistics.median(rates) / first, 3),
+                "waiting_percent": round(100 * statistics.median(run.shares["wait"] for run in mine), 2),
+                "minibatches": len(mine[0].losses),
+                "samples": sum(mine[0].minibatch_samples),
+                "tokens": tokens,
+                "losses": losses,
+            }
         )
     return rows
 
@@ -111,8 +90,8 @@ def measure(
 
     from odc.bench.training.plots import plot_losses_by_tokens  # only here: matplotlib is an extra
 
-    plot_losses_by_tokens(out / "losses.png", {row.name: (row.tokens, row.losses) for row in rows})
-    return run.keep({"rows": [asdict(row) for row in rows]}, out / "summary.json")
+    plot_losses_by_tokens(out / "losses.png", {row["name"]: (row["tokens"], row["losses"]) for row in rows})
+    return run.keep({"rows": rows}, out / "summary.json")
 
 
 def figures(result: Entries) -> Figures:

@@ -41,7 +41,7 @@ def _summarize(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
         "samples_per_s": middle(lambda run: run.samples_per_s),
         "tokens_per_s": middle(lambda run: run.tokens_per_s),
         "bubble_rate": middle(lambda run: run.shares["wait"]),
-        "transfer_rate": middle(_transfer),
+        "transfer_rate": middle(lambda run: sum(run.shares[kind] for kind in ("gather", "scatter", "other"))),
         "speedup": median(speedups),
         "losses": runs[0].losses,
         "max_loss_difference": max(differences),
@@ -58,10 +58,6 @@ def _summarize(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
             for run, speedup, difference in zip(runs, speedups, differences, strict=True)
         ],
     }
-
-
-def _transfer(run: Run) -> float:
-    return run.shares["gather"] + run.shares["scatter"] + run.shares["other"]
 
 
 def quietest(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:

@@ -14,10 +14,10 @@ def test_the_slowest_rank_counts() -> None:
     ranks = [{loader: [Epoch(10.0 * (at + 1), 0.1), Epoch(20.0, 0.3)] for at, loader in enumerate(LOADERS)}, {}]
     ranks[1] = {loader: [Epoch(30.0, 0.2), Epoch(10.0, 0.1)] for loader in LOADERS}
     rows = summarize(ranks, {loader: 100.0 + at for at, loader in enumerate(LOADERS)})
-    assert [row.us_per_sample for row in rows] == [[30.0, 20.0]] * 3 + [[40.0, 20.0], [50.0, 20.0]]
-    assert [row.times_torch for row in rows] == [1.0, 1.0, 1.0, 1.2, 1.4]
-    assert rows[0].first_batch_s == [0.2, 0.3]
-    assert [row.memory_over_torch_mb for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [row["us_per_sample"] for row in rows] == [[30.0, 20.0]] * 3 + [[40.0, 20.0], [50.0, 20.0]]
+    assert [row["times_torch"] for row in rows] == [1.0, 1.0, 1.0, 1.2, 1.4]
+    assert rows[0]["first_batch_s"] == [0.2, 0.3]
+    assert [row["memory_over_torch_mb"] for row in rows] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_samples_and_batches() -> None:

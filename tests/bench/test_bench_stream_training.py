@@ -35,9 +35,9 @@ def test_ways_are_compared_with_the_first() -> None:
         "b": [make_run(22.0, (5, 5), [2.0, 1.0], wait=0.05)],
     }
     first, second = rows_of(runs)
-    assert (first.times_first, second.times_first) == (1.0, 2.0)
-    assert (first.waiting_percent, second.waiting_percent) == (10.0, 5.0)
-    assert (first.minibatches, first.samples) == (2, 2)
+    assert (first["times_first"], second["times_first"]) == (1.0, 2.0)
+    assert (first["waiting_percent"], second["waiting_percent"]) == (10.0, 5.0)
+    assert (first["minibatches"], first["samples"]) == (2, 2)
 
 
 def test_names_of_streams() -> None:

@@ -17,7 +17,7 @@ from odc.bench.proof.conformance import comparison, launch, training
 from odc.bench.proof.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
 from odc.bench.proof.conformance.comparison import Outcome
 from odc.bench.proof.conformance.launch import run_cells
-from odc.bench.proof.conformance.report import read_statuses, write_markdown
+from odc.bench.proof.conformance.report import COLUMNS, ROW, write_markdown
 from odc.cli.app import app
 from odc.fsdp_patch.session import Session
 from odc.fsdp_patch.unit import FinalSum, Unit
@@ -29,6 +29,18 @@ CELLS = all_cells()
 
 def cells_of(words: str) -> list[Cell]:
     return select(CELLS, words.split())
+
+
+def read_statuses(markdown: str) -> dict[str, str]:
+    """Status of each cell by name, from what :func:`write_markdown` wrote."""
+    found = {}
+    for line in markdown.splitlines():
+        row = [entry.strip() for entry in line.split("|")[1:-1]]
+        if row and row[0] in AXES["FSDP"]:
+            for column, entry in zip(COLUMNS, row[len(ROW) :], strict=True):
+                if entry:
+                    found["/".join((*row[: len(ROW)], *column))] = entry if entry.isalpha() else "passed"
+    return found
 
 
 def latin_square() -> list[Cell]:

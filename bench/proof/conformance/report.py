@@ -31,8 +31,8 @@ A number is the largest error of a cell that has passed, 0 is equality; columns 
 accumulation and clipping. The errors of losses, gradients and parameters by themselves are in the
 [committed result](../bench/results/conformance.json).
 """
-_ROW = ("FSDP", "precision", "sharding")  # the axes of a row; the others make its columns
-_COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if axis not in _ROW)))
+ROW = ("FSDP", "precision", "sharding")  # the axes of a row; the others make its columns
+COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if axis not in ROW)))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -51,7 +51,7 @@ def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping
         _table(("precision", *(f"largest error of {q}" for q in QUANTITIES)), _largest_errors(outcomes)),
         "## Cells\n",
         _CELLS,
-        _table((*_ROW, *map(", ".join, _COLUMNS)), _rows(outcomes)),
+        _table((*ROW, *map(", ".join, COLUMNS)), _rows(outcomes)),
         "## Axes\n",
         _table(("axis", "value", "meaning"), [(axis, v, MEANINGS[v]) for axis, vs in AXES.items() for v in vs]),
     ]
@@ -59,18 +59,6 @@ def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping
         parts += ["## Refused and failed\n", _table(("cell", "result", "reason"), reasons)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts))
-
-
-def read_statuses(markdown: str) -> dict[str, str]:
-    """Status of each cell by name, from what :func:`write_markdown` wrote."""
-    found = {}
-    for line in markdown.splitlines():
-        row = [entry.strip() for entry in line.split("|")[1:-1]]
-        if row and row[0] in AXES["FSDP"]:
-            for column, entry in zip(_COLUMNS, row[len(_ROW) :], strict=True):
-                if entry:
-                    found["/".join((*row[: len(_ROW)], *column))] = entry if entry.isalpha() else "passed"
-    return found
 
 
 def _largest_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -85,8 +73,8 @@ def _largest_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     entries = {o.cell.values: _entry(o) for o in outcomes}
-    rows = itertools.product(*(AXES[axis] for axis in _ROW))
-    return [(*row, *(entries.get((*row, *column), "") for column in _COLUMNS)) for row in rows]
+    rows = itertools.product(*(AXES[axis] for axis in ROW))
+    return [(*row, *(entries.get((*row, *column), "") for column in COLUMNS)) for row in rows]
 
 
 def _entry(outcome: Outcome) -> str:
