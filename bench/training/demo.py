@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +24,7 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Entries, Figures
 from odc.bench.harness.benchmark import Run as Bench
-from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, run_child, train_in_turns
+from odc.bench.training.runs import POLICIES, Run, Way, check_examples, run_child, train_in_turns, way_of
 from odc.bench.training.summary import quietest, runs_table, summarize
 from odc.bench.training.trace import write_trace
 from odc.config import STAGING
@@ -33,28 +32,16 @@ from odc.config import STAGING
 SCRIPT, ONCE_A_STEP = Path("examples/sft.py"), Path("examples/once_a_step.py")
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A way to train that is compared with on request, on LB-Mini's minibatches."""
-
-    name: str
-    words: tuple[str, ...] = ()
-    comm: str = "collective"
-    script: Path = ONCE_A_STEP
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def options(self) -> list[str]:
-        return ["--policy", "lb-mini", *self.words]
-
-
+CONFIGURATIONS = tuple(way_of(SCRIPT, *each) for each in POLICIES)
+_MINI = ("--policy", "lb-mini")
 ALTERNATIVES = (
-    Alternative("odc-lb-mini-staged", ("--comm", "odc"), "odc", SCRIPT, {STAGING: "on"}),
-    Alternative("odc-once-a-step", ("--odc",), "odc"),
-    Alternative("fsdp2-once-a-step"),
-    Alternative("ddp-once-a-step", ("--ddp",)),
-    Alternative("compute-alone", ("--compute-alone",)),
+    Way(SCRIPT, "odc-lb-mini-staged", "odc", (*_MINI, "--comm", "odc"), {STAGING: "on"}),
+    Way(ONCE_A_STEP, "odc-once-a-step", "odc", (*_MINI, "--odc")),
+    Way(ONCE_A_STEP, "fsdp2-once-a-step", "collective", _MINI),
+    Way(ONCE_A_STEP, "ddp-once-a-step", "collective", (*_MINI, "--ddp")),
+    Way(ONCE_A_STEP, "compute-alone", "collective", (*_MINI, "--compute-alone")),
 )
+"""Compared with on request, on LB-Mini's minibatches."""
 
 
 def measure(
@@ -75,11 +62,9 @@ def measure(
 ) -> Entries:
     check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
     data = prepare_data(run, out)
-    others = ALTERNATIVES if alternatives else ()
     runs = train_in_turns(
         run,
-        SCRIPT,
-        (*CONFIGURATIONS, *others),
+        (*CONFIGURATIONS, *(ALTERNATIVES if alternatives else ())),
         out,
         repetitions=repetitions,
         num_ranks=ranks,
@@ -91,8 +76,6 @@ def measure(
             "num-layers": num_layers,
             "dtype": dtype,
         },
-        scripts={way.name: way.script for way in others},
-        environments={way.name: way.environment for way in others},
     )
     run.environment["transformers"] = version("transformers")
 

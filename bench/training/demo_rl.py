@@ -22,10 +22,11 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Table
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.demo import draw
-from odc.bench.training.runs import CONFIGURATIONS, Run, check_examples, train_in_turns
+from odc.bench.training.runs import POLICIES, Run, check_examples, train_in_turns, way_of
 from odc.bench.training.summary import runs_table, summarize
 
 SCRIPT = Path("examples/grpo.py")
+CONFIGURATIONS = tuple(way_of(SCRIPT, *each) for each in POLICIES)
 
 
 def measure(
@@ -41,7 +42,6 @@ def measure(
     check_examples(SCRIPT, "transformers", "matplotlib")
     runs = train_in_turns(
         run,
-        SCRIPT,
         CONFIGURATIONS,
         out,
         repetitions=repetitions,

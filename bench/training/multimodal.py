@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -31,32 +30,21 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.demo import WORDS
-from odc.bench.training.runs import LIBRARIES, Run, check_examples, train_in_turns
+from odc.bench.training.runs import LIBRARIES, Run, Way, check_examples, train_in_turns
 from odc.bench.training.summary import quietest, runs_table, summarize
 
 SCRIPT = Path("examples/multimodal_sft.py")
 OMNI = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "odc.balance.multimodal.run")
 
 
-@dataclass(frozen=True)
-class Balance:
-    """One way to train."""
-
-    name: str
-    comm: str
-    balance: str
-
-    @property
-    def options(self) -> list[str]:
-        """What the script is told."""
-        return ["--comm", self.comm, "--balance", self.balance, "--gradients"]
-
-
-CONFIGURATIONS = (
-    Balance("none", "collective", "none"),
-    Balance("language", "collective", "language"),
-    Balance("all", "collective", "all"),
-    Balance("all-odc", "odc", "all"),
+CONFIGURATIONS = tuple(
+    Way(SCRIPT, name, comm, ("--comm", comm, "--balance", balance, "--gradients"))
+    for name, comm, balance in (
+        ("none", "collective", "none"),
+        ("language", "collective", "language"),
+        ("all", "collective", "all"),
+        ("all-odc", "odc", "all"),
+    )
 )
 
 
@@ -72,7 +60,6 @@ def measure(
     check_examples(SCRIPT, "transformers", "matplotlib")
     runs = train_in_turns(
         run,
-        SCRIPT,
         CONFIGURATIONS,
         out,
         repetitions=repetitions,

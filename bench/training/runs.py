@@ -9,10 +9,8 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
 
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.harness.ranks import BenchError, NotRunError
@@ -39,43 +37,31 @@ class ChildError(BenchError):
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Way:
     """One way to train."""
 
+    script: Path
+    name: str
     comm: str
-    policy: str
-    stream: str | None = None
-    """In place of the policy, for samples whose lengths are not known."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.comm}-{self.stream or self.policy}"
-
-    @property
-    def options(self) -> list[str]:
-        """What the script is told."""
-        stream = [] if self.stream is None else ["--stream", self.stream]
-        return ["--comm", self.comm, "--policy", self.policy, *stream]
+    options: tuple[str, ...]
+    """What the script is told."""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Way(Protocol):
-    """A configuration of any script."""
+def way_of(script: Path, comm: str, policy: str, stream: str | None = None) -> Way:
+    """One of ``examples/sft.py`` or ``examples/grpo.py``.
 
-    @property
-    def name(self) -> str: ...
+    Args:
+        stream: in place of the policy, for samples whose lengths are not known.
+    """
+    options: tuple[str, ...] = ("--comm", comm, "--policy", policy)
+    if stream is not None:
+        options += ("--stream", stream)
+    return Way(script, f"{comm}-{stream or policy}", comm, options)
 
-    @property
-    def comm(self) -> str: ...
 
-    @property
-    def options(self) -> list[str]: ...
-
-
-CONFIGURATIONS = (
-    Configuration("collective", "lb-micro"),
-    Configuration("odc", "lb-micro"),
-    Configuration("odc", "lb-mini"),
-)
+POLICIES = (("collective", "lb-micro"), ("odc", "lb-micro"), ("odc", "lb-mini"))
+"""Communication and policy of the ways that are compared where lengths are known."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +110,12 @@ LIBRARIES = (
 
 def train(
     launcher: WarmLauncher,
-    script: Path,
-    configuration: Way,
+    way: Way,
     folder: Path,
     *,
     num_ranks: int,
     options: Sequence[str],
     on_progress: Callable[[int], None],
-    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
     """Train once; ``on_progress`` gets the number of minibatches done so far.
 
@@ -139,7 +123,7 @@ def train(
         ChildError: the run failed, or did not end in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = [str(script), *configuration.options, "--timeline", "--out", str(folder), *options]
+    arguments = [str(way.script), *way.options, "--timeline", "--out", str(folder), *options]
     first = output_of(folder, 0)
     first.write_bytes(b"")  # that of an earlier run there
     try:
@@ -150,7 +134,7 @@ def train(
             world_size=num_ranks,
             cwd=Path(),
             limit_s=RUN_LIMIT_S,
-            environment=environment,
+            environment=way.environment,
             on_wait=lambda: on_progress(_minibatches_done(first)),
         )
     except RuntimeError as error:
@@ -162,7 +146,7 @@ def train(
             why = f"rank {rank} of {num_ranks} ended with {codes[rank]}"
             raise ChildError(f"{' '.join(arguments)}\n{why}. The end of its output ({path}):\n{_last_lines(path)}")
     on_progress(_minibatches_done(first))
-    return read_run(folder, collectives=configuration.comm == "collective")
+    return read_run(folder, collectives=way.comm == "collective")
 
 
 def check_examples(script: Path, *packages: str) -> None:
@@ -180,7 +164,6 @@ def check_examples(script: Path, *packages: str) -> None:
 
 def train_in_turns(
     run: Bench,
-    script: Path,
     ways: Sequence[Way],
     out: Path,
     *,
@@ -189,16 +172,12 @@ def train_in_turns(
     options: Mapping[str, object],
     minibatches: int = 1,
     libraries: Sequence[str] = LIBRARIES,
-    scripts: Mapping[str, Path] = MappingProxyType({}),
-    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> dict[str, list[Run]]:
     """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
 
     Args:
-        options: of the script.
+        options: of the scripts.
         minibatches: of a run, if that is known.
-        scripts: of ways that have another one, by their names.
-        environments: variables that are set for some ways, by their names.
 
     Raises:
         ChildError: a run failed.
@@ -219,17 +198,7 @@ def train_in_turns(
                     done = min(now, minibatches)
 
                 folder = out / way.name / f"repetition-{repetition}"
-                path = scripts.get(way.name, script)
-                trained = train(
-                    launcher,
-                    path,
-                    way,
-                    folder,
-                    num_ranks=num_ranks,
-                    options=words,
-                    on_progress=show,
-                    environment=environments.get(way.name, {}),
-                )
+                trained = train(launcher, way, folder, num_ranks=num_ranks, options=words, on_progress=show)
                 show(minibatches)
                 runs[way.name].append(trained)
                 run.note(

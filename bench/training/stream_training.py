@@ -20,13 +20,13 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Table, spread
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.demo import SCRIPT, prepare_data
-from odc.bench.training.runs import Configuration, Run, check_examples, train_in_turns
+from odc.bench.training.runs import Run, check_examples, train_in_turns, way_of
 
 CONFIGURATIONS = (
-    Configuration("collective", "lb-micro", "dgap"),
-    Configuration("collective", "lb-micro", "steps"),
-    Configuration("odc", "lb-mini", "minibatch"),
-    Configuration("odc", "lb-mini"),
+    way_of(SCRIPT, "collective", "lb-micro", "dgap"),
+    way_of(SCRIPT, "collective", "lb-micro", "steps"),
+    way_of(SCRIPT, "odc", "lb-mini", "minibatch"),
+    way_of(SCRIPT, "odc", "lb-mini"),
 )
 NUM_PARTS = 12
 """Of the tokens of an epoch, in each of which the mean loss is taken."""
@@ -85,7 +85,7 @@ def measure(
     check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
     sizes = {"samples": samples, "minibatch-size": minibatch_size, "hidden-size": hidden_size, "num-layers": num_layers}
     options = {"data": prepare_data(run, out), "minibatches": 10 * samples, **sizes}
-    runs = train_in_turns(run, SCRIPT, CONFIGURATIONS, out, repetitions=repetitions, num_ranks=ranks, options=options)
+    runs = train_in_turns(run, CONFIGURATIONS, out, repetitions=repetitions, num_ranks=ranks, options=options)
     rows = rows_of(runs)
 
     from odc.bench.training.plots import plot_losses_by_tokens  # only here: matplotlib is an extra

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from odc.bench.training.runs import CONFIGURATIONS
+from odc.bench.training.demo_rl import CONFIGURATIONS
 from odc.cli.app import app
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from odc.bench.training import stream_training
-from odc.bench.training.runs import Configuration, Run
+from odc.bench.training.runs import Run
 from odc.bench.training.stream_training import CONFIGURATIONS, curve, rows_of
 
 
@@ -47,7 +47,6 @@ def test_names_of_streams() -> None:
         "odc-minibatch",
         "odc-lb-mini",
     ]
-    assert Configuration("odc", "lb-mini", "minibatch").name == "odc-minibatch"
 
 
 def test_the_committed_result_is_of_the_same_samples() -> None:

@@ -64,7 +64,7 @@ def largest_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
     Collective: the ranks may hold different tensors. A tensor that is missing or has another shape, and a value that
     is not finite, make the error infinite.
     """
-    rows = {name: (_difference(found.get(name), tensor), _largest(tensor)) for name, tensor in expected.items()}
+    rows = {name: (difference(found.get(name), tensor), largest(tensor)) for name, tensor in expected.items()}
     rows.update({name: (math.inf, 0.0) for name in found if name not in expected})
     ranks = gather_json(ProcessGroupExchange(), rows)
     worst = 0.0
@@ -74,20 +74,22 @@ def largest_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
     return worst
 
 
-def _ratio(difference: float, size: float) -> float:
-    if difference == 0.0:
+def _ratio(error: float, size: float) -> float:
+    if error == 0.0:
         return 0.0
-    return difference / size if size else math.inf
+    return error / size if size else math.inf
 
 
-def _difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+def difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    """The largest; infinite where there is nothing to compare, or a value is not finite."""
     if found is None or found.shape != expected.shape:
         return math.inf
-    difference = (found.double() - expected.double()).abs()
-    return _largest(difference.nan_to_num(nan=math.inf, posinf=math.inf))
+    differences = (found.double() - expected.double()).abs()
+    return largest(differences.nan_to_num(nan=math.inf, posinf=math.inf))
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest(tensor: torch.Tensor) -> float:
+    """Absolute value."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from odc.bench.proof.conformance.comparison import difference, largest
 from odc.bench.proof.parity.cases import Case
 from odc.bench.proof.parity.training import STEPS, Run, largest_terms, train
 from odc.config import STAGING
@@ -103,7 +104,7 @@ def _way(case: Case) -> list[str]:
 def _in_words(error: float, theirs: torch.Tensor | None, ours: torch.Tensor | None) -> str:
     if theirs is None or ours is None:
         return f"there is one {'with ODC' if theirs is None else 'under plain FSDP'} only"
-    return f"off by {error:.1e} (largest {_largest(theirs):.2e}, with ODC {_largest(ours):.2e})"
+    return f"off by {error:.1e} (largest {largest(theirs):.2e}, with ODC {largest(ours):.2e})"
 
 
 def _largest_of(name: str, terms: Mapping[str, float]) -> float:
@@ -116,12 +117,5 @@ def _largest_of(name: str, terms: Mapping[str, float]) -> float:
 
 
 def _error(theirs: torch.Tensor | None, ours: torch.Tensor | None, size: float) -> float:
-    if theirs is None or ours is None or theirs.shape != ours.shape:
-        return math.inf
-    difference = (ours.double() - theirs.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = _largest(difference)
-    return largest / max(size, _largest(theirs)) if largest else 0.0
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    off = math.inf if theirs is None else difference(ours, theirs)
+    return off if theirs is None or off in (0.0, math.inf) else off / max(size, largest(theirs))
