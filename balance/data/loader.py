@@ -362,6 +362,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         """End the iteration, and workers that stay. Another iteration starts others."""
         self._iterations.begin()
         self._reader.close()
+        if self._shares is not None:
+            self._shares.close()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
         plans = self.sampler.starting_at(start)

@@ -360,6 +360,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         """End the iteration, workers that stay, and the connections to other ranks. Call it on every rank."""
         self._iterations.begin()
         self._reader.close()
+        if self._shares is not None:
+            self._shares.close()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None

@@ -18,6 +18,7 @@ _Asked = tuple[Callable[[Any], Any], Future[Any]]
 
 _MOMENT_S = 0.02
 """Most answers are there sooner, without a look at the ranks."""
+_LONGEST_END_S = 2.0
 _ACCOUNT_S = 2.5
 """Within which the death of a rank is noticed, which is a better account than that of the store it held."""
 
@@ -46,7 +47,17 @@ class WatchedStore:
         self._starting = threading.Lock()  # a plan is made beside the training
         self._lost: OdcError | None = None
 
+    def close(self) -> None:
+        """End the thread and its connection. To ask again begins others."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None and self._lost is None:  # else it may never come back
+            self._questions.put(None)
+            thread.join(_LONGEST_END_S)
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):  # of copying and pickling
+            raise AttributeError(method)
         return lambda *args: self.ask(lambda store: getattr(store, method)(*args))
 
     def ask(self, question: Callable[[Any], T], patience_s: float | None = None) -> T:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -104,7 +105,7 @@ class Shares:
         self.binds = False
         """Whether samples may go to and from this rank: see [Note: Which loaders belong together]."""
         self._pass: int | None = None
-        self._num_opened, self._second_step = 0, 0
+        self._num_opened, self._second_step = 0, math.inf
         self._word = b""
         """What is in the store, if this loader has put it there in this pass."""
 
@@ -115,6 +116,11 @@ class Shares:
         self._forget()
         self._expected = self._expected[0] + 1, minibatch
         return self._expected[0]
+
+    def close(self) -> None:
+        """Let go of the store until it is asked again."""
+        if isinstance(self._store, WatchedStore):
+            self._store.close()
 
     def _close(self) -> None:
         if not self._share.minibatch:
@@ -157,8 +163,8 @@ class Shares:
         )
         if self._num_opened == 2:
             self._second_step = self._share.step
-        elif 0 < self._second_step < self._share.step and self.binds and self.leads:
-            self._second_step = 0
+        elif self._second_step < self._share.step and self.binds and self.leads:
+            self._second_step = math.inf
             self._say_who_is_alone()
 
     @property
@@ -282,7 +288,9 @@ class Shares:
                     return False
                 self._require_to_be_alone(found)
                 if found.loader != self._loader and found.step > (self._pass or 0):
-                    self._second_step = 0  # two loaders alike take turns, here and elsewhere: words are of either pass
+                    self._second_step = (
+                        math.inf
+                    )  # two loaders alike take turns, here and elsewhere: words are of either pass
             self._word = new
         self._share = share
         return True

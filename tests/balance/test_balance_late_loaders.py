@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from late_ranks import Clock
 from odc.balance import LinearCost, MinibatchLoader
 from odc.balance.data import loader as loader_module
 from odc.balance.data.iteration import Trained
+from odc.balance.data.watched_store import WatchedStore
 from odc.balance.late_binding import estimates, microbatches, shares
 from odc.balance.late_binding.outlook import Share
+from odc.errors import PeerDiedError
 
 Rank = Iterator[str]
 """What a rank yields says whether it goes on whenever it likes, or waits for the others at the end of a step."""
@@ -277,6 +280,22 @@ def test_two_loaders_alike_may_take_turns(monkeypatch: pytest.MonkeyPatch, caplo
         first.run(1)
         second.run(1)
     assert not caplog.records
+
+
+def test_a_store_is_asked_in_a_thread_that_ends_with_its_loader() -> None:
+    before = set(threading.enumerate())
+    store = WatchedStore(dist.HashStore, "tests ask")
+    for _ in range(2):  # closed, and asked again
+        assert store.compare_set("word", "", "mine") == b"mine"
+        (thread,) = set(threading.enumerate()) - before
+        store.close()
+        assert not thread.is_alive()
+    with pytest.raises(TypeError, match="cannot pickle"):  # and not a word of the store
+        copy.deepcopy(store)
+    with pytest.raises(PeerDiedError, match=r"wanted an answer of the store of torch.distributed, by which tests ask"):
+        store.ask(lambda there: there.no_such_method(), 1.0)
+    with pytest.raises(PeerDiedError):  # lost once, it is asked no more
+        store.check(["word"])
 
 
 def test_hosts_have_no_clock_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
