@@ -56,7 +56,7 @@ _HEAD = """\
 # Options and environment variables
 
 A variable wins over an argument or an option, and those over the default: who runs a job can change a limit without
-an edit of the script. Set variables alike on all ranks, but where a row says otherwise.
+an edit of the script. Set variables identically on all ranks unless a row says otherwise.
 """
 
 

@@ -59,9 +59,9 @@ def patch_fsdp(
         model: sharded by ``torch.distributed.fsdp.fully_shard`` (FSDP2) or wrapped in ``FullyShardedDataParallel``.
         transport: "auto" or the name of a transport.
         accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
-        accumulate_dtype: float32 or float64, which it is where gradients are float64.
+        accumulate_dtype: dtype of gradient sums: float32 or float64; always float64 for float64 gradients.
         deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
-        timeout_s: silence of an awaited rank after which a wait raises. ``ODC_TIMEOUT`` overrides it.
+        timeout_s: seconds without progress of another rank before a wait fails. ``ODC_TIMEOUT`` overrides it.
 
     Raises:
         UnsupportedError: the model uses an option that is not supported yet; on all ranks.

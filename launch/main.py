@@ -63,8 +63,8 @@ def odc_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--online",
         action="store_true",
-        help="the same without a policy, for samples whose lengths show when they are read, iterable datasets too: "
-        "ranks fill equal quotas of cost from pools of samples (needs --max-tokens)",
+        help="the same without a policy, for samples whose lengths are known only once they are read, iterable "
+        "datasets too: ranks fill equal quotas of cost from pools of samples (needs --max-tokens)",
     )
     group.add_argument(
         "--max-tokens",

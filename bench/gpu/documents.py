@@ -19,7 +19,7 @@ def passed(*results: Entries) -> Figures:
     """Checks that have passed in one of the results."""
     rows = [check for result in results for check in result["checks"]]
     names = {check["name"] for check in rows if check["status"] == PASSED}
-    yield "", f"has passed {len(names)} of {len({check['name'] for check in rows})} checks"
+    yield "", f"passes {len(names)} of {len({check['name'] for check in rows})} checks"
 
 
 def measured(result: Entries, *others: Entries) -> Figures:
