@@ -148,12 +148,7 @@ def _check_sizes(options: argparse.Namespace) -> None:
     from torch.distributed.run import determine_local_world_size
 
     given = options.nproc_per_node
-    try:
-        ranks = determine_local_world_size(given)
-    except ValueError as error:
-        problem = str(error).rstrip(".")
-        raise ValueError(f"--nproc-per-node {shown(given)}: {problem}; expected a number, cpu, gpu or auto") from None
-    if not 1 <= ranks <= _MOST_RANKS:
+    if not 1 <= determine_local_world_size(given) <= _MOST_RANKS:  # raises ValueError where it is no number
         raise ValueError(f"--nproc-per-node {shown(given)}: expected 1 to {_MOST_RANKS} ranks on a host")
     if re.fullmatch(r"\d{1,6}(:\d{1,6})?", options.nnodes) is None:
         raise ValueError(f"--nnodes {shown(options.nnodes)}: expected a number of hosts, or MIN:MAX")

@@ -100,12 +100,11 @@ def check_options(options: argparse.Namespace) -> None:
     registry.check_name(config.transport)
     FaultInjector(config.fault, rank=0)
     if options.balance is None and not options.online:
-        if options.max_tokens is not None:
-            raise ConfigError("--max-tokens is of --balance and --online: give one of them, too")
-        if options.pool_size is not None:
-            raise ConfigError("--pool-size is of --online: give both")
-        if options.late_binding:
-            raise ConfigError("--late-binding is of --balance lb-mini: give both")
+        needs = {"max_tokens": "--balance and --online", "pool_size": "--online", "late_binding": "--balance lb-mini"}
+        for name, needed in needs.items():
+            value = getattr(options, name)
+            if value is not None and value is not False:
+                raise ConfigError(f"--{name.replace('_', '-')} is of {needed}: give that, too")
         return
     if options.balance is not None and options.online:
         raise ConfigError(f"--online with --balance {options.balance}: give one of them")

@@ -20,9 +20,9 @@ from torch import nn
 from odc.balance.data import probe
 from odc.balance.data.collate import concatenate
 from odc.balance.data.probe import Identity, Probe, ProbeSamples, Sample
-from odc.errors import OdcError, UnsupportedError
+from odc.errors import OdcError
 from odc.trainers.batches import Microbatch
-from odc.trainers.checks import base_model, refusal
+from odc.trainers.checks import refusal
 from odc.trainers.overrides import Overrides
 
 _NUM_ITEMS = 8.0
@@ -81,18 +81,6 @@ def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], st
         ) from error
     if problem is not None:
         raise refusal(trainer, f"{problem}. {INSTEAD}")
-
-
-def identity_of(trainer: Any) -> Identity:
-    """Of the trainer's model.
-
-    Raises:
-        UnsupportedError: its configuration does not tell the size of the vocabulary.
-    """
-    try:
-        return Identity.of(base_model(trainer.model))
-    except UnsupportedError as error:
-        raise refusal(trainer, str(error)) from None
 
 
 def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample) -> str | None:

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from odc.balance.data.batch import balance_batch
+from odc.balance.data.probe import Identity
 from odc.errors import UnsupportedError
 from odc.trainers.batches import Bundle, StepEnd, cut
-from odc.trainers.checks import check_rows, check_sharded, configs_of
+from odc.trainers.checks import base_model, check_rows, check_sharded, configs_of
 from odc.trainers.forms import Form, Sample
 from odc.trainers.heads import check_head
 from odc.trainers.options import BalanceOptions, Tally, default_cost
 from odc.trainers.overrides import Overrides, RankMetrics
 from odc.trainers.packed_model import PackedModel, check_packed_model
 from odc.trainers.prepared import DataRanks
-from odc.trainers.probe import identity_of
 
 
 class StepBatches:
@@ -34,7 +34,7 @@ class StepBatches:
         self._form = form
         self._options = options
         self._tally = tally
-        self._identity = identity_of(trainer)
+        self._identity = Identity.of(base_model(trainer.model))
         self._configs = configs_of(trainer.model)
         self._cost = options.cost or default_cost(self._configs[0])
         self._checked = False

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from odc.balance import CostModel
+from odc.balance.data.probe import Identity
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import AutomaticPatching, is_patching
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.trainers.batches import Bundle, Microbatch, StepEnd, check_step, counted_batches_of, microbatches_of
-from odc.trainers.checks import check_sharded, check_steps, check_trainer, configs_of
+from odc.trainers.checks import base_model, check_sharded, check_steps, check_trainer, configs_of
 from odc.trainers.forms import form_of
 from odc.trainers.heads import check_head, gather_head
 from odc.trainers.late import LateSteps
@@ -35,7 +36,7 @@ from odc.trainers.loader import balanced_loader
 from odc.trainers.options import BalanceOptions, Tally
 from odc.trainers.overrides import Overrides, RankMetrics
 from odc.trainers.prepared import DataRanks
-from odc.trainers.probe import check_packing, identity_of
+from odc.trainers.probe import check_packing
 from odc.trainers.step_batches import StepBatches
 from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, streamed_loader
 
@@ -158,7 +159,7 @@ class _Balanced:
         self._options = options
         self._tally = tally
         self._checked = False
-        self._identity = identity_of(trainer)
+        self._identity = Identity.of(base_model(trainer.model))
         self._example: Microbatch = {}
         self._end: StepEnd | None = None
         """Of the step that the trainer is in, of a stream. (Its loader is ahead of it.)"""

@@ -15,11 +15,11 @@ from tiny_trainers import VOCAB_SIZE, model, options, other_model, tokenizer
 from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import add_fused_lm_head
 
+from odc.balance.data.probe import Identity
 from odc.errors import UnsupportedError
 from odc.trainers import balance, install
 from odc.trainers.forms import Comparisons, Preferences, Rollouts, Sample
 from odc.trainers.packed_model import PackedModel, check_packed_model
-from odc.trainers.probe import identity_of
 
 
 def rollouts() -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def probe(made: Any, *, left: bool, scores: bool = False) -> None:
             autocast=lambda: torch.autocast("cpu", enabled=False), mixed_precision="no", state=SimpleNamespace()
         ),
     )
-    check_packed_model(trainer, made, identity_of(trainer), left=left, scores=scores)
+    check_packed_model(trainer, made, Identity.of(trainer.model), left=left, scores=scores)
 
 
 def test_models_that_packing_changes_are_refused() -> None:

@@ -12,16 +12,16 @@ import transformers
 from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer
 from transformers import Trainer, set_seed
 
-from odc.balance.data.probe import ProbeSamples, Rounding
+from odc.balance.data.probe import Identity, ProbeSamples, Rounding
 from odc.errors import UnsupportedError
 from odc.trainers import balance
-from odc.trainers.probe import check_packing, identity_of
+from odc.trainers.probe import check_packing
 
 
 def probe(trainer: Trainer, example: dict[str, torch.Tensor] | None = None) -> None:
     """As at the first step of ``train()``, of a model that was not wrapped."""
     trainer.model.config.use_cache = False
-    check_packing(trainer, trainer.model, identity_of(trainer), example or {})
+    check_packing(trainer, trainer.model, Identity.of(trainer.model), example or {})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_model_without_a_vocabulary_size_is_refused(tmp_path: Path) -> None:
     trainer = hf_trainer(tmp_path)
     trainer.model.config = argparse.Namespace(hidden_size=32)
     with pytest.raises(UnsupportedError, match="its config is a Namespace; expected .* vocab_size"):
-        identity_of(trainer)
+        Identity.of(trainer.model)
 
 
 def test_a_model_in_which_nothing_shows_yet_is_refused(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_probe_has_the_columns_of_the_collator_and_ordinary_tokens(tmp_path:
     balance(trainer)
     trainer.train()
     assert len(losses(trainer)) == 5
-    identity = identity_of(trainer)
+    identity = Identity.of(trainer.model)
     assert {trainer.model.config.bos_token_id, trainer.model.config.eos_token_id} <= identity.special
     made = ProbeSamples.of(identity, {"weights": torch.tensor([1.0, 2.0])})
     assert made.second["weights"].tolist() == [1, 2, 1, 2, 1]
