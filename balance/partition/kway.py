@@ -15,9 +15,10 @@ from odc.balance.partition.greedy import longest_first
 from odc.balance.partition.refine import CLOSE_ENOUGH, Limit, refine
 from odc.balance.partition.resplit import resplit
 
-# Pairs of parts looked at by the last and slowest search.
-_STEPS_PER_ITEM = 20
-_MAX_STEPS = 600
+# Up to so many items a part, splitting pairs anew finds all that moves and swaps find, in a fraction of the time.
+_FEW_EACH = 4
+# A makespan this far (relative) above its bound, after moves and swaps, is worth a second start.
+_WORTH_ANOTHER = 1e-3
 
 
 def karmarkar_karp(
@@ -120,17 +121,16 @@ def _search(costs: FloatArray, k: int, equal_size: bool, speeds: FloatArray | No
     ]
     candidates = sorted(((_quality(costs, parts, speeds), parts) for parts in starts), key=lambda c: c[0])
     best_quality, best = candidates[0]
-    for number, (_, start) in enumerate(candidates):
+    for number, (_, start) in enumerate([] if thorough and costs.size <= _FEW_EACH * k else candidates):
         # The better start in any case: also parts below the makespan shall be even.
-        if number and (best_quality[0] <= target or not thorough):
+        if number and (best_quality[0] <= target * (1 + _WORTH_ANOTHER) or not thorough):
             break
         parts = refine(costs, start, equal_size=equal_size, speeds=speeds)
         quality = _quality(costs, parts, speeds)
         if quality < best_quality:
             best_quality, best = quality, parts
     if thorough and best_quality[0] > target:
-        num_steps = _num_steps(costs.size)
-        best = resplit(costs, best, equal_size=equal_size, speeds=speeds, target=target, num_steps=num_steps)
+        best = resplit(costs, best, equal_size=equal_size, speeds=speeds, target=target)
     if speeds is None and not equal_size:
         fill_empty(costs, best)
     return best
@@ -148,13 +148,8 @@ def _almost_equal(costs: FloatArray, k: int, speeds: FloatArray | None, thorough
     parts = refine(padded, parts, equal_size=True, speeds=speeds, limit=limit)
     if thorough:
         target = lower_bound(costs, k, speeds=speeds) * (1 + CLOSE_ENOUGH)
-        num_steps = _num_steps(costs.size)
-        parts = resplit(padded, parts, equal_size=True, speeds=speeds, limit=limit, target=target, num_steps=num_steps)
+        parts = resplit(padded, parts, equal_size=True, speeds=speeds, limit=limit, target=target)
     return [[item for item in part if item < costs.size] for part in parts]
-
-
-def _num_steps(num_items: int) -> int:
-    return min(_MAX_STEPS, _STEPS_PER_ITEM * num_items)
 
 
 def _differencing(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatArray | None) -> Parts:

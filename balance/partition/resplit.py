@@ -19,6 +19,8 @@ from odc.balance.partition.refine import MIN_GAIN, Limit
 _MAX_ITEMS = 12
 # The latest part is split anew with this many others, those that finish first.
 _MAX_PARTNERS = 16
+# Pairs that are looked at without a gain before the search ends.
+_PATIENCE = 100
 
 
 def resplit(
@@ -29,9 +31,8 @@ def resplit(
     speeds: FloatArray | None = None,
     limit: Limit | None = None,
     target: float = 0.0,
-    num_steps: int,
 ) -> Parts:
-    """Improve ``parts`` until the makespan is at most ``target``, or ``num_steps`` pairs were looked at.
+    """Improve ``parts`` until the makespan is at most ``target``, or many pairs were looked at without a gain.
 
     The part that finishes last and one other are split anew in the best of all ways. If that helps with no
     other part, two parts at random are split anew in some way that keeps both below the makespan, and the
@@ -46,12 +47,12 @@ def resplit(
     rng = random.Random(0)
     num_parts = len(parts)
     partners: list[int] | None = None
-    while walk.num_steps < num_steps:
+    while walk.num_steps < _PATIENCE:
         last = int(np.argmax(walk.times))
         if walk.times[last] <= target:
             break
         if walk.improve(last, partners, target):
-            partners = None
+            walk.num_steps, partners = 0, None
             continue
         others = [part for part in range(num_parts) if part != last]
         if len(others) < 2:
@@ -68,7 +69,7 @@ class _Walk:
     ) -> None:
         self._limit = limit
         self.parts = [list(part) for part in parts]
-        self.num_steps = 0
+        self.num_steps = 0  # since the last gain
         self._costs = costs
         self._equal_size = equal_size
         self._has_speeds = speeds is not None
