@@ -84,7 +84,7 @@ def warm_launcher() -> Iterator[WarmLauncher]:
 
 @pytest.fixture(scope="module")
 def fakes() -> Iterator[None]:
-    """The transports of ``bench/fake``, by name."""
+    """The fake transports, by name."""
     from fake_nvshmem import registered_fakes  # only here: it imports torch
 
     with registered_fakes():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from odc.bench.gpu import nvshmem
 from odc.bench.gpu.setting import Setting
+from odc.bench.harness.benchmark import check_known
 
 
 def _always(setting: Setting) -> str | None:
@@ -75,8 +76,5 @@ def select(names: Sequence[str] | None, checks: Sequence[Check] = CHECKS) -> lis
     Raises:
         ValueError: a name is unknown.
     """
-    known = [check.name for check in checks]
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ValueError(f"--only {' '.join(unknown)}: no such check, expected some of {', '.join(known)}")
+    check_known(only=(names, [check.name for check in checks]))
     return [check for check in checks if not names or check.name in names]

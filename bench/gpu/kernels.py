@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from odc.bench.gpu.device import new_stream
-from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large, part_rows
+from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.kernels.accumulate import (
     PAIRS,
@@ -28,6 +28,9 @@ from odc.kernels.arguments import FLOATS, MASTER_FLOATS
 from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
 from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
 from odc.kernels.parts import (
+    COLUMNS,
+    MAX_PARTS,
+    PartRows,
     gather_parts,
     gather_parts_reference,
     scatter_accumulate_parts,
@@ -250,6 +253,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _part_rows(device: torch.device) -> PartRows:
+    return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+
+
 def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
     """Slices, with two offsets as in :func:`_cases`; the last case is aligned in all places."""
     for numel, offset, other in _cases(sizes):
@@ -258,7 +265,7 @@ def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _gather_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    rows = part_rows(device)
+    rows = _part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in FLOATS:
             values = [_values(other + sum(numels), dtype) for _ in range(_CLIENTS)]
@@ -311,7 +318,7 @@ def _pushes_of_parts(
     before: Callable[[int, torch.dtype], torch.Tensor],
 ) -> Iterator[None]:
     """Of gradients of a dtype, to owners who have ``before`` of so many elements."""
-    rows = part_rows(device)
+    rows = _part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in dtypes:
             push = _Push(numels, dtype, offset, device)

@@ -101,7 +101,7 @@ def _scatter(device: torch.device) -> None:
         _expect(total, 1.0, 1.0, f"scatter_accumulate, owner {owner}", first=owner * numel)
 
 
-def part_rows(device: torch.device) -> PartRows:
+def _rows(device: torch.device) -> PartRows:
     return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
 
 
@@ -110,7 +110,7 @@ def _gather_parts(device: torch.device) -> None:
     numel, before = NUMEL // 2, 1 << 10
     buffer = _patterned((1 << 30) + numel, torch.bfloat16, device)
     outs = [torch.empty(2 * n, dtype=torch.bfloat16, device=device) for n in (before, numel)]
-    rows, table = part_rows(device), PeerTable.of([buffer, buffer])
+    rows, table = _rows(device), PeerTable.of([buffer, buffer])
     gather_parts(rows, outs, table, rank=0, offset_bytes=2 * ((1 << 30) - before))
     for row in range(2):
         _expect(outs[1][row * numel : (row + 1) * numel], 1.0, 0.0, f"gather_parts, row {row}", first=1 << 30)
@@ -120,7 +120,7 @@ def _push_parts(device: torch.device) -> None:
     numel = NUMEL // 2
     grads = _patterned(2 * numel, torch.bfloat16, device)
     totals = [torch.ones(numel, device=device) for _ in range(2)]
-    rows, table = part_rows(device), PeerTable.of(totals)
+    rows, table = _rows(device), PeerTable.of(totals)
     scatter_accumulate_parts(rows, table, [grads[:-9]], [0], [numel], rank=0)
     _expect(totals[0], 1.0, 1.0, "scatter_accumulate_parts, owner 0")
     _expect(totals[1][:-9], 1.0, 1.0, "scatter_accumulate_parts, owner 1", first=numel)

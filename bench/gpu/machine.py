@@ -39,14 +39,9 @@ def why_no_gpu() -> str | None:
 
 
 def describe(setting: Setting) -> Report:
-    """The environment, as a check of its own process: asking CUDA may make a context."""
-    return Report("", environment_of())
-
-
-def environment_of() -> dict[str, Any]:
-    """Hardware, driver, versions and date."""
+    """Hardware, driver, versions and date, as a check of its own process: asking CUDA may make a context."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
+    environment = {
         **describe_environment(),
         "gpus": [_gpu(index) for index in range(count)],
         "peer_access": [
@@ -57,6 +52,7 @@ def environment_of() -> dict[str, Any]:
         "nccl": _nccl() if count else None,
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
+    return Report("", environment)
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_tables_show_them() -> None:
     ("options", "words"),
     [
         ({"ranks": Numbers(1)}, "--ranks 1: expected at least 2"),
-        ({"accumulate": ["both"]}, "expected direct or daemon"),
+        ({"accumulate": ["both"]}, "expected one of direct, daemon"),
         ({"hosts": 2, "accumulate": ["direct"]}, "share no memory"),
     ],
 )
