@@ -104,7 +104,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
             n times the mean loss tokens per sample in a rank's pool. "sample": weighted by n. "none": all the same.
             (ODB, equation 2 and appendix B.)
         seed, shuffle: of the order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is
-            called if there is one.
+            called if there is one. Without ``shuffle`` the groups of a sorted pool come as in ODB, the shortest samples
+            first; else in a random order, the same on all ranks that are aligned.
         sampler: gives the order of an epoch of a dataset with indices instead, the same on all ranks: any iterable of
             indices with a length. It may leave samples out or repeat them; its ``set_epoch`` is called if there is one.
             To resume, it must give the same order again for an epoch.

@@ -37,7 +37,8 @@ class Grouping:
     """Samples of a group, for the groupings that do not look at a budget first ("pool-sort", "none")."""
 
     shuffle: bool
-    """Whether "pool-sort" shuffles its batches."""
+    """Whether the groups of a sorted pool ("token-budget", "pool-sort") come in a random order; else the shortest
+    samples first."""
 
     def __post_init__(self) -> None:
         as_one_of(self.name, "grouping", get_args(Name))

@@ -14,12 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray
+from odc.balance.checks import FloatArray, IntArray, fingerprint
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.equal_steps import PoolView, plan_equal_steps
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.quota import Offer, Quotas, even_out, fill_quota, plan_last
 from odc.balance.grouping.token_budget import Group, align_groups
+from odc.balance.random_numbers import random_generator
 
 _KEPT = 0.5
 """Part of a pool that stays when steps of equal cost are planned: what they are chosen from."""
@@ -168,6 +169,14 @@ class Rounds(ABC):
             steps.append(Step([mine] if mine else [], number, tokens, sum(approximate), approximate[self.rank]))
         return steps
 
+    def _mixed(self, steps: list[Step], told: bytes) -> list[Step]:
+        """The steps of a round, which come from the shortest samples to the longest, in another order, if wanted: the
+        same on all ranks to which the same was told."""
+        if not (self.grouping.shuffle and self.grouping.name == "token-budget"):
+            return steps
+        keys = random_generator("steps", fingerprint(told)).random_raw(len(steps))
+        return [steps[at] for at in np.argsort(keys, kind="stable")]
+
     def _groups(self) -> list[Group]:
         lengths = np.array([entry.length for entry in self.pool], dtype=np.int64)
         return self.grouping.of_pool(lengths, self.num_added - len(self.pool))
@@ -196,7 +205,7 @@ class FreeRounds(Rounds):
         self._take(i for group in groups for i in group)
         self.pooled = [len(self.pool)]
         self.is_done = not steps
-        return steps
+        return self._mixed(steps, str(self.num_added).encode())
 
 
 class AlignedRounds(Rounds):
@@ -246,7 +255,7 @@ class AlignedRounds(Rounds):
         self._take(self._order[at] for group in aligned[self.rank] for at in group)
         used = [sum(map(len, mine)) for mine in aligned]
         self.pooled = [int(pooled) - number for pooled, number in zip(offers[:, 1], used, strict=True)]
-        return steps
+        return self._mixed(steps, offers.tobytes())
 
 
 def _ranges(sizes: IntArray) -> list[Group]:

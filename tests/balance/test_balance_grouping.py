@@ -20,6 +20,8 @@ from odc.balance import (
     sketch_lengths,
     token_budget_groups,
 )
+from odc.balance.grouping.methods import Grouping
+from odc.balance.grouping.rounds import AlignedRounds, Entry, FreeRounds, Rounds, Step
 
 POOLS = st.lists(st.integers(1, 60), max_size=40)
 LIMITS = st.integers(1, 100)
@@ -275,3 +277,45 @@ def test_a_sketch_by_hand() -> None:
         sketch_lengths([], 8)
     with pytest.raises(ValueError, match="max_tokens=0"):
         sketch_lengths([1], 0)
+
+
+def rounds_of(kind: type[Rounds], world_size: int, shuffle: bool) -> list[list[list[Step]]]:
+    """Of each rank the steps of each of three rounds, from pools of 512 samples."""
+    lengths = sample_lengths("sharegpt4o", 3 * 512 * world_size)
+    ranks = [kind(Grouping("token-budget", 16_384, None, shuffle), 512, rank, world_size) for rank in range(world_size)]
+    found: list[list[list[Step]]] = [[] for _ in ranks]
+    left = [
+        [Entry(i, int(lengths[i]), 1, 0.0) for i in range(rank, lengths.size, world_size)] for rank in range(world_size)
+    ]
+    for _ in range(3):
+        for mine, entries in zip(ranks, left, strict=True):
+            number = 512 - len(mine.pool)
+            mine.add(entries[:number])
+            del entries[:number]
+        offers = np.stack([mine.offer(False) for mine in ranks])
+        for steps, mine in zip(found, ranks, strict=True):
+            steps.append(mine.plan(offers))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [(AlignedRounds, 1), (AlignedRounds, 4), (FreeRounds, 1)])
+def test_groups_of_a_round_do_not_come_from_short_to_long(kind: type[Rounds], world_size: int) -> None:
+    """Unless asked to. All ranks have the same order, so each step is the one that it was."""
+    as_odb, mixed = (rounds_of(kind, world_size, shuffle) for shuffle in (False, True))
+    correlations = []
+    for steps in itertools.chain.from_iterable(as_odb[:1]):
+        means = [np.mean([entry.length for entry in step.microbatches[0]]) for step in steps]
+        assert means == sorted(means)
+    for steps in itertools.chain.from_iterable(mixed[:1]):
+        means = [np.mean([entry.length for entry in step.microbatches[0]]) for step in steps]
+        correlations.append(np.corrcoef(means, range(len(means)))[0, 1])
+    assert abs(np.mean(correlations)) < 0.5
+    # Step by step, what all ranks have: the same groups beside each other.
+    places = [
+        sorted(
+            tuple(entry.place for steps in per_rank for entry in steps[0][at].microbatches[0])
+            for at in range(len(per_rank[0][0]))
+        )
+        for per_rank in (as_odb, mixed)
+    ]
+    assert places[0] == places[1]
