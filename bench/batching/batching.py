@@ -92,7 +92,7 @@ def odb_epoch(
     Args:
         lengths: of the shuffled samples, (num_samples,).
     """
-    grouping = Grouping("token-budget", max_tokens, None, True)
+    grouping = Grouping("token-budget", max_tokens, None, False)
     rounds = [AlignedRounds(grouping, pool_size, rank, world_size) for rank in range(world_size)]
     return stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
 
@@ -182,7 +182,7 @@ def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
     if bound.dataset == "MM-Mix":
         return None
     lengths = shuffled(bound.dataset, bound.num_samples, seed)
-    grouping = Grouping("token-budget", bound.max_tokens, None, True)
+    grouping = Grouping("token-budget", bound.max_tokens, None, False)
     ranks = range(WORLD_SIZE)
     rounds = [AlignedRounds(grouping, bound.depth, rank, WORLD_SIZE, joins=False) for rank in ranks]
     epoch = stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
