@@ -44,6 +44,7 @@ OF_A_MODEL = {
         *("FlatParamHandle._all_gather_flat_param", "FlatParamHandle.prepare_gradient_for_optim"),
         *("FlatParamHandle.prepare_gradient_for_backward", "FlatParamHandle._writeback_orig_params"),
         *("FlatParamHandle._use_sharded_grad_views", "FlatParamHandle._use_unsharded_grad_views"),
+        *("FlatParamHandle.unshard_grad", "FlatParamHandle.reshard_grad"),
         "FlatParamHandle._reset_flat_param_grad_info_if_needed",
     },
 }
