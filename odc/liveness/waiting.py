@@ -347,6 +347,8 @@ class Patience:
         self._started = self._last_look = time.monotonic()
         self._seen: dict[int, tuple[Heartbeats, float]] = {}
         self._circles: dict[int, tuple[list[int], float, int]] = {}
+        self._runs = False
+        """Whether the process of the last rank looked at beats: it is not stopped, but waits."""
 
     @property
     def waited_s(self) -> float:
@@ -365,7 +367,7 @@ class Patience:
                 return rank, blamed, self.describe_silence(blamed, silence_s), True
             waits_for_this = self._waits_for_this(chain[-1])
             stuck_s = self._stuck_s(rank, chain) if is_circle or waits_for_this else self._not_stuck(rank)
-            if waits_for_this and stuck_s > limits.COLLECTIVE_STUCK_S and self._nobody_works():
+            if waits_for_this and self._runs and stuck_s > limits.COLLECTIVE_STUCK_S and self._nobody_works():
                 return rank, chain[-1], self.describe_collective(stuck_s), False
             if stuck_s > self._timeout_s + 2 * limits.STATUS_LAG_S:  # one that is stopped is found before
                 fault = f"is alive but in a circle of ranks that wait for each other for {stuck_s:.1f} s"
@@ -439,7 +441,8 @@ class Patience:
         if before != progress:
             since, beats_then = now, beats
         self._circles[rank] = (progress, since, beats_then)
-        return now - since if beats - beats_then >= limits.STUCK_BEATS else 0.0
+        self._runs = beats - beats_then >= limits.STUCK_BEATS
+        return now - since
 
     def _not_stuck(self, rank: int) -> float:
         self._circles.pop(rank, None)
