@@ -434,7 +434,7 @@ class Patience:
         return chain, False
 
     def _stuck_s(self, rank: int, chain: Sequence[int]) -> float:
-        """For how long ranks that all wait, and run, have made no progress: somebody waits outside the protocol."""
+        """For how long ranks that all wait have made no progress: somebody waits outside the protocol."""
         now, progress = time.monotonic(), [self._job.peer(one).heartbeats.progress for one in chain]
         beats = self._job.peer(chain[-1]).heartbeats.beats
         before, since, beats_then = self._circles.get(rank, (progress, now, beats))
