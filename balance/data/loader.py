@@ -142,8 +142,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         mesh: in place of these two, the dimensions of a ``DeviceMesh`` over which ranks have different samples:
             ``mesh["dp"]``, or ``mesh["dp_replicate", "dp_shard"]``, which count in row-major order. Ranks that differ
             in other dimensions only (tensor parallelism) get the same microbatches.
-        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds, seed, shuffle, group_by_length,
-            drop_last: see :class:`~odc.balance.MinibatchSampler`.
+        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds: see
+            :class:`~odc.balance.MinibatchSampler`.
+        seed, shuffle, group_by_length, drop_last: see there, too.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
             :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all but the first, which nothing
             predicts.

@@ -116,7 +116,7 @@ def test_odc_run_does_not_change_a_scripts_losses(
     assert re.search(rf"odc: patched \w+ForCausalLM \(FSDP{version}\): \d units over 2 ranks", text)
 
 
-BALANCED = ["--balance", "lb-mini", "--max-tokens", "450"]
+BALANCED = ["--balance", "lb-mini", "--max-tokens", "400"]
 
 
 def test_balance_does_not_change_a_scripts_losses(
@@ -282,7 +282,7 @@ def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -
     ("options", "named"),
     [
         (["--balance", "lb-nano"], "policy 'lb-nano' is not known"),
-        (["--max-tokens", "5"], "give one of them, too"),
+        (["--max-tokens", "5"], "--max-tokens is of --balance and --online: give that, too"),
         (["--pool-size", "5"], "--pool-size is of --online"),
         (["--online"], "--online needs --max-tokens"),
         (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
