@@ -66,6 +66,7 @@ class Share:
         (self.folder / "collected.json").write_text(json.dumps([item.nodeid for item in session.items]))
         gc.collect()
         gc.freeze()  # what all have imported is looked at, and so copied, by none of them
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
         for name in PROCESSES[1:]:
             pid = os.fork()

@@ -233,7 +233,7 @@ def random_cases(rank: int, world_size: int) -> int:
     return sum(random_case(rank, world_size, seed, policy) for policy, seed in cases)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.extended), 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.extended) for ranks in (3, 4))])
 def test_nothing_is_lost_and_no_loss_changes(world_size: int) -> None:
     assert sum(run_ranks(world_size, random_cases)) > 0
 

@@ -353,6 +353,7 @@ def test_workers_end_when_the_loop_is_left() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.extended
 def test_workers_that_are_spawned_and_stay() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
     loader = make_loader(dataset=Sequence(), **options)

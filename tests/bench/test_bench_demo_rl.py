@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.extended
 def test_three_ways_have_the_same_rewards_and_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--minibatches", "4", "--max-completion", "28", "--hidden-size", "64", "--num-layers", "1"]
     monkeypatch.chdir(ROOT)

@@ -57,6 +57,7 @@ def with_buffers(me: Rank, settings: Settings) -> dict[str, Any]:
     return measure_rank(me, settings)
 
 
+@pytest.mark.extended
 def test_a_buffer_of_a_units_size_is_seen() -> None:
     clean, with_them = (summarize(run_ranks(2, body, SETTINGS)) for body in (measure_rank, with_buffers))
     assert clean["largest_buffer_units"] < 0.6, "the gradients of a shard"

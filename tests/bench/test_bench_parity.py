@@ -23,7 +23,7 @@ from odc.fsdp_patch.unit import Unit
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
 
-NUMBERS = (1, 3, 4, 5, 7)
+NUMBERS = (1, 3, 4)
 """Cases of seed 0: both FSDPs, FSDP2 in place and staged, shm and tcp, replicas, 2 to 4 ranks."""
 PLAIN = Case(**{name: next(iter(values)) for name, values in FACTORS.items()})
 

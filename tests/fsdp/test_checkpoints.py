@@ -482,8 +482,8 @@ def check(kind: str, name: str, products: bool = False) -> None:
 
 
 def marked(kind: str, name: str) -> Any:
-    """Flat parameters take as long again; test_fsdp1_features.py has their state dicts."""
-    return pytest.param(kind, name, marks=[pytest.mark.extended] if kind == "fsdp1-flat" else [])
+    """FSDP1's take as long again; test_fsdp1_features.py has their state dicts."""
+    return pytest.param(kind, name, marks=[] if kind == "fsdp2" else [pytest.mark.extended])
 
 
 @pytest.mark.parametrize(("kind", "name"), [marked(kind, name) for kind in KINDS for name in FORMATS_OF[kind]])

@@ -136,9 +136,8 @@ extended = functools.partial(pytest.param, marks=pytest.mark.extended)
 @pytest.mark.parametrize(
     ("kind", "modes"),
     [
-        # Every way with both modes, and with both FSDPs.
+        # Every way with both modes.
         pytest.param("fsdp2", [["patch"], ["run"]] * 2, id="fsdp2"),
-        pytest.param("fsdp1-orig", [["run"], ["patch"]] * 2, id="fsdp1-orig"),
         *(extended(kind, [MODES] * len(WAYS), id=f"{kind}-all") for kind in ("fsdp2", "fsdp1-orig", "fsdp1-flat")),
     ],
 )

@@ -144,7 +144,7 @@ def test_uneven_compute_groups_train_as_one_process(counts: tuple[int, ...], on_
     [
         pytest.param([1, 2], [0, 0, 1, 1], id="partners-on-one-host"),
         pytest.param([1, 2], [0, 1, 0, 1], id="shards-on-one-host", marks=pytest.mark.extended),
-        pytest.param([2, 0, 3, 1], [0, 0, 0, 0, 1, 1, 1, 1], id="replicas"),
+        pytest.param([2, 0, 3, 1], [0, 0, 0, 0, 1, 1, 1, 1], id="replicas", marks=pytest.mark.extended),
     ],
 )
 def test_compute_groups_on_several_hosts_train_as_one_process(counts: Sequence[int], hosts: Sequence[int]) -> None:

@@ -253,7 +253,7 @@ def differences(rank: int, world_size: int, use_orig_params: bool) -> dict[str, 
     return found
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["orig", "flat"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"])
 def found(request: pytest.FixtureRequest) -> list[dict[str, float]]:
     return run_ranks(2, differences, request.param, timeout_s=300)
 

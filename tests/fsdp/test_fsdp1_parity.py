@@ -269,9 +269,8 @@ OVER_TCP = [
 ]
 
 
-@pytest.mark.parametrize(
-    "use_orig_params", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 def test_two_hosts(use_orig_params: bool) -> None:
     found = run_ranks(2, differences, OVER_TCP, use_orig_params, "tcp", timeout_s=300)
     for name in OVER_TCP:

@@ -31,7 +31,7 @@ from training import (
 import odc
 from odc.fsdp_patch.compat import torch_version
 
-KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
+KINDS = ["fsdp2", "fsdp1", pytest.param("fsdp1-flat", marks=pytest.mark.extended)]
 
 
 class Interrupted(Exception):

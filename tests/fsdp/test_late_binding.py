@@ -180,7 +180,12 @@ def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "make", "num_samples"), [(1, known_lengths, 16), (2, known_lengths, 16), (1, stream, len(LENGTHS))]
+    ("hosts", "make", "num_samples"),
+    [
+        pytest.param(1, known_lengths, 16, marks=pytest.mark.extended),
+        (2, known_lengths, 16),
+        (1, stream, len(LENGTHS)),
+    ],
 )
 def test_each_sample_counts_once_whoever_computes_it(hosts: int, make: Callable[..., Any], num_samples: int) -> None:
     ranks = run_ranks(4, train, hosts, make)

@@ -323,6 +323,7 @@ CHECKED = {
 """Each layout with one of these, and in one way; the two kinds of experts with both."""
 REST = {("hybrid", "idle"): STAGED, ("embedding", "uneven"): STAGED, ("head", "idle"): SMALL}
 STEPS = 3
+further = functools.partial(pytest.param, marks=pytest.mark.extended)
 UNDER_PLAIN = ("modules", "dtensor", "hybrid", "head", "alone", *(["placed"] if CAN_PLACE else []))
 
 
@@ -451,7 +452,7 @@ def runs_on_hosts(rank: int, world_size: int, hosts: Sequence[int]) -> Any:
     "hosts",
     [
         pytest.param([0, 1, 0, 1], id="experts-on-one-host"),  # whose shards go through memory, all others over links
-        pytest.param([0, 0, 1, 1], id="experts-over-hosts", marks=pytest.mark.extended),
+        further([0, 0, 1, 1], id="experts-over-hosts"),
     ],
 )
 def test_several_meshes_on_several_hosts_train_as_one_process(hosts: Sequence[int]) -> None:
@@ -473,6 +474,7 @@ def runs_on_devices(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extended
 def test_several_meshes_over_memory_of_devices_train_as_one_process() -> None:
     found = run_ranks(4, runs_on_devices, timeout_s=120)
     for layout in ON_DEVICES:
@@ -577,7 +579,9 @@ def failing_run(rank: int, world_size: int, layout: str, where: str) -> None:
         train(model, EVEN, [rank], [1])
 
 
-@pytest.mark.parametrize(("layout", "where"), [("dtensor", "forward"), ("dtensor", "backward"), ("crossed", "forward")])
+@pytest.mark.parametrize(
+    ("layout", "where"), [("dtensor", "backward"), further("dtensor", "forward"), further("crossed", "forward")]
+)
 def test_all_ranks_hear_of_a_failure_on_any_mesh(layout: str, where: str) -> None:
     results = start_ranks(4, failing_run, layout, where).join(60)
     assert [result.error_type for result in results] == ["AbortedError"] * 3 + ["RuntimeError"]
@@ -617,12 +621,10 @@ def differing_run(rank: int, world_size: int, layout: str, how: str) -> None:
     ("layout", "how", "words"),
     [
         ("modules", "kind", "the ranks have ended minibatch 2 in different ways"),
-        ("crossed", "kind", "the ranks have ended minibatch 2 in different ways"),
         ("dtensor", "fewer", "have different numbers of microbatches"),
-        ("modules", "fewer", "have different numbers of microbatches"),
-        pytest.param(
-            "alone", "fewer", "", marks=pytest.mark.extended
-        ),  # "ep" is all ranks, and has no group of its own
+        further("crossed", "kind", "the ranks have ended minibatch 2 in different ways"),
+        further("modules", "fewer", "have different numbers of microbatches"),
+        further("alone", "fewer", ""),  # "ep" is all ranks, and has no group of its own
     ],
 )
 def test_ranks_that_end_a_minibatch_differently_are_named(layout: str, how: str, words: str) -> None:

@@ -83,8 +83,8 @@ def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]
     [
         "fsdp2",
         "fsdp1",
-        "hsdp",
         "int",
+        pytest.param("hsdp", marks=pytest.mark.extended),
         pytest.param("fsdp1-flat", marks=pytest.mark.extended),
         pytest.param("offload", marks=pytest.mark.extended),
     ],
@@ -127,6 +127,7 @@ def on_several_meshes(rank: int, world_size: int) -> Any:
     return clipped, differences
 
 
+@pytest.mark.extended
 def test_units_on_several_meshes() -> None:
     found = run_ranks(4, on_several_meshes, env={"ODC_TIMEOUT": "60"})
     for number, counts in enumerate((meshes.UNEVEN, meshes.IDLE)):
@@ -358,7 +359,7 @@ def gradients_at_once(rank: int, world_size: int, how: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["by unit", "clipped", "hooks"])
+@pytest.mark.parametrize("how", ["by unit", "hooks", pytest.param("clipped", marks=pytest.mark.extended)])
 def test_there_is_never_more_than_the_gradient_of_one_unit(how: str) -> None:
     for found in run_ranks(2, gradients_at_once, how):
         assert found == [0] * 2 * 4 * (2 if how == "clipped" else 1)

@@ -75,10 +75,17 @@ def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tup
     return largest_difference(found, expected), counts.minibatches
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
+WAYS = [(False, "clipping"), (True, "clipping"), (True, "step"), (True, "by unit"), (False, "block"), (True, "block")]
+"""Whether a rank is idle, and what uses the gradients."""
+
+
 @pytest.mark.parametrize(
-    ("idle", "how"),
-    [(False, "clipping"), (True, "clipping"), (True, "step"), (True, "by unit"), (False, "block"), (True, "block")],
+    ("idle", "how", "fsdp"),
+    [
+        pytest.param(idle, how, fsdp, marks=() if idle or fsdp == 2 else pytest.mark.extended)
+        for idle, how in WAYS
+        for fsdp in (1, 2)
+    ],
 )
 def test_what_is_unfrozen_is_trained(idle: bool, how: str, fsdp: int) -> None:
     for difference, minibatches in run_ranks(2, compared, fsdp, idle, how, env={"ODC_TIMEOUT": "20"}, timeout_s=90):

@@ -332,7 +332,7 @@ def failures(kind: str) -> list[dict[str, str]]:
     "kind",
     [
         "fsdp2",
-        "fsdp1-orig",
+        pytest.param("fsdp1-orig", marks=pytest.mark.extended),
         pytest.param("fsdp1-flat", marks=pytest.mark.extended),
     ],
 )

@@ -52,8 +52,15 @@ def closing_early(rank: int, world_size: int, folder: str, is_fsdp1: bool, ends:
     return losses
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["closes", "ends"])
-@pytest.mark.parametrize("is_fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
+@pytest.mark.parametrize(
+    ("is_fsdp1", "ends"),
+    [
+        pytest.param(False, True, id="fsdp2-ends"),
+        pytest.param(True, False, id="fsdp1-closes"),
+        pytest.param(False, False, id="fsdp2-closes", marks=pytest.mark.extended),
+        pytest.param(True, True, id="fsdp1-ends", marks=pytest.mark.extended),
+    ],
+)
 def test_a_rank_that_evaluates_longer_reads_from_one_that_has_closed(
     tmp_path: Path, is_fsdp1: bool, ends: bool
 ) -> None:
@@ -98,7 +105,7 @@ def leaving_behind(rank: int, world_size: int, what: str) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("what", ["stopped", "busy"])
+@pytest.mark.parametrize("what", ["stopped", pytest.param("busy", marks=pytest.mark.extended)])
 def test_the_end_of_a_process_waits_for_nobody_who_reads_nothing(what: str) -> None:
     group = start_ranks(2, across, 2, leaving_behind, what)
     group.processes[0].join(90)

@@ -63,7 +63,7 @@ def patched_mixed(rank: int, world_size: int, options: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(
     ("hosts", "options"),
     [
-        pytest.param(2, {}, id="2"),
+        pytest.param(2, {}, id="2", marks=pytest.mark.extended),
         pytest.param(2, {"deterministic": True}, id="2-deterministic", marks=pytest.mark.extended),
         pytest.param(4, {}, id="4", marks=pytest.mark.extended),
     ],

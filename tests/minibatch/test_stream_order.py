@@ -71,7 +71,7 @@ def cases_across_hosts(draw: st.DrawFn) -> Case:
     return replace(case, hosts=draw(st.integers(2, case.world_size)), mode=draw(st.sampled_from(modes)))
 
 
-@settings(max_examples=12, deadline=None, print_blob=True)
+@settings(max_examples=6, deadline=None, print_blob=True)
 @given(cases_across_hosts())
 def test_so_they_do_across_hosts(case: Case) -> None:
     assert run_case(case) == num_checks(case)

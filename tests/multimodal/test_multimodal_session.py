@@ -190,8 +190,8 @@ def train(rank: int, world_size: int, comm: Any, move: str, frozen: Sequence[str
     [
         (2, "odc", "on demand", (), 1),
         (3, "odc", "on demand", ("audio",), 1),
-        (4, "odc", "on demand", (), 2),
-        (2, "odc", "in step", (), 1),
+        pytest.param(4, "odc", "on demand", (), 2, marks=pytest.mark.extended),
+        pytest.param(2, "odc", "in step", (), 1, marks=pytest.mark.extended),
         (2, "collective", "in step", ("audio",), 1),
     ],
 )

@@ -34,7 +34,8 @@ def test_the_command_line_explains_itself(tmp_path: Path) -> None:
 PRIMITIVES = ["bench", "primitives", "--json", "out.json", "-b", "64K", "-e", "1M", "-f", "16", "--repetitions", "2"]
 
 
-@pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), pytest.param("2", "tcp", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("hosts", "transport"), [("0", "shm"), ("2", "tcp")])
 def test_the_primitive_benchmark_on_ranks_of_torchrun(hosts: str, transport: str, tmp_path: Path) -> None:
     options = [*PRIMITIVES, "--hosts", hosts, "--late", "0", "--plot", "out.png"]
     text = run([*TORCHRUN, *RENDEZVOUS, "-m", "odc", *options], tmp_path)

@@ -7,6 +7,7 @@ failure reaches the caller with its traceback; a rank that outlives its time lim
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import shutil
@@ -118,6 +119,7 @@ def _main(
     if enter is not None:
         enter(rank, world_size)
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)  # a rank is over before garbage counts; to look for it takes a tenth of its time
     on_device.enter()
     dist.init_process_group(
         "gloo",

@@ -234,7 +234,7 @@ def test_epochs_evaluations_and_resuming_do_not_change_losses(tmp_path: Path) ->
         assert ours[kind] == pytest.approx(plain[kind], rel=1e-5), kind
 
 
-@pytest.mark.parametrize("kind", ["indexed", "4", further("iterable"), further("1"), further("3")])
+@pytest.mark.parametrize("kind", ["indexed", further("4"), further("iterable"), further("1"), further("3")])
 def test_online_scripts_train_on_what_one_process_would_and_resume(tmp_path: Path, warm: Warm, kind: str) -> None:
     """A dataset with indices, ``datasets`` in so many shards, an iterable; with evaluations in between."""
     words = ["--online", "--max-tokens", "64", str(ROOT / "tests/rigs/online_script.py"), ".", kind]
@@ -376,7 +376,8 @@ def test_odc_run_does_not_change_losses_on_a_mesh(launch: Launch, trainer: str, 
         assert any(len(row) > 1 for found in ours for step in found["steps"] for _, row in step)  # packed
 
 
-@pytest.mark.parametrize("mesh", ["tp", further("accelerate"), further("replicas")])
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", ["tp", "accelerate", "replicas"])
 def test_of_partners_in_a_trainer_one_takes_for_both(launch: Launch, mesh: str) -> None:
     """Ranks 2 and 3 are slow; of a mesh of partners, these are two."""
     plain, _ = launch("hf", mesh, with_odc=False)
@@ -397,6 +398,7 @@ def assert_shared_out(ranks: list[Any], mesh: str) -> None:
         assert all(mine != others for others in groups[at + 1 :])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("trainer", "mesh"), KINDS)
 def test_a_stream_gives_every_sample_once_on_a_mesh(launch: Launch, trainer: str, mesh: str) -> None:
     ours, _ = launch(trainer, mesh, *ONLINE)

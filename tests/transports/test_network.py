@@ -145,7 +145,9 @@ def alive_until(rank: int, world_size: int, noticed: str) -> tuple[str, float]:
         return str(caught.value), time.monotonic()
 
 
-@pytest.mark.parametrize("how", ["the switch is off", "the interface is down"])
+@pytest.mark.parametrize(
+    "how", ["the interface is down", pytest.param("the switch is off", marks=pytest.mark.extended)]
+)
 def test_the_end_of_a_network_is_noticed_within_the_stated_time(
     hosts: network.TwoHosts, tmp_path: Path, how: str
 ) -> None:
