@@ -79,6 +79,7 @@ def test_items() -> None:
     assert all(rank["memory_bytes"] > 2 * items.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
 
 
+@pytest.mark.extended
 def test_items_see_a_lost_order() -> None:
     with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
         items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
@@ -107,6 +108,7 @@ def test_transport(setting: Setting) -> None:
     assert report.data["3 ranks"]["parts"] == [part.__name__ for part in transport.PARTS]
 
 
+@pytest.mark.extended
 def test_transport_sees_a_lost_order() -> None:
     with pytest.raises(CheckFailedError, match="after turn"):
         transport.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
@@ -217,6 +219,7 @@ def test_sft() -> None:
     assert 0 < max(report.data["errors"].values()) < 1e-2
 
 
+@pytest.mark.extended
 def test_sft_sees_a_lost_push() -> None:
     with pytest.raises(CheckFailedError, match="fsdp. fp32, 2 ranks: losses .* off by"):
         sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
@@ -241,6 +244,7 @@ def test_late_binding() -> None:
     assert report.data["2 ranks"]["taken"] > 0
 
 
+@pytest.mark.extended
 def test_late_binding_sees_a_sample_that_two_ranks_compute() -> None:
     with pytest.raises(CheckFailedError, match="2 ranks: a sample was computed twice"):
         late_binding.check(replace(WITHIN, prepare=f"{HERE}:take_and_leave"))
@@ -310,6 +314,7 @@ HOMES = {
 """Kernels, and what belongs to them, with the modules they come from."""
 
 
+@pytest.mark.extended
 def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     with interpreted() as loaded:
         for name, home in HOMES.items():

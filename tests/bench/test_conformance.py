@@ -75,6 +75,7 @@ def check_against_the_table(cells: list[Cell], prepare: launch.Prepare | None = 
         assert committed[outcome.cell.name] == outcome.status
 
 
+@pytest.mark.extended
 def test_cells_of_a_latin_square() -> None:
     cells = latin_square()
     assert len(cells) == 9

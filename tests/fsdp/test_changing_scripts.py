@@ -97,8 +97,9 @@ def test_the_same_where_elements_are_compared_by_a_device(name: str) -> None:
     check(name, NOTICED if name in NOTICED else OTHERS, BOTH[:1], on_device=True)
 
 
+@pytest.mark.extended
 @named(OF_HOSTS, FURTHER_OF_HOSTS)
-@pytest.mark.parametrize("sharding", [pytest.param("full", marks=pytest.mark.extended), "hybrid"])
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_the_same_over_two_hosts(name: str, sharding: str) -> None:
     for of_rank in found(4, OF_HOSTS if name in OF_HOSTS else FURTHER_OF_HOSTS, sharding):
         (worst,) = of_rank[name].values()

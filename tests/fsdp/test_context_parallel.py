@@ -310,7 +310,7 @@ EXTENDED = pytest.mark.extended
 @pytest.mark.parametrize(
     ("way", "happens"),
     [
-        ("gather", in_forward),
+        pytest.param("gather", in_forward, marks=EXTENDED),
         ("functional", in_backward),  # which waits where nobody looks on
         *(pytest.param(way, in_forward, marks=EXTENDED) for way in WAYS[1:]),
         *(pytest.param(way, in_backward, marks=EXTENDED) for way in WAYS if way != "functional"),
@@ -325,8 +325,8 @@ def test_all_hear_who_has_failed_while_they_meet_it_in_attention(way: str, happe
     ("way", "happens"),
     [
         ("gather", differs),
-        ("functional", without_a_backward),
-        ("ulysses", differs_and_logs),
+        pytest.param("functional", without_a_backward, marks=EXTENDED),
+        pytest.param("ulysses", differs_and_logs, marks=EXTENDED),
         pytest.param("fsdp1", differs, marks=EXTENDED),
         *(pytest.param(way, differs, marks=EXTENDED) for way in WAYS[1:]),
         *(pytest.param(way, without_a_backward, marks=EXTENDED) for way in WAYS[:4] if way != "functional"),

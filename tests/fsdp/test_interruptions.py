@@ -31,7 +31,7 @@ from training import (
 import odc
 from odc.fsdp_patch.compat import torch_version
 
-KINDS = ["fsdp2", "fsdp1", pytest.param("fsdp1-flat", marks=pytest.mark.extended)]
+KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
 
 
 class Interrupted(Exception):
@@ -311,7 +311,7 @@ def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]
     return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.extended)])
 def found(request: pytest.FixtureRequest) -> list[dict[str, float | str]]:
     return run_ranks(2, differences, request.param, timeout_s=400)
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from process_ranks import run_ranks
 
@@ -44,6 +45,7 @@ def _run_rank(rank: int, world_size: int, script: str, port: int) -> list[tuple[
     return ended
 
 
+@pytest.mark.extended
 def test_the_script_of_the_quick_start_does_what_is_said(tmp_path: Path) -> None:
     (script,) = re.findall(r"^cat > train.py <<'END'\n(.+?)^END$", QUICKSTART, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(script)

@@ -135,6 +135,7 @@ def absent_for_long(rank: int, world_size: int, folder: str) -> float | None:
     return loss
 
 
+@pytest.mark.extended
 def test_a_pause_of_the_whole_job_is_no_silence_of_a_reader(tmp_path: Path) -> None:
     assert run_ranks(2, across, 2, absent_for_long, str(tmp_path), timeout_s=120)[1] > 0
 

@@ -276,9 +276,10 @@ def test_a_restarted_job_trains_to_the_end(tmp_path: Path, hosts: int, name: str
     assert ends == [f"ATTEMPT 1 rank {rank} True {name}" for rank in range(2)], text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("launcher", "through"),
-    [(["odc", "run"], []), pytest.param(TORCHRUN, ["-m", "odc.run"], marks=pytest.mark.extended)],
+    [(["odc", "run"], []), (TORCHRUN, ["-m", "odc.run"])],
     ids=["odc run", "torchrun"],
 )
 def test_odc_run_restarts_a_job(tmp_path: Path, launcher: list[str], through: list[str]) -> None:

@@ -370,6 +370,7 @@ def backward_by_phase(model: Any, samples: Samples) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.extended
 def test_sharded_phases_give_the_single_process_gradients() -> None:
     """Also where a rank has dummies in place of images and sound, and with ODC without any."""
     assert run_ranks(2, check_sharded) == [CASES, CASES]

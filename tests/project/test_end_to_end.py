@@ -57,6 +57,7 @@ def test_the_primitive_benchmark_on_ranks_of_torchrun(hosts: str, transport: str
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+@pytest.mark.extended
 def test_a_small_demo_trains_three_ways_to_the_same_losses(tmp_path: Path) -> None:
     sizes = ["--repetitions", "1", "--minibatches", "5", "--hidden-size", "64", "--num-layers", "1"]
     run([sys.executable, "-m", "odc", "bench", "demo", "--out", str(tmp_path), *sizes], ROOT)

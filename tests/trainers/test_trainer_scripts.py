@@ -101,8 +101,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Callable[[str
     ("script", "version"),
     [
         ("hf_trainer", "2"),
-        ("accelerate_sft", "2"),
         ("trl_sft", "2"),
+        further("accelerate_sft", "2"),
         further("accelerate_sft", "1"),
         further("hf_trainer", "1"),
         further("trl_sft", "1"),
@@ -355,6 +355,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [further((), id="as it is"), pytest.param(BALANCED_ON_MESH, id="balanced")])
 @pytest.mark.parametrize(("trainer", "mesh"), KINDS)
 def test_odc_run_does_not_change_losses_on_a_mesh(launch: Launch, trainer: str, mesh: str, options: Any) -> None:

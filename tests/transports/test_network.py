@@ -78,6 +78,7 @@ def assert_all_name_the_other_host(results: list[RankResult], other_ranks: list[
         assert any(f"rank {other} (host odc-" in (result.error or "") for other in others), result.error
 
 
+@pytest.mark.extended
 def test_a_cut_network_is_noticed_on_both_sides(hosts: network.TwoHosts, tmp_path: Path) -> None:
     """Ranks that wait learn within seconds that the other host is gone, not after the time limit."""
     started = tmp_path / "started"
