@@ -1,9 +1,8 @@
 """Break ODC in one small way at a time, and see that tests notice: ``python mutants/run.py [NAME ...]``.
 
-Each ``*.patch`` beside this file is a mutant: a fault that somebody could really make, as a diff, with a text above it
-that says what is broken, what a user would see, and which tests have to notice (``Tests:``, files or ids). It is
-applied to a copy of this tree and these tests are run there, by the Python that runs this file. A failure kills it, and
-so does a run beyond the time limit. What survives is a gap in the tests. First the tests have to pass without a mutant.
+``table.py`` has the mutants: faults that somebody could really make, and which tests have to notice. Each is made in a
+copy of this tree, and these tests are run there, by the Python that runs this file. A failure kills the mutant, and so
+does a run beyond the time limit. What survives is a gap in the tests. First the tests have to pass without a mutant.
 
 [Note: The copy is what is imported] ODC may be installed from this very tree, where Python would find it. So the copy's
 package comes first in PYTHONPATH, which ranks and commands inherit; and a line behind the mutated file notes that it
@@ -17,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -31,30 +29,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from table import MUTANTS, Mutant
 
 HERE = Path(__file__).resolve().parent
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "build", "runs", "*.egg-info")
 TIME_LIMIT_S = 300.0
 _KILLER = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One patch."""
-
-    name: str
-    text: str
-
-    @property
-    def tests(self) -> list[str]:
-        """Files, or ids of single ones."""
-        (line,) = re.findall(r"^Tests: (.+)$", self.text, re.MULTILINE)
-        return shlex.split(line)
-
-    @property
-    def files(self) -> list[str]:
-        """What it changes."""
-        return re.findall(r"^\+\+\+ b/(.+)$", self.text, re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -67,30 +47,26 @@ class Outcome:
     seconds: float
 
 
-def mutants() -> list[Mutant]:
-    """All there are, by name."""
-    return [Mutant(path.stem, path.read_text()) for path in sorted(HERE.glob("*.patch"))]
-
-
 def apply(mutant: Mutant, tree: Path) -> None:
-    """Apply it to a copy.
+    """Make its fault in a copy.
 
     Raises:
-        ValueError: it does not apply.
+        ValueError: what it changes does not stand there once.
     """
-    # Else git takes the copy for a part of a repository around it, and skips what it does not find there.
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    command = ["git", "apply", "-"]
-    done = subprocess.run(command, cwd=tree, env=env, input=mutant.text, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise ValueError(f"does not apply: {done.stderr.strip()}")
+    path = tree / mutant.file
+    text = path.read_text()
+    for before, after in mutant.changes:
+        if text.count(before) != 1:
+            raise ValueError(f"{mutant.file} has {before!r} {text.count(before)} times; make the fault in today's code")
+        text = text.replace(before, after)
+    path.write_text(text)
 
 
 def run_tests(tests: Sequence[str], limit_s: float, mutant: Mutant | None = None) -> tuple[int | None, str]:
     """pytest in a copy of the tree: its exit code, None beyond the time limit, and what it has said. No process stays.
 
     Raises:
-        ValueError: the mutant does not apply, or no process has executed it.
+        ValueError: the mutant does not fit, or no process has executed it.
     """
     with tempfile.TemporaryDirectory(prefix="odc-mutant-") as folder:
         tree, first, executed = Path(folder, "tree"), Path(folder, "first"), Path(folder, "executed")
@@ -99,9 +75,8 @@ def run_tests(tests: Sequence[str], limit_s: float, mutant: Mutant | None = None
         (first / "odc").symlink_to("../tree/odc")
         if mutant is not None:
             apply(mutant, tree)
-            for name in mutant.files:
-                with (tree / name).open("a") as file:
-                    file.write(f"\n\n__import__('pathlib').Path({str(executed)!r}).touch()  # by mutants/run.py\n")
+            with (tree / mutant.file).open("a") as file:
+                file.write(f"\n\n__import__('pathlib').Path({str(executed)!r}).touch()  # by mutants/run.py\n")
         path = os.pathsep.join(filter(None, [str(first), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "tests/supervising.py", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         with Path(folder, "said").open("w+") as said:
@@ -142,7 +117,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only say which there are, and their tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
     options, console = parser.parse_args(), Console(highlight=False)
-    known = {mutant.name: mutant for mutant in mutants()}
+    known = {mutant.name: mutant for mutant in MUTANTS}
     if unknown := sorted(set(options.names) - set(known)):
         parser.error(f"no mutant {unknown[0]!r}: see --list")
     chosen = [known[name] for name in options.names or known]

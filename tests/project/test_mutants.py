@@ -6,13 +6,13 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATCHES = sorted((ROOT / "mutants").glob("*.patch"))
 
 
 @pytest.fixture(scope="module")
@@ -23,56 +23,32 @@ def run() -> Iterator[ModuleType]:
         import run as command
 
         yield command
-        del sys.modules["run"]
+        for name in ("run", "table"):
+            del sys.modules[name]
 
 
-def test_there_are_sixty_or_more() -> None:
-    assert len(PATCHES) >= 60
+def test_there_are_a_hundred_or_more_of_different_names(run: ModuleType) -> None:
+    assert len({mutant.name for mutant in run.MUTANTS}) == len(run.MUTANTS) >= 100
 
 
-def hunks(text: str) -> list[tuple[str, str, str]]:
-    """File, the lines as they are, and as the mutant has them."""
-    found = []
-    for name, body in re.findall(r"^\+\+\+ b/(.+)\n((?:[@ +-].*\n)+)", text, re.MULTILINE):
-        for hunk in re.split(r"^@@.*\n", body, flags=re.MULTILINE)[1:]:
-            lines = hunk.splitlines(keepends=True)
-            sides = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-            found.append((name, *sides))
-    return found
-
-
-@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
-def test_a_mutant_changes_lines_that_are_there_once(path: Path) -> None:
-    """With one line of context it could else be applied somewhere else."""
-    found = hunks(path.read_text())
-    assert found
-    for name, before, after in found:
-        assert before != after
-        count = (ROOT / name).read_text().count(before)
-        assert count == 1, f"{name} has these lines {count} times; make the same fault in the code as it is:\n{before}"
-
-
-@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
-def test_a_mutant_names_tests_that_exist(path: Path, run: ModuleType) -> None:
-    tests = run.Mutant(path.stem, path.read_text()).tests
-    assert tests
-    for test in tests:
-        file, *names = test.partition("[")[0].split("::")
-        source = (ROOT / file).read_text()
-        assert all(re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE) for name in names), test
-
-
-def test_mutants_are_applied_to_the_copy_only(run: ModuleType, tmp_path: Path) -> None:
-    """By git, which counts lines."""
-    mutants = run.mutants()
-    for name in {name for mutant in mutants for name in mutant.files}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for mutant in mutants:
+def test_a_mutant_changes_what_stands_there_once_in_the_copy_only(run: ModuleType, tmp_path: Path) -> None:
+    for mutant in run.MUTANTS:
+        ours, copy = ROOT / mutant.file, tmp_path / mutant.file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        before = ours.read_text()
+        shutil.copy(ours, copy)
         run.apply(mutant, tmp_path)
-        for name in mutant.files:
-            assert (tmp_path / name).read_text() != (ROOT / name).read_text()
-            shutil.copy(ROOT / name, tmp_path / name)
-    stale = run.Mutant("stale", mutants[0].text.replace("\n-  ", "\n-what was there before  "))
-    with pytest.raises(ValueError, match="patch does not apply"):
+        compile(copy.read_text(), mutant.name, "exec")
+        assert copy.read_text() != before == ours.read_text(), mutant.name
+    stale = replace(mutant, changes=(("what was there before", ""),))
+    with pytest.raises(ValueError, match="has 'what was there before' 0 times"):
         run.apply(stale, tmp_path)
+
+
+def test_a_mutant_names_tests_that_exist(run: ModuleType) -> None:
+    for mutant in run.MUTANTS:
+        assert mutant.tests
+        for test in mutant.tests:
+            file, *names = test.partition("[")[0].split("::")
+            source = (ROOT / file).read_text()
+            assert all(re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE) for name in names), test
