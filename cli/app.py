@@ -10,7 +10,7 @@ import typer
 
 from odc._version import __version__
 from odc.cli.bench import bench
-from odc.cli.doctor import doctor
+from odc.cli.doctor.command import doctor
 from odc.cli.plan import plan
 from odc.cli.run import run
 from odc.cli.simulate import simulate

@@ -16,14 +16,14 @@ from doctor_rows import ERROR, H200, MISSING, NOT_NEEDED, OK, WARNING, says
 from typer.testing import CliRunner
 
 from odc.cli.app import app
-from odc.cli.doctor import verdict
+from odc.cli.doctor import checks as doctor_transports
+from odc.cli.doctor.checks import CHECKS, Check, examine
+from odc.cli.doctor.command import verdict
+from odc.cli.doctor.cuda import CudaDevice, CudaDriver
+from odc.cli.doctor.finding import Finding, Status, error
+from odc.cli.doctor.nvshmem import RdmaPort
+from odc.cli.doctor.software import Facts, TorchBuild
 from odc.config import foreign_variables
-from odc.doctor import CHECKS, Check, Facts, Finding, Status, examine
-from odc.doctor import checks as doctor_transports
-from odc.doctor.cuda import CudaDevice, CudaDriver
-from odc.doctor.finding import error
-from odc.doctor.nvshmem import RdmaPort
-from odc.doctor.software import TorchBuild
 from odc.transports import registry
 
 
@@ -191,10 +191,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     mig = CudaDevice("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 96 << 30, (12, 0), mig=True)
     apart = frozenset((a, b) for a in range(16) for b in range(16) if (a < 8) != (b < 8))
     driver = CudaDriver("580.65.06", "13.0", (H200,) * 8 + (mig,) * 8, apart)
-    monkeypatch.setattr("odc.doctor.software.read_driver", lambda: driver)
-    monkeypatch.setattr("odc.doctor.software.installed", dict)
+    monkeypatch.setattr("odc.cli.doctor.software.read_driver", lambda: driver)
+    monkeypatch.setattr("odc.cli.doctor.software.installed", dict)
     port = RdmaPort("mlx5_0", "1", "InfiniBand", "400 Gb/sec (4X NDR)", True)
-    monkeypatch.setattr("odc.doctor.nvshmem.read_ports", lambda: (port,) * 8)
+    monkeypatch.setattr("odc.cli.doctor.nvshmem.read_ports", lambda: (port,) * 8)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -210,9 +210,9 @@ def test_a_machine_with_gpus_and_nothing_installed() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_nvshmem_is_not_asked_for_where_there_is_no_network_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.doctor.nvshmem.read_ports", tuple)
-    monkeypatch.setattr("odc.doctor.nvshmem.find_host", lambda *_: None)
-    monkeypatch.setattr("odc.doctor.nvshmem.find_bitcode", lambda *_: None)
+    monkeypatch.setattr("odc.cli.doctor.nvshmem.read_ports", tuple)
+    monkeypatch.setattr("odc.cli.doctor.nvshmem.find_host", lambda *_: None)
+    monkeypatch.setattr("odc.cli.doctor.nvshmem.find_bitcode", lambda *_: None)
     found = rows(call("--json").stdout)
     for name in ("nvshmem4py", "NVSHMEM library", "NVSHMEM bitcode"):
         assert found[name]["status"] == "not needed"
@@ -235,7 +235,7 @@ def test_the_table_fits_80_columns() -> None:
 
 
 def test_what_is_not_needed_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.doctor.software.read_driver", CudaDriver)
+    monkeypatch.setattr("odc.cli.doctor.software.read_driver", CudaDriver)
     few, everything = call().stdout, call("--all").stdout
     assert few.startswith("This machine can train on CPU ranks. It cannot train on GPUs: it has none.")
     assert "not needed" not in few
@@ -253,14 +253,14 @@ def test_gpus_work_where_a_transport_serves_them() -> None:
 
 def test_text_from_outside_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("[red]H200[/nonsense]", 1 << 30, (9, 0))
-    monkeypatch.setattr("odc.doctor.software.read_driver", lambda: CudaDriver("580", "13.0", (device,)))
+    monkeypatch.setattr("odc.cli.doctor.software.read_driver", lambda: CudaDriver("580", "13.0", (device,)))
     result = call()
     assert result.exit_code == 0, result.output
     assert "[red]H200[/nonsense]" in result.stdout
 
 
 def test_status_1_if_something_required_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.doctor.software.read_torch", lambda: TorchBuild("2.8.0"))
+    monkeypatch.setattr("odc.cli.doctor.software.read_torch", lambda: TorchBuild("2.8.0"))
     result = call("--json")
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (1, False)
     result = call()

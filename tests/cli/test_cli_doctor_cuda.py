@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from doctor_rows import DRIVER, ERROR, FIX, H200, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
 
-from odc.doctor import Status, cuda, nvshmem
-from odc.doctor.cuda import CudaDevice, CudaDriver
-from odc.doctor.nvshmem import NvshmemFile, RdmaPort
+from odc.cli.doctor import cuda, nvshmem
+from odc.cli.doctor.cuda import CudaDevice, CudaDriver
+from odc.cli.doctor.finding import Status
+from odc.cli.doctor.nvshmem import NvshmemFile, RdmaPort
 
 # CUDA
 

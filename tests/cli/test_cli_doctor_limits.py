@@ -10,8 +10,9 @@ import pytest
 from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
 
 from odc import limits
-from odc.doctor import Finding, Status, machine
-from odc.doctor.machine import UNLIMITED, Limit
+from odc.cli.doctor import machine
+from odc.cli.doctor.finding import Finding, Status
+from odc.cli.doctor.machine import UNLIMITED, Limit
 from odc.transports import _control
 from odc.transports._control import ControlBlock, SleepWord
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from doctor_rows import DRIVER, ERROR, FIX, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
 
-from odc.doctor import Facts, Status, software
-from odc.doctor.cuda import CudaDriver
-from odc.doctor.software import TorchBuild, installed
+from odc.cli.doctor import software
+from odc.cli.doctor.cuda import CudaDriver
+from odc.cli.doctor.finding import Status
+from odc.cli.doctor.software import Facts, TorchBuild, installed
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from cuda_names import NAMES, Names, used
 from pins import lowest, requirements
 from resolving import Resolver, make_resolver, reason_to_skip
 
-from odc.doctor import nvshmem, software
-from odc.doctor.software import release
+from odc.cli.doctor import nvshmem, software
+from odc.cli.doctor.software import release
 
 EXTRAS = ("cuda12", "cuda13")
 

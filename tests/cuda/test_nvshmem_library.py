@@ -29,10 +29,10 @@ from process_ranks import run_ranks, start_ranks
 from thread_ranks import run_threads
 
 from odc import SetupError
+from odc.cli.doctor import nvshmem as doctor
 from odc.config import nvshmem_heap_bytes
 from odc.cuda import nvshmem
 from odc.cuda.nvshmem import NvshmemHeap
-from odc.doctor import nvshmem as doctor
 from odc.kernels.nvshmem.bitcode import WHEELS
 from odc.setup.agreement import ProcessGroupExchange
 

@@ -35,13 +35,11 @@ def room_of(path: Path) -> str:
 
 def found(root: Path = ROOT) -> Budget:
     """What is there; a folder that stands elsewhere (``odc/balance``) counts there."""
-    folders = [folder for folder in root.iterdir() if folder.is_dir() and folder.name not in ("build", "runs")]
     counts: dict[str, Counter[str]] = {"product": Counter(), "tests": Counter()}
-    for folder in folders:
-        for path in folder.rglob("*.py") if not folder.name.startswith(".") else ():
-            is_test = folder.name in ("tests", "mutants")
-            room = room_of(path.relative_to(root))
-            counts["tests" if is_test else "product"][room] += num_statements(path.read_text())
+    for path in (path.relative_to(root) for path in root.glob("[!.]*/**/*.py")):
+        if path.parts[0] not in ("build", "runs"):
+            kind = "tests" if path.parts[0] in ("tests", "mutants") else "product"
+            counts[kind][room_of(path)] += num_statements((root / path).read_text())
     return {kind: dict(sorted(rooms.items())) for kind, rooms in counts.items()}
 
 

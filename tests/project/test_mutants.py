@@ -40,9 +40,8 @@ def test_a_mutant_changes_what_stands_there_once_in_the_copy_only(run: ModuleTyp
         run.apply(mutant, tmp_path)
         compile(copy.read_text(), mutant.name, "exec")
         assert copy.read_text() != before == ours.read_text(), mutant.name
-    stale = replace(mutant, changes=(("what was there before", ""),))
     with pytest.raises(ValueError, match="has 'what was there before' 0 times"):
-        run.apply(stale, tmp_path)
+        run.apply(replace(mutant, changes=(("what was there before", ""),)), tmp_path)
 
 
 def test_a_mutant_names_tests_that_exist(run: ModuleType) -> None:

@@ -15,7 +15,7 @@ from odc.errors import OUR_FAULT
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 _ROOMS = ("odc", "fsdp_patch", "balance", "trainers", "launch", "cli", "kernels", "bench")
-_REPORTS = "odc/doctor/"  # what odc doctor prints has its advice beside it
+_REPORTS = "cli/doctor/"  # what odc doctor prints has its advice beside it
 
 # What makes an error or a warning of its arguments, beside calls whose name ends in Error or Exit.
 _MAKERS = frozenset(("refusal", "_refusal", "_failed", "FaultInjected"))

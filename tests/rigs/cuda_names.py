@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pins import ROOT
 
-FILES = ("odc/cuda/*.py", "odc/doctor/*.py", "kernels/*.py", "kernels/nvshmem/*.py")
+FILES = ("odc/cuda/*.py", "cli/doctor/*.py", "kernels/*.py", "kernels/nvshmem/*.py")
 LIBRARIES = ("cupy", "nvshmem", "cuda", "libcuda", "libnvidia-ml", "libnvshmem_host")
 
 NAMES: dict[str, tuple[str, ...] | int | None] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from odc.doctor import Finding, Status
-from odc.doctor.cuda import CudaDevice, CudaDriver
+from odc.cli.doctor.cuda import CudaDevice, CudaDriver
+from odc.cli.doctor.finding import Finding, Status
 
 OK, WARNING, MISSING, NOT_NEEDED, ERROR = Status.OK, Status.WARNING, Status.MISSING, Status.NOT_NEEDED, Status.ERROR
 FIX = "pip install 'odc-fsdp[cuda13]'"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from odc._version import __version__
-from odc.doctor import cuda, machine, nvshmem, software
-from odc.doctor.finding import Finding, Row, Status, error, missing, not_needed, ok, warning
-from odc.doctor.software import Facts
+from odc.cli.doctor import cuda, machine, nvshmem, software
+from odc.cli.doctor.finding import Finding, Row, Status, error, missing, not_needed, ok, warning
+from odc.cli.doctor.software import Facts
 
 _FOR_CUDA = "CUDA transport"
 

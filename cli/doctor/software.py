@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from odc._version import install_command
-from odc.doctor import nvshmem
-from odc.doctor.cuda import CudaDriver, read_driver
-from odc.doctor.finding import Finding, absent, error, missing, not_needed, ok, warning
+from odc.cli.doctor import nvshmem
+from odc.cli.doctor.cuda import CudaDriver, read_driver
+from odc.cli.doctor.finding import Finding, absent, error, missing, not_needed, ok, warning
 
 PACKAGES = (
     "torch",

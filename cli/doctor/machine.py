@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc import limits
-from odc.doctor.finding import Finding, error, not_needed, ok, warning
-from odc.doctor.nvshmem import DOCKER
+from odc.cli.doctor.finding import Finding, error, not_needed, ok, warning
+from odc.cli.doctor.nvshmem import DOCKER
 
 if TYPE_CHECKING:
     import torch

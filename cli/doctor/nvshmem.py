@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc.doctor.finding import Finding, absent, error, not_needed, ok, warning
+from odc.cli.doctor.finding import Finding, absent, error, not_needed, ok, warning
 
 _CLASS = Path("/sys/class/infiniband")
 _DEVICES = Path("/dev/infiniband")

@@ -12,7 +12,8 @@ from rich.table import Table
 from odc.cli.output import output
 
 if TYPE_CHECKING:
-    from odc.doctor import Report, Row
+    from odc.cli.doctor.checks import Report
+    from odc.cli.doctor.finding import Row
 
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "not needed": "dim", "error": "bold red"}
 
@@ -33,7 +34,7 @@ def doctor(
 
         docker run --gpus all IMAGE odc doctor --json
     """
-    from odc.doctor import examine  # imports torch, by and by
+    from odc.cli.doctor.checks import examine  # imports torch, by and by
 
     report = examine()
     if as_json:
@@ -46,7 +47,7 @@ def doctor(
 
 def show(report: Report, *, show_all: bool = False) -> None:
     """Print the verdict and the table, at most as wide as the terminal or 80 columns."""
-    from odc.doctor import Status
+    from odc.cli.doctor.finding import Status
 
     table = Table(show_lines=False)
     table.add_column("check", no_wrap=True)
@@ -73,7 +74,7 @@ def _cell(row: Row) -> str:
 
 def verdict(report: Report) -> str:
     """What can be trained on here and what cannot; then a line for each thing to do, and who asks for it."""
-    from odc.doctor import Status
+    from odc.cli.doctor.finding import Status
 
     works = {"CPU ranks": report.cpu_works, "GPUs": report.gpus_work}
     can, cannot = ([name for name, here in works.items() if here is wanted] for wanted in (True, False))

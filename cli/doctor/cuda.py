@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odc.doctor.finding import Finding, missing, not_needed, ok, warning
+from odc.cli.doctor.finding import Finding, missing, not_needed, ok, warning
 
 # From nvml.h.
 _NVML_SUCCESS = 0
