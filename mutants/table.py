@@ -568,7 +568,7 @@ MUTANTS = (
         "fsdp-steps-are-not-compared",
         "Ranks that have taken different numbers of steps are not refused at the next end of a minibatch. One has stepped where another one has kept its gradients: parameters drift apart without a word.",
         (
-            "tests/liveness/test_faults_steps.py::test_ranks_that_step_on_gradients_of_different_minibatches_are_told[fsdp2]",
+            "tests/liveness/test_faults_steps.py::test_ranks_that_step_on_gradients_of_different_minibatches_are_told[fsdp2-steps_alone]",
         ),
         "fsdp_patch/gradient_use.py",
         (("if least.num_steps != most.num_steps:", "if least.num_steps > most.num_steps:"),),

@@ -225,6 +225,7 @@ def test_sft_sees_a_lost_push() -> None:
         sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
 
 
+@pytest.mark.extended
 def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is right, and one whose reference does something else."""
     wrong = forms.Form(forms.shard, end=forms.step_and_change)

@@ -66,7 +66,13 @@ def test_tables_fit_80_columns() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--speeds", "1,1,1,1,1,1,1,0.5"), ("--noise", "0.2", "--gather-ms", "3", "--scatter-ms", "3"), "timings"],
+    [
+        ("--noise", "0.2", "--gather-ms", "3", "--scatter-ms", "3"),
+        *(
+            pytest.param(options, marks=pytest.mark.extended)
+            for options in ((), ("--speeds", "1,1,1,1,1,1,1,0.5"), "timings")
+        ),
+    ],
     ids=str,
 )
 def test_groups_of_one_are_the_plain_plan(options: Any, tmp_path: Path) -> None:

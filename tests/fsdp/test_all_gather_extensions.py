@@ -72,7 +72,6 @@ def found_uneven() -> list[dict[str, dict[str, float | str]]]:
     return run_ranks(4, find_uneven, timeout_s=300)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("mesh", ["full", "hybrid"])
 @pytest.mark.parametrize("kind", [Scaled, RowScaled])
 def test_four_ranks_of_which_two_are_idle(kind: type[Extended], mesh: str) -> None:

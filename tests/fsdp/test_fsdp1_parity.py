@@ -277,7 +277,8 @@ def test_two_hosts(use_orig_params: bool) -> None:
         check(found, name)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("use_orig_params", [True, False])
 def test_replicas_whose_shards_lie_on_several_hosts(use_orig_params: bool) -> None:
     found = run_ranks(4, differences, list(HYBRID), use_orig_params, "tcp", timeout_s=300)
     for name in HYBRID:

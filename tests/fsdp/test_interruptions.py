@@ -311,7 +311,9 @@ def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]
     return found
 
 
-@pytest.fixture(scope="module", params=[*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.extended)])
+@pytest.fixture(
+    scope="module", params=[KINDS[0], *(pytest.param(kind, marks=pytest.mark.extended) for kind in KINDS[1:])]
+)
 def found(request: pytest.FixtureRequest) -> list[dict[str, float | str]]:
     return run_ranks(2, differences, request.param, timeout_s=400)
 

@@ -156,6 +156,7 @@ def compared_partly_hooked(rank: int, world_size: int) -> float:
     return largest_difference(*(partly_hooked(rank, hooked) for hooked in (True, False)))
 
 
+@pytest.mark.extended
 def test_hooks_that_step_one_of_several_meshes() -> None:
     assert max(run_ranks(4, compared_partly_hooked, env={"ODC_TIMEOUT": "60"})) < TOLERANCE
 
@@ -173,6 +174,7 @@ def beside_tensor_parallelism(rank: int, world_size: int, counts: Sequence[int])
     return norms, {name: value.detach().numpy() for name, value in own.items()}
 
 
+@pytest.mark.extended
 def test_the_norm_beside_tensor_parallelism() -> None:
     counts = [0, 2]
     partners.check(run_ranks(4, beside_tensor_parallelism, counts, timeout_s=120), counts)

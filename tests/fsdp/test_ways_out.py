@@ -169,7 +169,7 @@ def compared(rank: int, world_size: int, fsdp: int, way: str) -> dict[str, float
 @pytest.mark.parametrize(
     ("way", "fsdp"),
     [
-        pytest.param(way, fsdp, marks=() if fsdp == 2 or at % 3 == 0 else pytest.mark.extended)
+        pytest.param(way, fsdp, marks=() if fsdp == 2 or at % 4 == 0 else pytest.mark.extended)
         for at, way in enumerate(WAYS)
         for fsdp in (1, 2)
     ],

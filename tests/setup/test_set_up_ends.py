@@ -146,7 +146,7 @@ os._exit(0 if time.monotonic() - started < 40 else 1)
 """
 
 
-@pytest.mark.parametrize("end", ["stopped", pytest.param("dead", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("end", ["dead", pytest.param("stopped", marks=pytest.mark.extended)])
 def test_a_store_that_does_not_answer_holds_nobody_up(end: str) -> None:
     """Where rank 0 hosts it, it ends or stops with rank 0."""
     with socket.socket() as free:

@@ -82,7 +82,12 @@ def test_direct_accumulation_across_hosts_is_refused() -> None:
 # Deaths, silence, failures
 
 
-@pytest.mark.parametrize("point", ["gather.before", "scatter.after_chunk", "publish.before", "finish.before_done"])
+FURTHER = ("gather.before", "publish.before", "finish.before_done")
+
+
+@pytest.mark.parametrize(
+    "point", ["scatter.after_chunk", *(pytest.param(point, marks=pytest.mark.extended) for point in FURTHER)]
+)
 def test_a_killed_rank_is_named_on_every_host(point: str) -> None:
     """Rank 1 dies; rank 0 is on its host, rank 2 and 3 are not."""
     results = start_ranks(4, across, 2, endless, env={**fault(point, "kill"), **PATIENT}).join(90)

@@ -109,6 +109,7 @@ CUT_S = 4.0
 LONGEST_CUT_S = 5.0  # which is never taken for the end of a host
 
 
+@pytest.mark.extended
 def test_a_network_that_comes_back_in_time_changes_nothing(hosts: network.TwoHosts, tmp_path: Path) -> None:
     """Four seconds without it: packets are sent again, no byte is lost or taken twice, the sums are bit-equal."""
     steps = 40
