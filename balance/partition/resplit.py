@@ -20,7 +20,7 @@ _MAX_ITEMS = 12
 # The latest part is split anew with this many others, those that finish first.
 _MAX_PARTNERS = 16
 # Pairs that are looked at without a gain before the search ends.
-_PATIENCE = 200
+_PATIENCE = 300
 
 
 def resplit(
