@@ -316,57 +316,54 @@ CHECKED = {
     ("modules", "idle"): STAGED,
     ("dtensor", "uneven"): STAGED,
     ("dtensor", "idle"): SMALL,
+}
+"""The two kinds of experts with both, each in one way."""
+REST = {
     ("hybrid", "uneven"): SMALL,
+    ("hybrid", "idle"): STAGED,
+    ("embedding", "uneven"): STAGED,
     ("embedding", "idle"): SMALL,
     ("head", "uneven"): STAGED,
+    ("head", "idle"): SMALL,
 }
-"""Each layout with one of these, and in one way; the two kinds of experts with both."""
-REST = {("hybrid", "idle"): STAGED, ("embedding", "uneven"): STAGED, ("head", "idle"): SMALL}
 STEPS = 3
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
-UNDER_PLAIN = ("modules", "dtensor", "hybrid", "head", "alone", *(["placed"] if CAN_PLACE else []))
+UNDER_PLAIN = ("modules", "dtensor", "hybrid")
+REST_UNDER_PLAIN = ("head", "alone", *(["placed"] if CAN_PLACE else []))
 
 
-def all_runs(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for layout in UNDER_PLAIN:
-        found[layout, "plain"] = run(rank, layout, EVEN, range(STEPS), use_odc=False)
+def all_runs(
+    rank: int, world_size: int, layouts: Sequence[str], chosen: Mapping[tuple[str, str], str]
+) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
+    even = {}
+    for layout in layouts:
         ways = BOTH if layout == "dtensor" else BOTH[:1]
-        found[layout, "even"] = each_way(ways, run, rank, layout, EVEN, range(STEPS))
-    return found | uneven_runs(rank, world_size, CHECKED)
-
-
-def uneven_runs(rank: int, world_size: int, chosen: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Any]:
-    return {
+        plain = run(rank, layout, EVEN, range(STEPS), use_odc=False)
+        even[layout] = plain, each_way(ways, run, rank, layout, EVEN, range(STEPS))
+    return even, {
         (layout, name): each_way([way], run, rank, layout, COUNTS[name], range(STEPS))[0]
         for (layout, name), way in chosen.items()
     }
 
 
-@pytest.fixture(scope="module")
-def on_one_host() -> list[Any]:
-    return run_ranks(4, all_runs, timeout_s=400)
+@pytest.fixture(
+    scope="module", params=[(UNDER_PLAIN, CHECKED), further((REST_UNDER_PLAIN, REST))], ids=["some", "rest"]
+)
+def on_one_host(request: pytest.FixtureRequest) -> list[Any]:
+    return run_ranks(4, all_runs, *request.param, timeout_s=400)
 
 
-@pytest.mark.parametrize("layout", UNDER_PLAIN)
-def test_units_on_several_meshes_train_as_under_plain_fsdp2(layout: str, on_one_host: Any) -> None:
-    for of_rank in on_one_host:
-        their_norms, theirs = of_rank[layout, "plain"]
-        for our_norms, ours in of_rank[layout, "even"]:
-            assert our_norms == pytest.approx(their_norms, rel=1e-6)
-            assert largest_difference(ours, theirs) < 1e-6
+def test_units_on_several_meshes_train_as_under_plain_fsdp2(on_one_host: list[Any]) -> None:
+    for even, _ in on_one_host:
+        for (their_norms, theirs), found in even.values():
+            for our_norms, ours in found:
+                assert our_norms == pytest.approx(their_norms, rel=1e-6)
+                assert largest_difference(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize(("layout", "name"), CHECKED)
-def test_uneven_microbatches_train_as_one_process(layout: str, name: str, on_one_host: Any) -> None:
-    check([of_rank[layout, name] for of_rank in on_one_host], layout, COUNTS[name], range(STEPS))
-
-
-@pytest.mark.extended
-def test_further_uneven_microbatches_train_as_one_process() -> None:
-    found = run_ranks(4, uneven_runs, REST)
-    for layout, name in REST:
-        check([of_rank[layout, name] for of_rank in found], layout, COUNTS[name], range(STEPS))
+def test_uneven_microbatches_train_as_one_process(on_one_host: list[Any]) -> None:
+    for layout, name in on_one_host[0][1]:
+        check([uneven[layout, name] for _, uneven in on_one_host], layout, COUNTS[name], range(STEPS))
 
 
 # Beside tensor parallelism, and under FSDP1
