@@ -119,7 +119,7 @@ def _main(
     if enter is not None:
         enter(rank, world_size)
     torch.set_num_threads(1)
-    gc.set_threshold(20_000, 20, 20)  # a rank is over before garbage counts; to look for it takes a tenth of its time
+    gc.set_threshold(20_000, 20, 20)  # a rank is over before garbage counts, and looking for it takes time
     on_device.enter()
     dist.init_process_group(
         "gloo",
