@@ -56,7 +56,7 @@ bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of par
 	$(VENV)/bin/odc bench partition-quality --json runs/partition_quality.json
 	$(VENV)/bin/odc bench post-balance --json runs/post_balance.json
 
-report: $(STAMP)  ## what can be measured on this machine, as one document: bench/REPORT.md (about 22 minutes)
+report: $(STAMP)  ## what can be measured on this machine, as one document: runs/report/REPORT.md (about 22 minutes)
 	$(VENV)/bin/odc bench report
 
 clean:  ## remove everything the other targets made

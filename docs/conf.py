@@ -73,7 +73,6 @@ _PAGES = {
     "SECURITY.md": "security.md",
     "odc/minibatch/PROTOCOL.md": "protocol.md",
     "odc/items/PROTOCOL.md": "items_protocol.md",
-    "bench/REPORT.md": "report.md",
     "bench/results/UNPROVEN.md": "unproven.md",
 }
 _INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", re.MULTILINE)

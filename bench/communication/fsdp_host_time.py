@@ -345,25 +345,6 @@ def figures(result: Entries) -> Figures:
         yield f"| {ranks} ranks |", f" {' | '.join(format(row['ratio']['median'], '.2f') + 'x' for row in rows)} |"
 
 
-def figures_staged(result: Entries) -> Figures:
-    parts = {row["part"]: row for row in result["parts"]}
-    percent = {name: row["percent"]["median"] for name, row in parts.items()}
-    yield (
-        "Before, when all went through FSDP2's buffers, ",
-        f"FSDP2 itself needed {parts[OWN]['us']['median']:.0f} us and ODC added {percent['all of ODC']:.0f} %: "
-        f"{percent['interception']:.1f} % for interception, {percent['guard']:.1f} % for change detection, "
-        f"{percent['transfers']:.1f} % for transfers",
-    )
-
-
-def figures_before(result: Entries) -> Figures:
-    percent = {row["part"]: row["percent"]["median"] for row in result["parts"]}
-    yield (
-        "while `.grad` was watched by an attribute of its own, ",
-        f"it was {percent['all of ODC']:.0f} %, and models that are not patched paid {percent['other models']:.0f} %",
-    )
-
-
 _KEYS = (Column("ranks", "ranks"), Column("parameters", "parameters"))
 
 BENCHMARK = Benchmark(
@@ -393,9 +374,5 @@ BENCHMARK = Benchmark(
         Table("kinds", "kinds of microbatch", (*_KEYS, Column("kind", "kind")), (Column("us", "us", ".1f"),)),
     ),
     quick={"units": 8, "rounds": 3, "repetitions": 4},
-    figures=(
-        ("docs/performance.md", figures, ["fsdp_host_time_in_place"]),
-        ("docs/performance.md", figures_staged, ["fsdp_host_time"]),
-        ("docs/performance.md", figures_before, ["fsdp_host_time_before"]),
-    ),
+    figures=(("docs/performance.md", figures, ["fsdp_host_time"]),),
 )

@@ -69,15 +69,10 @@ def figures(result: Entries) -> Figures:
     )
 
 
-def figures_before(result: Entries) -> Figures:
-    slower, longer = _halves(result)
-    yield "", f"it was {slower['daemon']['of_own']:.1f} and {longer['daemon']['of_longest']:.2f} times with daemons"
-
-
 BENCHMARK = Benchmark(
     measure,
     "1 min, quick 40 s",
     (replace(TABLE, title="uneven minibatches over {transport}: medians (20th-80th percentile)"),),
     quick={"ranks": 2, "repetitions": 2},
-    figures=(("docs/gpu.md", figures, ["uneven"]), ("docs/gpu.md", figures_before, ["uneven_before"])),
+    figures=(("docs/gpu.md", figures, ["uneven"]),),
 )

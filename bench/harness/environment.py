@@ -40,8 +40,12 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-WRITTEN = ("bench/REPORT.md", "bench/report", "bench/results")
+WRITTEN = "bench/results"
 """What benchmarks write into the tree: two runs in turn are of the same code."""
+
+
+WIDTH = 160
+"""Of a line of a result."""
 
 
 def commit() -> str:
@@ -52,9 +56,7 @@ def commit() -> str:
 
     try:
         name = git("describe", "--always", "--exclude=*")
-        changed = git(
-            "status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){p}" for p in WRITTEN)
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(top,exclude){WRITTEN}")
     except FileNotFoundError:
         return ""
     return f"{name}-dirty" if changed else name
@@ -64,5 +66,18 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
     """As JSON, all or nothing: whoever is killed meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.write_text(_lines(json.loads(json.dumps(document))) + "\n")
     unfinished.replace(path)
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON in which what fits stands on one line: a row of a table is one in a diff."""
+    line = json.dumps(value)
+    if len(indent) + len(line) <= WIDTH or not value or not isinstance(value, dict | list):
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(name)}: {_lines(entry, inner)}" for name, entry in value.items()]
+    else:
+        entries = [_lines(entry, inner) for entry in value]
+    return f"\n{inner}".join([line[0], f",\n{inner}".join(entries)]) + f"\n{indent}{line[-1]}"

@@ -1,7 +1,7 @@
 """A report of this machine: the benchmarks that make sense without a GPU, with fixed settings, as one document.
 
-    odc bench report            # from the repository's root: bench/REPORT.md, its pictures in bench/report/
-    odc bench report --quick    # a first look, of small sizes: runs/report/REPORT.md
+    odc bench report            # from the repository's root: runs/report/REPORT.md, its pictures beside it
+    odc bench report --quick    # a first look, of small sizes: runs/report-quick/REPORT.md
 
 The text is fixed, so that two reports differ in figures only. A section that fails says so, with the benchmark's name,
 and does not lose the others; the command then ends with 1. The document is written anew behind each section, and holds
@@ -114,7 +114,7 @@ def _measured_on() -> str:
 def measure(
     run: Run,
     out: Annotated[Path, typer.Option(help="The document; pictures go to the folder report/ beside it.")] = Path(
-        "bench/REPORT.md"
+        "runs/report/REPORT.md"
     ),
     section: Annotated[
         list[str] | None, typer.Option(help=f"Only these: {', '.join(section.name for section in SECTIONS)}.")
@@ -150,6 +150,6 @@ BENCHMARK = Benchmark(
             (Column("outcome", "outcome"), Column("s", "seconds", ".0f")),
         ),
     ),
-    quick={"out": Path("runs/report/REPORT.md")},
+    quick={"out": Path("runs/report-quick/REPORT.md")},
     needs="the extras examples and plot, the repository",
 )

@@ -227,9 +227,9 @@ def test_ranks_of_torchrun_must_be_as_many_as_are_asked_for(monkeypatch: pytest.
 def test_what_benchmarks_write_does_not_make_their_commit_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a report is of the same code as the one before it."""
+    """So that two runs in turn are of the same code."""
     monkeypatch.chdir(tmp_path)
-    for name in ("code.py", "bench/REPORT.md", "bench/report/picture.png"):
+    for name in ("code.py", "bench/results/demo.json"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("before\n")
@@ -237,8 +237,7 @@ def test_what_benchmarks_write_does_not_make_their_commit_another_one(
         subprocess.run(["git", *arguments], check=True)
     clean = commit()
     assert clean
-    (tmp_path / "bench/REPORT.md").write_text("after\n")
-    (tmp_path / "bench/report/picture.png").write_text("after\n")
+    (tmp_path / "bench/results/demo.json").write_text("after\n")
     assert commit() == clean
     (tmp_path / "code.py").write_text("after\n")
     assert commit() == f"{clean}-dirty"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -78,7 +79,7 @@ def measure(
         },
         "counts": {status: counts[status] for status in OUTCOMES},
         "by_transport_and_action": _counts(outcomes),
-        "trials": [outcome.as_row() for outcome in outcomes],
+        "trials": [asdict(outcome) for outcome in outcomes if not outcome.is_good],
     }
 
 

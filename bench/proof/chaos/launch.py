@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,6 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         return self.status == "right"
-
-    def as_row(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def measure(
         "by_kind": list(_counts(outcomes)),
         "refused": [{"why": why, "times": times} for why, times in refusals.most_common()],
         "largest_errors_fp32": {w: max(errors[w] for errors in compared) for w in compared[0]} if compared else {},
-        "cases": [outcome.as_row() for outcome in outcomes],
+        "cases": [asdict(outcome) for outcome in outcomes if outcome.status not in GOOD],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +35,6 @@ class Outcome:
     errors: dict[str, float] | None = None
     """The largest error of losses, gradients, what the script has seen of gradients, and parameters."""
     seconds: float = 0.0
-
-    def as_row(self) -> dict[str, object]:
-        return {**asdict(self), "case": asdict(self.case)}
 
 
 class PlainFails(Exception):
