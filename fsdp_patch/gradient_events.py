@@ -6,7 +6,7 @@ intercepted shares one list of listeners, and whoever joins it meanwhile is told
 
 [Note: Watched waits] Clipping sums the norm over the ranks by a collective, and scripts have collectives of their own.
 Nobody can look around inside them. So a session knows while its rank is in one, its watchdog looks instead, and makes
-it fail if a rank of the job has failed (:mod:`odc.liveness.watchdog`).
+it fail if a rank of the job has failed (:mod:`odc.rank.watchdog`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
 from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.partners import Counts
+from odc.rank.context import agree
 from odc.setup.agreement import Exchange, ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
-from odc.setup.context import agree
 from odc.timeline import Stats
 
 logger = logging.getLogger("odc")

@@ -717,7 +717,7 @@ MUTANTS = (
         "liveness-a-wait-forgets-deaths",
         "A wait looks whether a rank has closed, and not whether it is dead. Where a rank is killed the others wait for the whole time limit, ten minutes.",
         ("tests/liveness/test_faults.py::test_a_killed_rank_is_named_by_all_others",),
-        "odc/liveness/waiting.py",
+        "odc/rank/waiting.py",
         (
             (
                 "if transport.peers.by_rank[rank].state is PeerState.ALIVE:",
@@ -731,7 +731,7 @@ MUTANTS = (
         (
             "tests/liveness/test_waiting.py::test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes",
         ),
-        "odc/liveness/watchdog.py",
+        "odc/rank/watchdog.py",
         (
             (
                 """            self._job.abort(notice)  # of the other group; who has one keeps the first
@@ -744,7 +744,7 @@ MUTANTS = (
         "liveness-the-nearest-rank-is-to-blame",
         "A rank that waits itself is blamed in place of the one that it waits for. Where one rank hangs in a chain of waits nobody is ever found, or the wrong one.",
         ("tests/liveness/test_waiting.py",),
-        "odc/liveness/waiting.py",
+        "odc/rank/waiting.py",
         (("blamed = max(chain, key=lambda one: silences[one] - self.limit_s(one))", "blamed = chain[0]"),),
     ),
     Mutant(
@@ -753,7 +753,7 @@ MUTANTS = (
         (
             "tests/liveness/test_waiting.py::test_a_rank_that_waits_for_this_one_in_a_collective_of_all_is_not_waited_for",
         ),
-        "odc/liveness/waiting.py",
+        "odc/rank/waiting.py",
         (("return 0 < ahead < IN_COLLECTIVE // 2", "return ahead < IN_COLLECTIVE // 2"),),
     ),
     Mutant(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from odc.config import RuntimeConfig
 from odc.errors import MisuseError, OdcError, PeerClosedError, PeerDiedError, ProtocolError, SetupError
 from odc.items.routes import Layout, Place
-from odc.setup.context import RankContext
+from odc.rank.context import RankContext
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer, Transport
 
@@ -123,7 +123,7 @@ class ItemContext(RankContext):
         self._waiter.check()
 
     def explain(self, error: OdcError, what: str) -> OdcError:
-        """See :meth:`odc.liveness.waiting.Waiter.explain`."""
+        """See :meth:`odc.rank.waiting.Waiter.explain`."""
         return self._waiter.explain(error, what)
 
     def record(self, kind: str, label: str, started_ns: int, places: Iterable[Place]) -> float:
@@ -142,7 +142,7 @@ class ItemContext(RankContext):
 
         Raises:
             ProtocolError: it never will be for one of them.
-            what :meth:`odc.liveness.waiting.Waiter.wait` raises.
+            what :meth:`odc.rank.waiting.Waiter.wait` raises.
         """
         late = [rank for rank in ranks if not is_there(rank)]
         if not late:

@@ -19,9 +19,9 @@ from odc.config import RuntimeConfig
 from odc.items.channel import RING, WORDS, Channel, ItemContext, Signal
 from odc.items.rounds import Round
 from odc.items.routes import Layout, Routes
-from odc.liveness.watchdog import StreamWatchdog
+from odc.rank.context import RankContext, agree, complete, connect, weak_abort
+from odc.rank.watchdog import StreamWatchdog
 from odc.setup.agreement import Exchange, together
-from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.timeline import Timeline
 from odc.transports.base import HOST, Transport, aligned
 

@@ -11,7 +11,7 @@ import torch
 from odc.errors import MisuseError
 from odc.items.channel import Channel, RoundState, Signal
 from odc.items.routes import Place
-from odc.liveness.waiting import GONE
+from odc.rank.waiting import GONE
 
 Row = tuple[Place, torch.Tensor]
 """An item, and where it is copied to."""

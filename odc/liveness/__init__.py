@@ -1,1 +1,1 @@
-"""Who waits for whom, who is dead, and how it ends: waits, watchdogs, helper threads, injected faults."""
+"""How a rank ends and how its death is seen: processes, helper threads, what runs at exit, injected faults."""

@@ -24,7 +24,7 @@ from odc import limits
 from odc.config import RuntimeConfig
 from odc.engines.base import Addition, Engine, Part
 from odc.errors import ConfigError, ProtocolError
-from odc.liveness.waiting import Endpoint
+from odc.rank.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
 from odc.units import Rows, UnitSpec, offsets_of, segments
 

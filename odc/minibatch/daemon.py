@@ -29,8 +29,8 @@ from odc import limits
 from odc.engines.base import Engine, Part
 from odc.errors import OUR_FAULT, ProtocolError
 from odc.liveness.threads import HelperThread
-from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore, Arrived
+from odc.rank.waiting import GONE, Endpoint
 from odc.transports.base import aligned
 from odc.units import Rows, UnitSpec
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from odc.errors import OUR_FAULT, ProtocolError
-from odc.liveness.waiting import GONE, Waiter
 from odc.minibatch.state import JointState, MinibatchState
+from odc.rank.waiting import GONE, Waiter
 from odc.transports.base import Transport
 
 Counts = Callable[[], Sequence[int]]

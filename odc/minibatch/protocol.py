@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from odc.errors import OUR_FAULT, MisuseError, PeerClosedError, PeerDiedError, ProtocolError
-from odc.liveness.waiting import GONE, Endpoint
 from odc.minibatch.accumulators import AccumulatorStore
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.state import MinibatchState, Phase
+from odc.rank.waiting import GONE, Endpoint
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer
 from odc.units import Destination, Rows, UnitSpec

@@ -25,15 +25,15 @@ from odc.engines.base import TransferTable
 from odc.errors import OUR_FAULT, MisuseError, OdcError
 from odc.liveness.gloo import is_of_collective, num_entered
 from odc.liveness.leaving import Closable
-from odc.liveness.waiting import Endpoint
-from odc.liveness.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.minibatch.partners import Counts, Partners, why_stuck
 from odc.minibatch.protocol import End, MinibatchProtocol
 from odc.minibatch.state import JointState, MinibatchState, Phase
+from odc.rank.context import RankContext, agree, complete, connect, weak_abort
+from odc.rank.waiting import Endpoint
+from odc.rank.watchdog import InCollective, JobWatchdog, StreamWatchdog
 from odc.setup.agreement import Exchange, gather_together, raise_together, together
-from odc.setup.context import RankContext, agree, complete, connect, weak_abort
 from odc.setup.topology import Topology
 from odc.timeline import Stats, Timeline
 from odc.transports import registry
@@ -132,7 +132,7 @@ class Runtime(RankContext):
             end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
-            leader: another runtime of this rank, see :class:`~odc.setup.context.RankContext`.
+            leader: another runtime of this rank, see :class:`~odc.rank.context.RankContext`.
             then: the last step of set-up.
 
         Raises:

@@ -32,7 +32,7 @@ from training import build, loss_of, optimizer_of, shard, tokens, wrap
 import odc
 import odc.fsdp_patch.fsdp2_unit
 import odc.fsdp_patch.session
-import odc.setup.context
+import odc.rank.context
 
 
 def hybrid_of_hybrid(model: nn.Module, world_size: int) -> None:
@@ -251,7 +251,7 @@ def differing_models(rank: int, world_size: int, difference: str) -> None:
     """Fault test 20: the parameter table, a dtype, an option or a version differs on rank 1."""
     odd = rank == 1
     if difference == "version" and odd:
-        odc.setup.context.__version__ = "9.9.9"  # type: ignore[attr-defined]
+        odc.rank.context.__version__ = "9.9.9"  # type: ignore[attr-defined]
     model = build(vocabulary=18 if difference == "shape" and odd else 17)
     if difference == "frozen" and odd:
         model.blocks[1].up.weight.requires_grad_(False)

@@ -17,7 +17,7 @@ import torch
 from thread_ranks import ThreadExchange, run_threads, values
 
 from odc import ParamSlice, PeerClosedError, Runtime, RuntimeConfig, UnitSpec
-from odc.setup.context import Leaving, shut_down
+from odc.rank.context import Leaving, shut_down
 
 
 class Part:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from odc.liveness import waiting
-from odc.liveness.waiting import Failure, Patience
-from odc.liveness.watchdog import InCollective, JobWatchdog
+from odc.rank import waiting
+from odc.rank.waiting import Failure, Patience
+from odc.rank.watchdog import InCollective, JobWatchdog
 from odc.transports._control import Heartbeats
 from odc.transports._peers import IN_COLLECTIVE, PeerState, in_collective
 

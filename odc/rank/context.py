@@ -24,8 +24,8 @@ from odc.errors import AbortedError, MisuseError, OdcError
 from odc.liveness.faults import FaultInjector
 from odc.liveness.leaving import CLOSING, Closable, has_failed_at_exit, last_error, run_all
 from odc.liveness.threads import in_helper
-from odc.liveness.waiting import Failure, Job, Waiter, WaitStats
-from odc.liveness.watchdog import StreamWatchdog
+from odc.rank.waiting import Failure, Job, Waiter, WaitStats
+from odc.rank.watchdog import StreamWatchdog
 from odc.setup.agreement import Exchange, is_known_everywhere, no_op, require_agreement
 from odc.setup.topology import Topology
 from odc.transports import registry

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from odc import limits
 from odc.errors import PeerDiedError, PeerSilentError, ProtocolError
 from odc.liveness.threads import HelperThread
-from odc.liveness.waiting import Failure, Job, Patience
+from odc.rank.waiting import Failure, Job, Patience
 from odc.transports._peers import PeerState
 from odc.transports.base import Transport
 

@@ -6,7 +6,7 @@ anew; silence for the whole limit, or death, is an error that says who, what for
 
 On-demand communication runs inside a shard group. With replicas (hybrid sharding) a rank belongs to two groups: its
 shard group, and the ranks with the same place in the other shard groups. Each group has a transport; what is told in
-one group is passed on to the other (:mod:`odc.liveness.watchdog`), and so reaches every rank of the mesh in two steps.
+one group is passed on to the other (:mod:`odc.rank.watchdog`), and so reaches every rank of the mesh in two steps.
 Units on other meshes add their groups.
 :class:`Job` is what one rank hears of all of them, by their numbers in the job.
 """
