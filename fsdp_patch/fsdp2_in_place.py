@@ -45,7 +45,7 @@ SMALL_NUMEL = 4096
 
 def is_small(param: FsdpParam) -> bool:
     """Whether its slices travel with those of others. These parameters are the last ones of a unit."""
-    return param.padded.numel() <= SMALL_NUMEL and param.shard_dim == 0
+    return param.numel <= SMALL_NUMEL and param.shard_dim == 0
 
 
 class Held:
@@ -103,6 +103,8 @@ class InPlace:
         self._trainable = [param for param, _ in params if param.sharded.requires_grad]
         self._small_grads = {id(param) for param in self._trainable if param in small}
         self._places: Destination | None = None
+        self.gathered: tuple[torch.Tensor, ...] = ()
+        """All memory that a gather writes; none if there was none for the first one."""
         self._small_rows = torch.empty(0, dtype=params[0][1], device=device)
 
     def enter(self) -> Undo:
@@ -171,10 +173,10 @@ class InPlace:
             large = self._params[: -len(self._small) or None]
             rows = [param.rows_of(param.gathered, self._world_size) for param, _ in large]
             if self._small:
-                numel = sum(param.padded.numel() for param in self._small)
+                numel = sum(param.numel for param in self._small)
                 self._small_rows = torch.empty(self._world_size, numel, dtype=self._params[0][1], device=self._device)
                 rows.append(self._small_rows)
-            self._places = Destination(rows)
+            self._places, self.gathered = Destination(rows), tuple(param.gathered for param, _ in self._params)
         elif self._small:
             self._small_rows.untyped_storage().resize_(self._small_rows.nbytes)
         return self._places
@@ -182,15 +184,10 @@ class InPlace:
     def hand_out(self) -> None:
         """What was gathered into one buffer, the small ones, into each of them."""
         if self._small:
-            sizes = [param.padded.numel() for param in self._small]
+            sizes = [param.numel for param in self._small]
             outs = [param.gathered.view(self._world_size, -1) for param in self._small]
             torch.split_with_sizes_copy(self._small_rows, sizes, dim=1, out=outs)
             self._small_rows.untyped_storage().resize_(0)
-
-    @property
-    def gathered(self) -> tuple[torch.Tensor, ...]:
-        """All memory that a gather writes; none if there was none for the first one."""
-        return tuple(param.gathered for param, _ in self._params) if self._places is not None else ()
 
     def rows(self, grads: dict[int, torch.Tensor]) -> list[Rows]:
         """Gradients as they are pushed; ``grads``: by the id of the FSDPParam, unsharded."""
@@ -200,12 +197,11 @@ class InPlace:
             small = []
         rows = []
         for param, grad in here[: -len(small) or None]:
-            numel = param.padded.numel()
             if grad.dtype.itemsize > self._grad_dtype.itemsize:  # what is sent is rounded, as by a reduce-scatter
                 grad = grad.to(self._grad_dtype)
-            rows.append(Rows(param.rows_of(grad.contiguous(), self._world_size), numel))
+            rows.append(Rows(param.rows_of(grad.contiguous(), self._world_size), param.numel))
         if small:
-            numel = sum(param.padded.numel() for param, _ in small)
+            numel = sum(param.numel for param, _ in small)
             together = torch.empty(self._world_size, numel, dtype=self._grad_dtype, device=self._device)
             small_grads = [grad for _, grad in small]
             if (

@@ -35,7 +35,7 @@ class FsdpParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, without padding."""
-        tensor: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        tensor: torch.Tensor = self.inner.sharded_param._local_tensor
         return tensor
 
     @property
@@ -70,14 +70,19 @@ class FsdpParam:
         parameter: torch.Tensor | None = getattr(self.inner, "_sharded_post_forward_param", None)
         return parameter
 
-    @property
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of :attr:`padded`."""
+        return self.padded.numel()
+
+    @functools.cached_property
     def shard_dim(self) -> int:
         """The dimension that is divided among the ranks. Only 0 is divided unevenly, with padding."""
         return int(self.inner.fsdp_placement.dim)
 
     def allocate_full(self, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Give the unsharded parameter its memory, as FSDP2 does before it copies there what it has gathered."""
-        self.inner.init_all_gather_outputs([self.padded.numel()], [dtype], world_size, device)
+        self.inner.init_all_gather_outputs([self.numel], [dtype], world_size, device)
         self.inner.alloc_all_gather_outputs()
 
     @property
@@ -94,8 +99,8 @@ class FsdpParam:
             size = list(self.inner.padded_sharded_param_size)
             size.insert(self.shard_dim, world_size)
             return whole.view(size).movedim(self.shard_dim, 0)
-        numel = self.padded.numel()
-        return whole.view(world_size, numel) if whole.numel() == world_size * numel else whole.view(-1)
+        is_whole = whole.numel() == world_size * self.numel
+        return whole.view(world_size, self.numel) if is_whole else whole.view(-1)
 
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient that :func:`have_gradients` tells of."""

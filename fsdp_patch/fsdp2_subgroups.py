@@ -138,7 +138,7 @@ class SubgroupUnit(Fsdp2Unit):
         """Gradients, one row per rank, as they are pushed to the places of this subgroup."""
         by_place = grads.view(self._groups, self._places, -1).transpose(0, 1)
         pushed = torch.empty(self._places, grads.numel() // self._places, dtype=grads.dtype, device=grads.device)
-        numels = [p.padded.numel() for p, here in zip(self.trainable, present, strict=True) if here]
+        numels = [p.numel for p, here in zip(self.trainable, present, strict=True) if here]
         for start, numel in _spans(numels):
             part = pushed[:, start * self._groups : (start + numel) * self._groups]
             part.view(self._places, self._groups, numel).copy_(by_place[:, :, start : start + numel])
@@ -146,7 +146,7 @@ class SubgroupUnit(Fsdp2Unit):
 
     def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
         rows = torch.empty(self._groups, total.numel() // self._groups, dtype=total.dtype, device=total.device)
-        for start, numel in _spans([p.padded.numel() for p in self.trainable]):
+        for start, numel in _spans([p.numel for p in self.trainable]):
             part = total[start * self._groups : (start + numel) * self._groups]
             rows[:, start : start + numel] = part.view(self._groups, numel)
         return replicas.reduce_scatter(rows, f"gradient of {self.name!r}")

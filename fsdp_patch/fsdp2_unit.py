@@ -286,7 +286,7 @@ class Fsdp2Unit(Unit):
     def inputs(self) -> list[list[tuple[int, torch.dtype]]]:
         """Elements and dtype of each tensor that travels of each parameter."""
         return [
-            [(p.padded.numel(), dtype)] if p.extension is None else p.extension.inputs
+            [(p.numel, dtype)] if p.extension is None else p.extension.inputs
             for p, dtype in zip(self.params, self.compute_dtypes, strict=True)
         ]
 
@@ -327,7 +327,7 @@ class Fsdp2Unit(Unit):
             name=self.name,
             shard_numel=sum(self._numels),
             dtype=self.gather_dtype,
-            params=tuple(ParamSlice(p.name, p.padded.numel()) for p in self.trainable),
+            params=tuple(ParamSlice(p.name, p.numel) for p in self.trainable),
             grad_dtype=self.grad_dtype,
         )
 
@@ -399,7 +399,7 @@ class Fsdp2Unit(Unit):
             if here and (one is None or one.stood):
                 handle = one.handle if one is not None and one.parameter is param.sharded else None
                 param.add_to_grad(mean[offset : offset + param.local.numel()], handle)
-            offset += param.padded.numel()
+            offset += param.numel
 
     def places(self) -> Sequence[Place]:
         known = self._gradient_places

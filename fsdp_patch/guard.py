@@ -33,6 +33,7 @@ counted; and the rest, which takes a wait, where a script is likely to have chan
 from __future__ import annotations
 
 import ctypes
+import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -207,7 +208,7 @@ class _Trace:
             self.memory is watched.memory
             and self.holder is watched.holder
             and self._address == watched.memory.data_ptr()
-            and all(one is other for one, other in zip(self.counted, watched.counted, strict=True))
+            and all(map(operator.is_, self.counted, watched.counted))
         )
 
     def _count(self) -> int:

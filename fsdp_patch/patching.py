@@ -28,8 +28,8 @@ from odc.fsdp_patch.session import Connection, Session, close_failed
 from odc.fsdp_patch.together import find_partners
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections
-from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.partners import Counts
+from odc.minibatch.runtime import Mesh, Runtime
 from odc.rank.context import agree
 from odc.setup.agreement import Exchange, ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
 from odc.timeline import Stats
@@ -181,9 +181,13 @@ def _connect(
             joined.append(Mesh([unit.spec() for unit in units], shards, replicas))
     if any(spec.grad_dtype == torch.float64 for mesh in joined for spec in mesh.units):
         config = replace(config, accumulate_dtype=torch.float64)
-    runtime = connect_meshes(
-        joined or [Mesh([], exchange)],
+    first, *others = joined or [Mesh([], exchange)]
+    runtime = Runtime.create(
+        first.exchange,
+        first.units,
         config,
+        replicas=first.replicas,
+        others=others,
         device=device,
         partners=list(partners.items()) if joined else (),
         end_collectives=end_connections if joined else None,

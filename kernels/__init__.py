@@ -7,13 +7,6 @@ kernel `_x_kernel` has a launcher and a plain-torch twin `x_reference`. Between 
 and loads beforehand what steps launch; ``python -m odc.kernels.aot`` compiles all, without a GPU.
 """
 
-from odc.kernels.chunked import (
-    CHUNK_BYTES,
-    add_all_chunked,
-    add_chunked,
-    copy_all_chunked,
-    copy_chunked,
-    zero_chunked,
-)
+from odc.kernels.chunked import CHUNK_BYTES, add_chunked, copy_chunked, zero_chunked
 
-__all__ = ["CHUNK_BYTES", "add_all_chunked", "add_chunked", "copy_all_chunked", "copy_chunked", "zero_chunked"]
+__all__ = ["CHUNK_BYTES", "add_chunked", "copy_chunked", "zero_chunked"]

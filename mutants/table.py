@@ -524,7 +524,7 @@ MUTANTS = (
         "In the sum of a unit each parameter is looked for right behind the one before, without the padding of its shard. Where a parameter cannot be cut evenly, the last rank trains the next ones with shifted gradients.",
         ("tests/fsdp/test_fsdp2_parity.py::test_different_modules_per_rank_and_microbatch_match_one_float64_process",),
         "fsdp_patch/fsdp2_unit.py",
-        (("offset += param.padded.numel()", "offset += param.local.numel()"),),
+        (("offset += param.numel", "offset += param.local.numel()"),),
     ),
     Mutant(
         "fsdp-partners-count-one-group-only",
@@ -820,8 +820,8 @@ MUTANTS = (
         "minibatch-ends-are-those-of-the-first-mesh",
         "Where units are on several meshes, only what ranks of the first one say at the end of a minibatch is heard. Who keeps gradients, or changes parameters, on another mesh is not found to differ.",
         ("tests/minibatch/test_joint.py::test_versions_and_sums_are_those_of_the_minibatch_on_every_mesh",),
-        "odc/minibatch/joint.py",
-        (("return [end for one in self.meshes for end in one._protocol.ends]", "return self._protocol.ends"),),
+        "odc/minibatch/runtime.py",
+        (("return [end for protocol in self._protocol.meshes for end in protocol.ends]", "return self._protocol.ends"),),
     ),
     Mutant(
         "minibatch-ends-of-two-minibatches-share-a-place",
@@ -830,8 +830,8 @@ MUTANTS = (
         "odc/minibatch/protocol.py",
         (
             (
-                "return (number % 2 * self._world_size + rank) * _END_WORDS",
-                "return (number % 1 * self._world_size + rank) * _END_WORDS",
+                "return (number % 2 * self.world_size + rank) * _END_WORDS",
+                "return (number % 1 * self.world_size + rank) * _END_WORDS",
             ),
         ),
     ),
@@ -842,7 +842,7 @@ MUTANTS = (
         "odc/minibatch/protocol.py",
         (
             (
-                """        for one in self._meshes:
+                """        for one in self.meshes:
             one._await_done()""",
                 "        self._await_done()",
             ),
@@ -885,11 +885,11 @@ MUTANTS = (
         "minibatch-other-meshes-are-not-closed",
         "Where units are on several meshes, a session that is closed closes the transport of the first one only. Ranks of the others are not told, and its memory lasts until garbage is collected.",
         ("tests/minibatch/test_joint.py::test_versions_and_sums_are_those_of_the_minibatch_on_every_mesh",),
-        "odc/minibatch/joint.py",
+        "odc/minibatch/runtime.py",
         (
             (
-                "return [*super()._transports(), *(one for other in self._others for one in other._transports())]",
-                "return super()._transports()",
+                "return [self._transport, *self._beside, *(each for one in self._others for each in one._transports())]",
+                "return [self._transport, *self._beside]",
             ),
         ),
     ),
@@ -916,8 +916,8 @@ MUTANTS = (
         "odc/minibatch/protocol.py",
         (
             (
-                "add(owner, unit, rows[owner], numels, present, minibatch)",
-                "add(owner, unit, rows[(owner + 1) % self._world_size], numels, present, minibatch)",
+                "add(owner, unit, rows[owner], layout, minibatch)",
+                "add(owner, unit, rows[(owner + 1) % self.world_size], layout, minibatch)",
             ),
         ),
     ),
@@ -1007,9 +1007,9 @@ MUTANTS = (
         "odc/minibatch/accumulators.py",
         (
             (
-                """        if not block.try_lock(unit, self._rank):
+                """        if self._has_locks and not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)""",
-                "        block.try_lock(unit, self._rank)",
+                "        _ = self._has_locks and block.try_lock(unit, self._rank)",
             ),
         ),
     ),
@@ -1027,10 +1027,8 @@ MUTANTS = (
         "odc/minibatch/accumulators.py",
         (
             (
-                """                if first:
-                    self._engine.zero(total[offset : offset + length], self._after_chunk)
-                continue""",
-                "                continue",
+                "for offset, numel in layout.gaps if first else ():",
+                "for offset, numel in layout.gaps if None else ():",
             ),
         ),
     ),

@@ -78,7 +78,7 @@ class UnitSpec:
 
 
 class Destination:
-    """Where a gather puts a unit that has no flat tensor of its own: each part of the shards by itself.
+    """Where a gather puts a unit: each part of the shards by itself. Flat memory is one part, of a row for each rank.
 
     Args:
         outs: of each part of a shard, in their order, and of one dtype: [world_size, ...], row r for what rank r has
@@ -92,17 +92,17 @@ class Destination:
     """
 
     def __init__(self, outs: Sequence[torch.Tensor]) -> None:
-        self.outs = list(outs)
+        self.outs = outs
         self.dtype = outs[0].dtype
-        self.numels = [out.numel() // out.shape[0] for out in outs]
-        """Elements of each part."""
-        self.shard_numel = sum(self.numels)
-        self.nbytes = sum(out.nbytes for out in outs)
+        self.shapes = [out.shape[1:] for out in outs]
+        """Of a row of each."""
+        self.nbytes = sum([out.nbytes for out in outs])
+        self.shard_numel = self.nbytes // self.dtype.itemsize // len(outs[0])
 
     @cached_property
-    def rows(self) -> list[list[torch.Tensor]]:
+    def rows(self) -> list[tuple[torch.Tensor, ...]]:
         """By rank: the row of each part."""
-        return [list(rows) for rows in zip(*(out.unbind() for out in self.outs), strict=True)]
+        return list(zip(*[out.unbind() for out in self.outs], strict=True))
 
     @cached_property
     def flat(self) -> list[torch.Tensor | None]:
@@ -111,8 +111,8 @@ class Destination:
 
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a flat shard, each shaped as a row."""
-        parts = shard.split_with_sizes(self.numels)
-        return [part.view(out.shape[1:]) for part, out in zip(parts, self.outs, strict=True)]
+        parts = shard.split_with_sizes([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class Rows(NamedTuple):
@@ -122,6 +122,22 @@ class Rows(NamedTuple):
     """[world_size, ...], row r for rank r; or flat and too short for all rows: what the last ones lack is padding."""
     numel: int
     """Elements of a whole row."""
+
+    @classmethod
+    def of_flat(
+        cls, grads: torch.Tensor, unit: UnitSpec, present: Sequence[bool] | None, world_size: int
+    ) -> list[Rows]:
+        """Of memory that has the gradients of the ``present`` parameters (None: of all) back to back in each row.
+
+        >>> spec = UnitSpec("u", 8, torch.float32, (ParamSlice("a", 2), ParamSlice("b", 3), ParamSlice("c", 1)))
+        >>> [rows.grads.tolist() for rows in Rows.of_flat(torch.arange(6), spec, [True, False, True], 2)]
+        [[[0, 1], [3, 4]], [[2], [5]]]
+        """
+        whole = grads.view(world_size, -1)
+        if present is None or all(present):
+            return [cls(whole, whole.shape[1])]
+        runs = [(source, numel) for _, numel, source in segments(unit, present) if source is not None]
+        return [cls(whole[:, source : source + numel], numel) for source, numel in runs]
 
     def unbind(self, world_size: int) -> Sequence[torch.Tensor]:
         """Row by row; rows that are padding alone are empty.
@@ -144,23 +160,37 @@ class Segment(NamedTuple):
     source: int | None
 
 
-def offsets_of(unit: UnitSpec, parts: Sequence[Rows], present: Sequence[bool] | None) -> list[int]:
-    """Where in the unit's accumulator each part of a push goes, none of which spans a parameter that is left out.
+class Layout(NamedTuple):
+    """Where in the unit's accumulator the parts of a push go."""
 
-    >>> spec = UnitSpec("u", 8, torch.float32, (ParamSlice("a", 2), ParamSlice("b", 3), ParamSlice("c", 1)))
-    >>> offsets_of(spec, [Rows(torch.zeros(4), 2), Rows(torch.zeros(2), 1)], [True, False, True])
-    [0, 5]
-    """
-    starts = itertools.accumulate((part.numel for part in parts), initial=0)
-    if present is None:
-        return list(starts)[:-1]
-    filled = [segment for segment in segments(unit, present) if segment.source is not None]
-    found = []
-    for start in itertools.islice(starts, len(parts)):
-        offset, _, source = next(s for s in reversed(filled) if s.source is not None and s.source <= start)
-        assert source is not None
-        found.append(offset + start - source)
-    return found
+    present: tuple[bool, ...] | None
+    """Which parameters the push holds, if not all."""
+    numels: tuple[int, ...]
+    """Elements of a whole row of each part."""
+    offsets: tuple[int, ...]
+    gaps: tuple[tuple[int, int], ...]
+    """Offset and length of what the push lacks."""
+
+    @classmethod
+    def of(cls, unit: UnitSpec, numels: Sequence[int], present: Sequence[bool] | None) -> Layout:
+        """
+        Args:
+            numels: of the parts, none of which spans a parameter that is left out.
+
+        >>> spec = UnitSpec("u", 8, torch.float32, (ParamSlice("a", 2), ParamSlice("b", 3), ParamSlice("c", 1)))
+        >>> Layout.of(spec, [2, 1], [True, False, True]).offsets
+        (0, 5)
+        """
+        filled, gaps = [Segment(0, unit.grad_numel, 0)], []
+        if present is not None:
+            all_segments = segments(unit, present)
+            filled = [segment for segment in all_segments if segment.source is not None]
+            gaps = [(offset, numel) for offset, numel, source in all_segments if source is None]
+        offsets = []
+        for start in itertools.accumulate(numels[:-1], initial=0):
+            offset, _, source = next(s for s in reversed(filled) if s.source is not None and s.source <= start)
+            offsets.append(offset + start - (source or 0))
+        return cls(None if present is None else tuple(present), tuple(numels), tuple(offsets), tuple(gaps))
 
 
 def segments(unit: UnitSpec, present: Sequence[bool]) -> list[Segment]:

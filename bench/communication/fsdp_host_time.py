@@ -188,7 +188,7 @@ def _unstaged() -> Iterator[None]:
 _SWITCHES: dict[type, tuple[str, ...]] = {
     Runtime: ("gather", "scatter_accumulate"),
     Guard: ("check_gather", "check_push"),
-    Engine: ("copy", "add", "copy_all", "add_all"),
+    Engine: ("copy", "add"),
 }
 
 

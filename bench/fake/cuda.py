@@ -29,7 +29,7 @@ from odc.bench.fake.streams import FakeDevice, FakeEvent, FakeStream
 from odc.cuda.runtime import HANDLE_BYTES, CudaRuntime
 from odc.engines.base import Addition, AfterChunk, Engine, Part, no_op
 from odc.errors import OdcError, SetupError
-from odc.kernels import add_chunked, copy_chunked, zero_chunked
+from odc.kernels.chunked import Tensors, add_chunked, copy_chunked, zero_chunked
 from odc.setup.topology import Topology
 from odc.transports import _memfd
 from odc.transports.base import not_on_this_host
@@ -125,78 +125,47 @@ class FakeEngine(Engine):
     def stream_key(self) -> int:
         return hash(self.current)
 
-    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: copy_chunked(out, source))
+    def copy(self, outs: Tensors, sources: Tensors, after_chunk: AfterChunk = no_op) -> None:
+        self.run(lambda: copy_chunked(outs, sources))
         after_chunk()
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: add_chunked(total, addend))
+    def add(self, totals: Tensors, addends: Tensors, after_chunk: AfterChunk = no_op) -> None:
+        self.run(lambda: add_chunked(totals, addends))
         after_chunk()
 
     # One launch each, whatever they reach.
 
-    def copy_rows(
+    def read_rows(
         self,
-        out: torch.Tensor,
+        outs: Sequence[torch.Tensor],
         shards: Sequence[torch.Tensor],
         rank: int,
-        own_in_place: bool,
+        own_in_place: bool = False,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        self.run(lambda: _AT_ONCE.copy_rows(out, shards, rank, own_in_place))
+        self.run(lambda: _AT_ONCE.read_rows(outs, shards, rank, own_in_place))
         after_chunk()
 
-    def copy_to_peers(
-        self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        source: torch.Tensor,
-        rank: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        self.run(lambda: _AT_ONCE.copy_to_peers(buffers, offset_bytes, source, rank))
-        after_chunk()
-
-    def add_to_peers(
-        self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        rows: torch.Tensor,
-        rank: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        self.run(lambda: self._add_to_peers(buffers, offset_bytes, rows))
-        after_chunk()
-
-    def _add_to_peers(self, buffers: Sequence[torch.Tensor], offset_bytes: int, rows: torch.Tensor) -> None:
-        for buffer, row in zip(buffers, rows, strict=True):
-            total = buffer[offset_bytes : offset_bytes + 4 * row.numel()].view(torch.float32)
-            self._add_alone(total, row)
-
-    def copy_parts(
-        self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], rank: int, after_chunk: AfterChunk = no_op
-    ) -> None:
-        self.run(lambda: _AT_ONCE.copy_parts(outs, shards, rank))
-        after_chunk()
-
-    def copy_parts_to_peers(
+    def write_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        self.run(lambda: _AT_ONCE.copy_parts_to_peers(buffers, parts, rank))
+        self.run(lambda: _AT_ONCE.write_rows(buffers, parts, rank))
         after_chunk()
 
-    def add_parts_to_peers(
+    def add_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        self.run(lambda: self._add_parts_to_peers(buffers, parts))
+        self.run(lambda: self._add_alone(buffers, parts))
         after_chunk()
 
-    def _add_parts_to_peers(self, buffers: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
-        for owner, buffer in enumerate(buffers):
-            for part in parts:
-                row = part.row(owner)
-                total = buffer[part.offset_bytes : part.offset_bytes + 4 * row.numel()].view(torch.float32)
-                self._add_alone(total, row)
+    @staticmethod
+    def _add_alone(buffers: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
+        with _ATOMIC, open(__file__) as file:  # ranks may be threads of one process, or processes
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for owner, buffer in enumerate(buffers):
+                for part in parts:
+                    row = part.row(owner)
+                    buffer[part.offset_bytes : part.offset_bytes + 4 * row.numel()].view(torch.float32).add_(row)
 
     def add_slots(
         self,
@@ -208,12 +177,6 @@ class FakeEngine(Engine):
     ) -> None:
         self.run(lambda: _AT_ONCE.add_slots(slots, slot_bytes, dtype, additions))
         after_chunk()
-
-    @staticmethod
-    def _add_alone(accumulator: torch.Tensor, addend: torch.Tensor) -> None:
-        with _ATOMIC, open(__file__) as file:  # ranks may be threads of one process, or processes
-            fcntl.flock(file, fcntl.LOCK_EX)
-            accumulator.add_(addend)
 
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
         self.run(lambda: zero_chunked(out))

@@ -137,18 +137,18 @@ def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
     _idle(rank, transport)
     sums = buffer.peer(peer).view(torch.float32)
     addend = torch.tensor([0.5, 1.5, -2.5], dtype=torch.bfloat16, device=device)
-    engine.copy(sums[1:4], addend)
-    engine.add(sums[1:4], addend)
+    engine.copy([sums[1:4]], [addend])
+    engine.add([sums[1:4]], [addend])
     engine.zero(sums[2:3])
     _idle(rank, transport)
     found = buffer.local.view(torch.float32)[:5].tolist()
     require(found == [0.0, 1.0, 0.0, -5.0, 0.0], f"copy, add, zero left {found}")
     _idle(rank, transport)
-    engine.copy(buffer.local.view(torch.float32)[:2], torch.full((2,), rank.rank + 1.0, device=device))
+    engine.copy([buffer.local.view(torch.float32)[:2]], [torch.full((2,), rank.rank + 1.0, device=device)])
     _idle(rank, transport)
     shards = [buffer.peer(owner).view(torch.float32)[:2] for owner in range(rank.world_size)]
     rows = torch.full((2 * rank.world_size,), -1.0, device=device)
-    engine.copy_rows(rows, shards, rank.rank, own_in_place=True)
+    engine.read_rows([rows], shards, rank.rank, own_in_place=True)
     _idle(rank, transport)
     wanted = [-1.0 if owner == rank.rank else owner + 1.0 for owner in range(rank.world_size) for _ in range(2)]
     require(rows.tolist() == wanted, f"rows are {rows.tolist()}, expected {wanted}")
@@ -164,9 +164,10 @@ def atomic_additions(rank: Rank, transport: Transport) -> None:
     everywhere = [buffer.peer(owner) for owner in range(world_size)]
     places = torch.arange(numel, device=rank.device).remainder_(7)
     rows = torch.stack([places + rank.rank + 3 * owner for owner in range(world_size)]).to(torch.float32)
+    part = Part(rows.view(-1), 0, numel)
     _idle(rank, transport)
     for _ in range(ADDITIONS):
-        transport.engine.add_to_peers(everywhere, 0, rows, rank.rank)
+        transport.engine.add_rows(everywhere, [part], rank.rank)
     _idle(rank, transport)
     wanted = ((places + 3 * rank.rank) * world_size + sum(range(world_size))) * ADDITIONS
     found = buffer.local.view(torch.float32)
@@ -183,7 +184,7 @@ def slots_filled_and_added(rank: Rank, transport: Transport) -> None:
         _idle(rank, transport)
         places = torch.arange(numel, device=rank.device).remainder_(5)
         rows = torch.stack([places + rank.rank + owner for owner in range(world_size)]).to(dtype).view(-1)
-        engine.copy_to_peers(everywhere, rank.rank * slot_bytes, rows, rank.rank)
+        engine.write_rows(everywhere, [Part(rows, rank.rank * slot_bytes, numel)], rank.rank)
         _idle(rank, transport)
         sums = torch.full((2, numel), 1.0, device=rank.device)
         own = [rank.rank]
@@ -207,11 +208,12 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
     everywhere = {name: [buffer.peer(owner) for owner in range(world_size)] for name, buffer in buffers.items()}
     places = torch.arange(length, device=device)
     _idle(rank, transport)
-    engine.copy(buffers["shards"].local.view(torch.float32)[:length], (places + 2000 * rank.rank).to(torch.float32))
+    own = buffers["shards"].local.view(torch.float32)[:length]
+    engine.copy([own], [(places + 2000 * rank.rank).to(torch.float32)])
     _idle(rank, transport)
     outs = [torch.full((world_size * numel,), -1.0, device=device) for numel in numels]
     shards = [shard.view(torch.float32)[:length] for shard in everywhere["shards"]]
-    engine.copy_parts(outs, shards, rank.rank)
+    engine.read_rows(outs, shards, rank.rank)
     _idle(rank, transport)
     owners = 2000 * torch.arange(world_size, device=device)[:, None]
     for out, start, numel in zip(outs, starts, numels, strict=True):
@@ -220,10 +222,10 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
     grads = [out[: out.numel() - 2 * (out.numel() == 64 * world_size)] + rank.rank for out in outs]
     parts = [Part(grad, 4 * start, numel) for grad, start, numel in zip(grads, starts, numels, strict=True)]
     in_slot = [Part(grad, low + 4 * length * rank.rank, numel) for grad, low, numel in parts]
-    engine.copy_parts_to_peers(everywhere["slots"], in_slot, rank.rank)
+    engine.write_rows(everywhere["slots"], in_slot, rank.rank)
     is_atomic = transport.no_atomics() is None
     if is_atomic:
-        engine.add_parts_to_peers(everywhere["sums"], parts, rank.rank)
+        engine.add_rows(everywhere["sums"], parts, rank.rank)
     _idle(rank, transport)
     ranks = torch.arange(world_size, device=device)[:, None]
     pushed = (places + 2000 * rank.rank + ranks).to(torch.float32)

@@ -25,6 +25,7 @@ from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
 from odc.bench.gpu.streams import Streams, engine_of, streams_of
 from odc.bench.harness.benchmark import Column, Table, summary
 from odc.bench.harness.ranks import Rank
+from odc.engines.base import Part
 
 MODES = ("direct", "daemon")
 """All that "auto" can choose."""
@@ -152,16 +153,16 @@ def _operations_on_own_memory(
     """The launches of a gather and of a push, where every owner's memory is this rank's."""
     shards = [torch.zeros(NUMEL, device=rank.device) for _ in range(rank.world_size)]
     buffers = [shard.view(torch.uint8) for shard in shards]
-    engine = streams.engine
+    engine, part = streams.engine, Part(grads, 0, NUMEL)
 
     def gather(unit: int) -> None:
-        engine.copy_rows(out, shards, rank.rank, own_in_place=False)
+        engine.read_rows([out], shards, rank.rank)
 
     def add(unit: int) -> None:
-        engine.add_to_peers(buffers, 0, grads.view(rank.world_size, NUMEL), rank.rank)
+        engine.add_rows(buffers, [part], rank.rank)
 
     def fill_slots(unit: int) -> None:
-        engine.copy_to_peers(buffers, 0, grads, rank.rank)
+        engine.write_rows(buffers, [part], rank.rank)
         streams.mark()  # in place of the word that says so
 
     return gather, add if mode == "direct" else fill_slots

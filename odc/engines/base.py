@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from odc.errors import ConfigError, UnsupportedError
-from odc.kernels import add_all_chunked, add_chunked, copy_all_chunked, copy_chunked, zero_chunked
+from odc.kernels import add_chunked, copy_chunked, zero_chunked
 
 KERNEL, COPY_ENGINE = "kernel", "copy_engine"
 
@@ -103,12 +103,12 @@ class Addition(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One parameter's gradient in a push; see :meth:`Engine.copy_parts_to_peers`."""
+    """What a push has of one parameter, or of several, for every owner; see :meth:`Engine.write_rows`."""
 
     grads: torch.Tensor
     """Flat, dense. Row r begins at element ``r * numel``; the last rows may be short or missing."""
     offset_bytes: int
-    """Of this parameter in each owner's buffer."""
+    """Of an owner's row in its buffer."""
     numel: int
     """Elements of a row."""
 
@@ -133,59 +133,22 @@ class Engine:
     """Whether work happens later than the call, in the order of a stream."""
 
     copy = staticmethod(copy_chunked)
-    """``copy(out, source, after_chunk)``: ``out[:] = source`` for flat tensors of equal length, casting to
-    ``out.dtype``."""
+    """``copy(outs, sources, after_chunk)``: ``outs[i][:] = sources[i]`` for every i, of equal shapes, casting to the
+    dtype of ``outs[i]``."""
     add = staticmethod(add_chunked)
-    """``add(total, addend, after_chunk)``: ``total += addend`` in the total's dtype."""
-    copy_all = staticmethod(copy_all_chunked)
-    """``copy_all(outs, sources, after_chunk)``: :attr:`copy` for each, in as few calls as can be. Host memory only."""
-    add_all = staticmethod(add_all_chunked)
-    """``add_all(totals, addends, after_chunk)``: likewise."""
+    """``add(totals, addends, after_chunk)``: ``totals[i] += addends[i]`` for every i, in the total's dtype."""
     zero = staticmethod(zero_chunked)
     """``zero(out, after_chunk)``: ``out[:] = 0``."""
 
-    # Operations on the memory of all ranks at once. ``buffers[r]`` is rank r's copy of one allocation, flat uint8; row
-    # r of a tensor of ``len(buffers)`` equal rows is rank r's.
+    # Operations on the memory of all ranks at once, a row of it for each. Flat memory is one part.
 
-    def copy_to_peers(
+    def read_rows(
         self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        source: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
         rank: int,
+        own_in_place: bool = False,
         after_chunk: AfterChunk = no_op,
-    ) -> None:
-        """Row r of ``source`` into ``buffers[r]`` at ``offset_bytes``, for every r, beginning after ``rank``."""
-        rows = source.view(len(buffers), -1)
-        num_bytes = rows.shape[1] * source.itemsize
-        for step in range(len(buffers)):
-            row = (rank + 1 + step) % len(buffers)
-            target = buffers[row][offset_bytes : offset_bytes + num_bytes].view(source.dtype)
-            self.copy(target, rows[row], after_chunk)
-
-    def add_to_peers(
-        self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        rows: torch.Tensor,
-        rank: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        """Row r of ``rows`` to the float32 sums that lie in ``buffers[r]`` from ``offset_bytes`` on, for every r,
-        element by element, whoever else adds there at the same time.
-
-        Args:
-            rows: [len(buffers), numel]; rows may lie apart, elements of a row do not.
-
-        Raises:
-            UnsupportedError: this engine has no such operation.
-        """
-        raise UnsupportedError("torch has no atomic addition on a CPU: processors add under a lock")
-
-    # The same for all parameters of a unit, each of which has memory of its own: row r of it is a slice of rank r's.
-
-    def copy_parts(
-        self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         """Row r of ``outs[i]`` from slice i of ``shards[r]``, for every r and i, beginning after ``rank``.
 
@@ -193,29 +156,34 @@ class Engine:
             outs: flat, dense, each of ``len(shards)`` equal rows.
             shards: flat; the slices lie in them back to back. Each lies at the same place of one rank's copy of an
                 allocation.
+            own_in_place: rows of ``rank`` are there already.
         """
-        for step in range(len(shards)):
+        for step in range(len(shards) - own_in_place):
             row, low = (rank + 1 + step) % len(shards), 0
             for out in outs:
                 numel = out.numel() // len(shards)
-                self.copy(out[row * numel : (row + 1) * numel], shards[row][low : low + numel], after_chunk)
+                self.copy([out[row * numel : (row + 1) * numel]], [shards[row][low : low + numel]], after_chunk)
                 low += numel
 
-    def copy_parts_to_peers(
+    def write_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         """Row r of every part into ``buffers[r]`` at the part's offset, for every r, beginning after ``rank``. What a
-        row lacks is zeros there."""
+        row lacks is zeros there.
+
+        Args:
+            buffers: each rank's copy of one allocation, flat uint8.
+        """
         for step in range(len(buffers)):
             owner = (rank + 1 + step) % len(buffers)
             for part in parts:
                 row, size = part.row(owner), part.grads.itemsize
                 target = buffers[owner][part.offset_bytes : part.offset_bytes + part.numel * size].view(row.dtype)
-                self.copy(target[: row.numel()], row, after_chunk)
+                self.copy([target[: row.numel()]], [row], after_chunk)
                 if row.numel() < part.numel:
                     self.zero(target[row.numel() :], after_chunk)
 
-    def add_parts_to_peers(
+    def add_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         """Row r of every part to the float32 sums that lie in ``buffers[r]`` from the part's offset on, for every r,
@@ -242,7 +210,7 @@ class Engine:
                 self.zero(total, after_chunk)
             for index, start in enumerate(starts):
                 addend = slots[start : start + num_bytes].view(dtype)
-                (self.copy if first and index == 0 else self.add)(total, addend, after_chunk)
+                (self.copy if first and index == 0 else self.add)([total], [addend], after_chunk)
 
     def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
         """Compile and load what will be launched: a missing compiler shows at set-up, and no step waits for one.
@@ -258,24 +226,6 @@ class Engine:
     def choose_by(self, table: TransferTable) -> None:
         """Decide between copy engines and kernels by ``table``. A CPU has one way only."""
         return
-
-    def copy_rows(
-        self,
-        out: torch.Tensor,
-        shards: Sequence[torch.Tensor],
-        rank: int,
-        own_in_place: bool,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        """Row r of ``out`` from ``shards[r]`` for every r, beginning after ``rank``; all rows are equally long.
-
-        Args:
-            own_in_place: row ``rank`` is there already.
-        """
-        numel = shards[0].numel()
-        for step in range(len(shards) - own_in_place):
-            row = (rank + 1 + step) % len(shards)
-            self.copy(out[row * numel : (row + 1) * numel], shards[row], after_chunk)
 
     def run(self, work: Callable[[], object]) -> None:
         """Have ``work``, torch operations of the caller, done in order with this thread's calls of the engine."""

@@ -14,16 +14,15 @@ import torch
 from odc import limits
 from odc.engines.base import Addition, AfterChunk, Engine, Part, TransferTable, no_op
 from odc.errors import SetupError
-from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate, scatter_accumulate_direct
+from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate
 from odc.kernels.arguments import FLOATS
+from odc.kernels.chunked import Tensors
 from odc.kernels.fill import copy_cast, fill
-from odc.kernels.gather import gather_from_peers
 from odc.kernels.launching import LOCAL_PROGRAMS, blocks
 from odc.kernels.parts import COLUMNS as PART_COLUMNS
 from odc.kernels.parts import MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
 from odc.kernels.peers import PeerTable
 from odc.kernels.prepare import UnitDtypes, prepare_kernels
-from odc.kernels.scatter import scatter_to_peers
 from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
 
 _ROW_TABLES, _ROWS = 128, 64
@@ -97,11 +96,20 @@ class CudaEngine(Engine):
         memory = torch.zeros(_PART_TABLES, MAX_PARTS, PART_COLUMNS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._part_rows = _pieces(map(PartRows, memory), device)
 
-    def copy(self, out: torch.Tensor, source: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        if out.dtype != source.dtype and _has_kernels(source.dtype, out.dtype):
-            copy_cast(out, source)
-        else:
-            out.copy_(source)  # cudaMemcpyAsync: a copy engine where memory of two devices is involved
+    def copy(self, outs: Tensors, sources: Tensors, after_chunk: AfterChunk = no_op) -> None:
+        for out, source in zip(outs, sources, strict=True):
+            if out.dtype != source.dtype and _has_kernels(source.dtype, out.dtype):
+                copy_cast(out, source)
+            else:
+                out.copy_(source)  # cudaMemcpyAsync: a copy engine where memory of two devices is involved
+        after_chunk()
+
+    def add(self, totals: Tensors, addends: Tensors, after_chunk: AfterChunk = no_op) -> None:
+        for total, addend in zip(totals, addends, strict=True):
+            if (total.dtype, addend.dtype) in PAIRS:
+                accumulate(total, addend)
+            else:
+                total.add_(addend)
         after_chunk()
 
     def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
@@ -117,22 +125,6 @@ class CudaEngine(Engine):
     def choose_by(self, table: TransferTable) -> None:
         self._transfers = table
 
-    def copy_rows(
-        self,
-        out: torch.Tensor,
-        shards: Sequence[torch.Tensor],
-        rank: int,
-        own_in_place: bool,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        dtype, numel = shards[0].dtype, shards[0].numel()
-        if not _has_kernels(dtype, out.dtype) or not self._transfers.by_kernel(out.nbytes):
-            super().copy_rows(out, shards, rank, own_in_place, after_chunk)
-            return
-        table, offset = self._table_of(shards)
-        gather_from_peers(out, table, numel, rank=rank, source_dtype=dtype, offset=offset, own_in_place=own_in_place)
-        after_chunk()
-
     def _table_of(self, parts: Sequence[torch.Tensor]) -> tuple[PeerTable, int]:
         """The addresses of the buffers that ``parts`` lie in, all at the same offset, and that offset in elements.
 
@@ -144,59 +136,25 @@ class CudaEngine(Engine):
                 self._tables[addresses] = PeerTable.build(addresses, self._device)
             return self._tables[addresses], int(parts[0].storage_offset())
 
-    def add(self, total: torch.Tensor, addend: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        if (total.dtype, addend.dtype) in PAIRS:
-            accumulate(total, addend)
-        else:
-            total.add_(addend)
-        after_chunk()
-
-    def copy_to_peers(
+    def read_rows(
         self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        source: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
         rank: int,
+        own_in_place: bool = False,
         after_chunk: AfterChunk = no_op,
-    ) -> None:
-        if source.dtype not in FLOATS or not self._transfers.by_kernel(source.nbytes):
-            super().copy_to_peers(buffers, offset_bytes, source, rank, after_chunk)
-            return
-        table, offset = self._table_of(buffers)
-        scatter_to_peers(table, source, rank=rank, offset_bytes=offset + offset_bytes)
-        after_chunk()
-
-    def add_to_peers(
-        self,
-        buffers: Sequence[torch.Tensor],
-        offset_bytes: int,
-        rows: torch.Tensor,
-        rank: int,
-        after_chunk: AfterChunk = no_op,
-    ) -> None:
-        if rows.dtype not in GRADIENTS:
-            rows = rows.to(torch.float32)  # float64, integers: the kernel reads what a wire carries
-        table, offset = self._table_of(buffers)
-        numel = rows.shape[1]
-        grads = rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + numel,), (1,))
-        at = (offset + offset_bytes) // torch.float32.itemsize
-        scatter_accumulate_direct(table, grads, rank=rank, offset=at, stride=rows.stride(0), numel=numel)
-        after_chunk()
-
-    def copy_parts(
-        self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         dtype = shards[0].dtype
         is_known = dtype in FLOATS and {out.dtype for out in outs} <= {dtype}
         if not is_known or not self._transfers.by_kernel(len(shards) * shards[0].nbytes // len(outs)):
-            super().copy_parts(outs, shards, rank, after_chunk)
+            super().read_rows(outs, shards, rank, own_in_place, after_chunk)
             return
         table, offset = self._place_of(shards)
         low = offset * dtype.itemsize
         for start in range(0, len(outs), MAX_PARTS):
             chunk = outs[start : start + MAX_PARTS]
             with self._part_rows.popleft() as rows:
-                gather_parts(rows, chunk, table, rank=rank, offset_bytes=low)
+                gather_parts(rows, chunk, table, rank=rank, offset_bytes=low, own_in_place=own_in_place)
             if start + MAX_PARTS < len(outs):
                 low += sum(out.nbytes for out in chunk) // len(shards)
         after_chunk()
@@ -209,18 +167,18 @@ class CudaEngine(Engine):
             found = self._places[key] = self._table_of(parts)
         return found
 
-    def copy_parts_to_peers(
+    def write_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         num_bytes = len(buffers) * sum([numel * grads.itemsize for grads, _, numel in parts])
         dtypes = {part.grads.dtype for part in parts}
         if not dtypes.issubset(FLOATS) or not self._transfers.by_kernel(num_bytes // len(parts)):
-            super().copy_parts_to_peers(buffers, parts, rank, after_chunk)
+            super().write_rows(buffers, parts, rank, after_chunk)
             return
         self._launch_parts(scatter_parts, buffers, parts, dtypes, rank)
         after_chunk()
 
-    def add_parts_to_peers(
+    def add_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
         dtypes = {part.grads.dtype for part in parts}

@@ -121,7 +121,7 @@ class Round:
         engine, start = self._channel.transport.engine, self._state.start_bytes + place.offset_bytes
         out = self._buffer.local[start : start + place.num_bytes].view(tensor.dtype)
         if tensor.is_contiguous():
-            engine.copy(out, tensor.view(-1), self._channel.transport.peers.tick)
+            engine.copy([out], [tensor.view(-1)], self._channel.transport.peers.tick)
         else:
             engine.run(partial(out.view(tensor.shape).copy_, tensor))
 
@@ -222,7 +222,7 @@ class Round:
         transport.read([([whole], producer)], self._buffer, start, self._items.after_chunk)
         for place, out in run:
             low = place.offset_bytes - first.offset_bytes
-            transport.engine.copy(out.view(torch.uint8), whole[low : low + place.num_bytes])
+            transport.engine.copy([out.view(torch.uint8)], [whole[low : low + place.num_bytes]])
 
     def done(self) -> None:
         """Tell those that publish that this rank reads nothing of this round any more. Every rank ends every round, in

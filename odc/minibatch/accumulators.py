@@ -16,7 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from odc.engines.base import Addition, Engine, Part
 from odc.errors import ConfigError, ProtocolError
 from odc.rank.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
-from odc.units import Rows, UnitSpec, offsets_of, segments
+from odc.units import Layout, Rows, UnitSpec, segments
 
 _WORD_BYTES = 8
 
@@ -105,6 +105,9 @@ class AccumulatorStore(ABC):
     :meth:`add_arrived`, and nobody else sees the sums.
     """
 
+    _has_locks: ClassVar[bool]
+    """Whether a sum has several writers, so that processors take turns."""
+
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
         self._end, self._blocks, self._faults = end, end.transport.peers.blocks, end.faults
         self._units = units
@@ -164,31 +167,70 @@ class AccumulatorStore(ABC):
         """Memory of this rank's part."""
         return self._buffer.num_bytes + self._state.num_bytes
 
-    @abstractmethod
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        rows: torch.Tensor | Sequence[torch.Tensor],
-        numels: Sequence[int],
-        present: Sequence[bool] | None,
-        minibatch: int,
-    ) -> None:
-        """Add a push of this rank to ``owner``'s sum of ``unit``, on host memory.
+    def add(self, owner: int, unit: int, rows: tuple[torch.Tensor, ...], layout: Layout, minibatch: int) -> None:
+        """Add a push of this rank to ``owner``'s sum of ``unit``, on host memory; or write it there, and zeros where it
+        has nothing, if it is the first one. Padding is not written: it stays zero.
 
         Args:
-            rows: the owner's row, flat; or that of each part of the push. Together the gradients of the ``present``
-                parameters (None: of all), back to back.
-            numels: of each row, how many elements it would have without padding being left out.
+            rows: the owner's row of each part of the push.
 
         Raises:
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
+        # In one piece: a push takes this way for each owner.
+        sums, block, number = self._of(owner), self._blocks[owner], self._sum_of(self._rank)
+        if self._has_locks and not block.try_lock(unit, self._rank):
+            self._await_lock(owner, unit)
+        try:
+            if sums.accepts[unit] != minibatch or minibatch <= 0:
+                self._check_open(owner, minibatch, unit, self._rank)
+            pushed, total = sums.pushed[number], sums.sums[number][unit]
+            targets = sums.targets.get((number, unit, layout))
+            if targets is None:
+                places = zip(layout.offsets, layout.numels, strict=True)
+                targets = [total[start : start + numel] for start, numel in places]
+                if layout.present is None:  # not all the choices that there can be
+                    sums.targets[number, unit, layout] = targets
+            for index, row in enumerate(rows):
+                if targets[index].shape != row.shape:  # of several dimensions, or short
+                    start = layout.offsets[index]
+                    targets[index] = total[start : start + row.numel()].view(row.shape)
+            first = pushed.units[unit] != minibatch
+            for offset, numel in layout.gaps if first else ():
+                self._engine.zero(total[offset : offset + numel], self._after_chunk)
+            (self._engine.copy if first else self._engine.add)(targets, rows, self._after_chunk)
+            self._note(pushed, unit, layout.present, minibatch)
+        finally:
+            if self._has_locks:
+                block.unlock(unit)
 
-    def add_to_all(
-        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None, minibatch: int
-    ) -> None:
-        """Add row r of ``grads`` to rank r's sum of ``unit``, for every r, by atomic additions.
+    def _await_lock(self, owner: int, unit: int) -> None:
+        block, is_held = self._blocks[owner], False
+
+        def try_it(timeout_s: float = 0.0) -> None:
+            nonlocal is_held
+            is_held = is_held or block.lock(unit, self._rank, timeout_s)
+
+        def pending() -> list[int]:
+            try_it()
+            if is_held:
+                return []
+            holder = block.holder(unit)
+            return [owner if holder is None else holder]
+
+        try:
+            self._end.waiter.wait(
+                pending,
+                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {self._end.name(owner)}",
+                block=lambda timeout_s: try_it(min(timeout_s, limits.LOCK_SLICE_S)),
+            )
+        except BaseException:
+            if is_held:  # Ctrl-C, say, between the lock and here
+                block.unlock(unit)
+            raise
+
+    def add_to_all(self, unit: int, parts: Sequence[Rows], layout: Layout, minibatch: int) -> None:
+        """Add row r of ``parts`` to rank r's sum of ``unit``, for every r, by atomic additions.
 
         Raises:
             ProtocolError: an owner is not accepting pushes of ``minibatch``.
@@ -197,21 +239,15 @@ class AccumulatorStore(ABC):
         if minibatch <= 0 or any(sums.accepts[unit] != minibatch for sums in owners):
             for owner in range(len(owners)):
                 self._check_open(owner, minibatch, unit, self._rank)
-        number, spec = self._sum_of(self._rank), self._units[unit]
+        number = self._sum_of(self._rank)
         start = number * self._offsets[-1] + self._offsets[unit]
-        if isinstance(grads, torch.Tensor):
-            rows = grads.view(len(owners), -1)
-            for offset, numel, source in segments(spec, present or [True] * len(spec.params)):
-                if source is not None:
-                    part = rows if numel == rows.shape[1] else rows[:, source : source + numel]
-                    at = (start + offset) * self._dtype.itemsize
-                    self._engine.add_to_peers(self._of_all, at, part, self._rank, self._after_chunk)
-        else:
-            places = [(start + offset) * self._dtype.itemsize for offset in offsets_of(spec, grads, present)]
-            parts = [Part(part.grads.reshape(-1), at, part.numel) for part, at in zip(grads, places, strict=True)]
-            self._engine.add_parts_to_peers(self._of_all, parts, self._rank, self._after_chunk)
+        rows = [
+            Part(grads.reshape(-1), (start + offset) * self._dtype.itemsize, numel)
+            for (grads, numel), offset in zip(parts, layout.offsets, strict=True)
+        ]
+        self._engine.add_rows(self._of_all, rows, self._rank, self._after_chunk)
         for sums in owners:  # each sum has several writers, who all write the same number
-            self._note(sums.pushed[number], unit, present, minibatch)
+            self._note(sums.pushed[number], unit, layout.present, minibatch)
 
     def add_arrived(self, pushes: Sequence[Arrived], slots: torch.Tensor, slot_bytes: int) -> None:
         """Add pushes, at most one of each client, that lie in slots of this rank, to its sums.
@@ -283,67 +319,6 @@ class AccumulatorStore(ABC):
         assert sums is not None, "only the owner adds, or those of its host"
         return sums
 
-    def _fill(
-        self,
-        sums: _OwnerSums,
-        number: int,
-        unit: int,
-        rows: torch.Tensor | Sequence[torch.Tensor],
-        numels: Sequence[int],
-        present: Sequence[bool] | None,
-        first: bool,
-    ) -> None:
-        """Add a push to one of an owner's sums; or write it there, and zeros where it has nothing, if it is the
-        ``first``. Padding is not written: it stays zero."""
-        total, known = sums.sums[number][unit], sums.targets
-        if isinstance(rows, torch.Tensor):
-            if present is None:
-                (self._engine.copy if first else self._engine.add)(total, rows, self._after_chunk)
-                return
-            rows = [rows]
-        if present is None:
-            key = (number, unit, tuple(numels))
-            targets = known.get(key)
-            if targets is None:
-                targets = known[key] = list(total.split_with_sizes(list(numels)))
-            for index, row in enumerate(rows):
-                if targets[index].shape != row.shape:  # of several dimensions, or short
-                    start = sum(numels[:index])
-                    targets[index] = total[start : start + row.numel()].view(row.shape)
-            sources = list(rows)
-        else:
-            targets, sources = self._fill_gaps(total, unit, rows, numels, present, first)
-        (self._engine.copy_all if first else self._engine.add_all)(targets, sources, self._after_chunk)
-
-    def _fill_gaps(
-        self,
-        total: torch.Tensor,
-        unit: int,
-        rows: Sequence[torch.Tensor],
-        numels: Sequence[int],
-        present: Sequence[bool],
-        first: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where in ``total`` goes what, of a push without some parameters; these become zero in the ``first`` one."""
-        targets, sources = [], []
-        pieces = zip(rows, numels, itertools.accumulate(numels, initial=0), strict=False)
-        row, numel, start = next(pieces)
-        for offset, length, source in segments(self._units[unit], present):
-            if source is None:
-                if first:
-                    self._engine.zero(total[offset : offset + length], self._after_chunk)
-                continue
-            end = source + length
-            while source < end:
-                if source >= start + numel:
-                    row, numel, start = next(pieces)
-                size = min(end, start + numel) - source
-                piece = row if size == numel else row[source - start : source - start + size]
-                targets.append(total[offset : offset + piece.numel()].view(piece.shape))
-                sources.append(piece)
-                source, offset = source + size, offset + size
-        return targets, sources
-
     def _note(self, words: _Pushed, unit: int, present: Sequence[bool] | None, minibatch: int) -> None:
         """A push is in the sum."""
         self._faults.hit("scatter.added")
@@ -397,8 +372,8 @@ class _OwnerSums:
         words = state.numpy().data.cast("B").cast("q")
         self.accepts = words[:num_units]
         size = 2 * num_units + num_params
-        self.targets: dict[tuple[int, int, tuple[int, ...]], list[torch.Tensor]] = {}
-        """Where the parts of whole pushes go, once they have been looked up."""
+        self.targets: dict[tuple[int, int, Layout], list[torch.Tensor]] = {}
+        """By sum and unit, where the parts of whole pushes go, shaped as what came last."""
         starts = [num_units + client * size for client in range(num_clients)]
         self.pushed = [_Pushed(words[start : start + size], num_units) for start in starts]
 
@@ -407,61 +382,13 @@ class SharedStore(AccumulatorStore):
     """One sum per unit: the first push of a minibatch is written there, each later one is added. Processors add under
     the lock of that owner and unit."""
 
+    _has_locks = True
+
     def _clients(self) -> int:
         return 1
 
     def _sum_of(self, client: int) -> int:
         return 0
-
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        rows: torch.Tensor | Sequence[torch.Tensor],
-        numels: Sequence[int],
-        present: Sequence[bool] | None,
-        minibatch: int,
-    ) -> None:
-        sums, block = self._of(owner), self._blocks[owner]
-        pushed = sums.pushed[0]
-        if not block.try_lock(unit, self._rank):
-            self._await_lock(owner, unit)
-        try:
-            if sums.accepts[unit] != minibatch or minibatch <= 0:
-                self._check_open(owner, minibatch, unit, self._rank)
-            first = pushed.units[unit] != minibatch
-            if present is None and isinstance(rows, torch.Tensor):  # here: the usual push has one frame less
-                (self._engine.copy if first else self._engine.add)(sums.sums[0][unit], rows, self._after_chunk)
-            else:
-                self._fill(sums, 0, unit, rows, numels, present, first)
-            self._note(pushed, unit, present, minibatch)
-        finally:
-            block.unlock(unit)
-
-    def _await_lock(self, owner: int, unit: int) -> None:
-        block, is_held = self._blocks[owner], False
-
-        def try_it(timeout_s: float = 0.0) -> None:
-            nonlocal is_held
-            is_held = is_held or block.lock(unit, self._rank, timeout_s)
-
-        def pending() -> list[int]:
-            try_it()
-            if is_held:
-                return []
-            holder = block.holder(unit)
-            return [owner if holder is None else holder]
-
-        try:
-            self._end.waiter.wait(
-                pending,
-                lambda: f"lock of the accumulator of {self._units[unit].name!r} at rank {self._end.name(owner)}",
-                block=lambda timeout_s: try_it(min(timeout_s, limits.LOCK_SLICE_S)),
-            )
-        except BaseException:
-            if is_held:  # Ctrl-C, say, between the lock and here
-                block.unlock(unit)
-            raise
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         sums = self._of(self._rank)
@@ -478,6 +405,8 @@ class PerClientStore(AccumulatorStore):
     after its client is done. Costs ``world_size`` shards, that is one full gradient, of memory per rank.
     """
 
+    _has_locks = False
+
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
         super().__init__(end, units, dtype, is_direct)
         largest = max((unit.grad_numel for unit in units), default=0)
@@ -493,27 +422,11 @@ class PerClientStore(AccumulatorStore):
     def num_bytes(self) -> int:
         return super().num_bytes + self._sum.nbytes
 
-    def add(
-        self,
-        owner: int,
-        unit: int,
-        rows: torch.Tensor | Sequence[torch.Tensor],
-        numels: Sequence[int],
-        present: Sequence[bool] | None,
-        minibatch: int,
-    ) -> None:
-        client = self._rank
-        self._check_open(owner, minibatch, unit, client)
-        sums = self._of(owner)
-        pushed = sums.pushed[client]
-        self._fill(sums, client, unit, rows, numels, present, pushed.units[unit] != minibatch)
-        self._note(pushed, unit, present, minibatch)
-
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         sums, total = self._of(self._rank), self._sum[: self._units[unit].grad_numel]
         clients = [client for client, pushed in enumerate(sums.pushed) if pushed.units[unit] == minibatch]
         for client in clients:
-            (self._engine.copy if client == clients[0] else self._engine.add)(total, sums.sums[client][unit])
+            (self._engine.copy if client == clients[0] else self._engine.add)([total], [sums.sums[client][unit]])
         if not clients:
             return None
         touched = [self._touched(sums.pushed[client], unit, minibatch) for client in clients]

@@ -32,7 +32,7 @@ from odc.liveness.threads import HelperThread
 from odc.minibatch.accumulators import AccumulatorStore, Arrived
 from odc.rank.waiting import GONE, Endpoint
 from odc.transports.base import aligned
-from odc.units import Rows, UnitSpec
+from odc.units import Layout, Rows, UnitSpec
 
 logger = logging.getLogger("odc")
 
@@ -47,28 +47,20 @@ class _Push(NamedTuple):
     """One that waits for a slot."""
 
     unit: int
-    grads: torch.Tensor | Sequence[Rows]
-    present: Sequence[bool] | None
+    parts: Sequence[Rows]
+    layout: Layout
     minibatch: int
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.grads] if isinstance(self.grads, torch.Tensor) else [part.grads for part in self.grads]
-
-    @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(part.grads.nbytes for part in self.parts)
 
     def copied(self, engine: Engine) -> _Push:
         """The same, in memory of its own."""
-        copies = [torch.empty_like(tensor) for tensor in self.tensors]
-        for copy, tensor in zip(copies, self.tensors, strict=True):
-            engine.copy(copy, tensor)
-        grads: torch.Tensor | list[Rows] = copies[0]
-        if not isinstance(self.grads, torch.Tensor):
-            grads = [part._replace(grads=copy) for part, copy in zip(self.grads, copies, strict=True)]
-        present = None if self.present is None else tuple(self.present)  # a list of the caller's
-        return self._replace(grads=grads, present=present)
+        copies = [torch.empty_like(part.grads) for part in self.parts]
+        engine.copy(copies, [part.grads for part in self.parts])
+        parts = [part._replace(grads=copy) for part, copy in zip(self.parts, copies, strict=True)]
+        return self._replace(parts=parts)
 
 
 class AccumulationDaemon:
@@ -156,12 +148,10 @@ class AccumulationDaemon:
 
     # The client
 
-    def push(
-        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None, minibatch: int
-    ) -> None:
-        """Send row r of ``grads`` to rank r for every r, who adds it to its sum of ``unit``. They may be reused on
+    def push(self, unit: int, parts: Sequence[Rows], layout: Layout, minibatch: int) -> None:
+        """Send row r of ``parts`` to rank r for every r, who adds it to its sum of ``unit``. They may be reused on
         return."""
-        push = _Push(unit, grads, present, minibatch)
+        push = _Push(unit, parts, layout, minibatch)
         while self._kept and self._has_room():
             self._send_kept()
         if not self._kept and (self._has_room() or self._await_room(self._patience_s)):
@@ -205,8 +195,8 @@ class AccumulationDaemon:
         self._kept_bytes -= push.num_bytes
         with self._end.engine.take("kept pushes"):
             self._send(push)
-            for tensor in push.tensors:
-                self._end.engine.hold(tensor)
+            for part in push.parts:
+                self._end.engine.hold(part.grads)
 
     def _has_room(self) -> bool:
         """Whether all owners have emptied the slot that comes next."""
@@ -262,26 +252,14 @@ class AccumulationDaemon:
             self._send_in_order(push)
 
     def _send_in_order(self, push: _Push) -> None:
-        number, transport, grads = self._sent + 1, self._transport, push.grads
+        number, transport, layout = self._sent + 1, self._transport, push.layout
         slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
-        at = slot * self._slot_bytes
-        numel = (
-            grads.numel() // len(self._world) if isinstance(grads, torch.Tensor) else sum(part.numel for part in grads)
-        )
-        header = _HEADER.pack(number, push.unit, push.minibatch, numel, push.present is None)
-        header += bytes(push.present or ())
-        after_chunk = self._end.waiter.after_scatter_chunk
+        header = _HEADER.pack(number, push.unit, push.minibatch, sum(layout.numels), layout.present is None)
+        header += bytes(layout.present or ())
         try:
-            if not isinstance(grads, torch.Tensor):
-                at_once = self._end.engine.has_streams and self._of_all
-                send = self._send_parts_at_once if at_once else self._send_parts
-                send(self._units[push.unit], grads, at)
-            elif self._of_all:
-                self._end.engine.copy_to_peers(self._of_all, at, grads, self._rank, after_chunk)
-            else:
-                rows = grads.view(len(self._world), -1).unbind()
-                for owner in transport.topology.rotation():
-                    transport.write(self._slots, owner, at, [rows[owner]], after_chunk)
+            at_once = self._end.engine.has_streams and self._of_all
+            send = self._send_at_once if at_once else self._send_to_each
+            send(self._units[push.unit], push.parts, slot * self._slot_bytes)
             start = number % NUM_SLOTS * self._header_bytes
             self._header_views[self._rank][start : start + len(header)] = header
             for owner in self._elsewhere:
@@ -292,12 +270,12 @@ class AccumulationDaemon:
         self._sent, self._num_emptied = number, 0
         transport.post(self._posted, daemon=True)
 
-    def _send_parts(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
+    def _send_to_each(self, unit: UnitSpec, parts: Sequence[Rows], at: int) -> None:
         """Put the parts of a push back to back into one slot at every owner."""
         engine, transport, after_chunk = self._end.engine, self._transport, self._end.waiter.after_scatter_chunk
-        numels, dtype = [part.numel for part in grads], unit.grad_dtype
+        numels, dtype = [part.numel for part in parts], unit.grad_dtype
         num_bytes = sum(numels) * dtype.itemsize
-        rows = list(zip(*(part.unbind(len(self._world)) for part in grads), strict=True))
+        rows = list(zip(*(part.unbind(len(self._world)) for part in parts), strict=True))
         for owner in transport.topology.rotation():
             if self._slots.reaches(owner) and not engine.has_streams:
                 slot = self._slots.peer(owner)[at : at + num_bytes].view(dtype)
@@ -305,7 +283,7 @@ class AccumulationDaemon:
                 for index, row in enumerate(rows[owner]):
                     engine.zero(places[index][row.numel() :])  # padding
                     places[index] = places[index][: row.numel()].view(row.shape)
-                engine.copy_all(places, rows[owner], after_chunk)
+                engine.copy(places, rows[owner], after_chunk)
                 continue
             sources = []
             for row, numel in zip(rows[owner], numels, strict=True):
@@ -315,15 +293,14 @@ class AccumulationDaemon:
                     sources.append(torch.zeros(numel - row.numel(), dtype=dtype, device=row.device))
             transport.write(self._slots, owner, at, sources, after_chunk)
 
-    def _send_parts_at_once(self, unit: UnitSpec, grads: Sequence[Rows], at: int) -> None:
+    def _send_at_once(self, unit: UnitSpec, parts: Sequence[Rows], at: int) -> None:
         """The same by one operation of the device, where all slots have an address."""
-        parts = []
-        for part in grads:
-            row = part.grads.reshape(-1).to(unit.grad_dtype)
-            parts.append(Part(row, at, part.numel))
-            at += part.numel * row.itemsize
-        after_chunk = self._end.waiter.after_scatter_chunk
-        self._end.engine.copy_parts_to_peers(self._of_all, parts, self._rank, after_chunk)
+        rows = []
+        for grads, numel in parts:
+            flat = grads.reshape(-1).to(unit.grad_dtype)
+            rows.append(Part(flat, at, numel))
+            at += numel * flat.itemsize
+        self._end.engine.write_rows(self._of_all, rows, self._rank, self._end.waiter.after_scatter_chunk)
 
     # The owner
 

@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from odc.minibatch.state import MinibatchState, Phase
 from odc.rank.waiting import GONE, Endpoint
 from odc.timeline import Timeline
 from odc.transports.base import SymmetricBuffer
-from odc.units import Destination, Rows, UnitSpec
+from odc.units import Destination, Layout, Rows, UnitSpec
 
 
 class EndKind(enum.IntEnum):
@@ -81,7 +80,7 @@ def require_same_end(minibatch: int, ends: Mapping[int, End]) -> None:
             )
 
 
-_PushToAll = Callable[[int, torch.Tensor | Sequence[Rows], Sequence[bool] | None, int], None]
+_PushToAll = Callable[[int, Sequence[Rows], Layout, int], None]
 
 _END_WORDS = 5 + NUM_NOTES  # minibatch, kind, num_collectives, has_pushed, notes, pushes sent to a daemon so far
 _SENT = _END_WORDS - 1
@@ -122,19 +121,20 @@ class MinibatchProtocol:
         if daemon is None and self._has_streams:
             self._push_to_all = store.add_to_all
         self._rank = end.rank
-        self._world_size = end.world_size
+        self.world_size = end.world_size
         self._rotation = end.transport.topology.rotation()
         self._others = [rank for rank in self._rotation if rank != self._rank]
-        self._shards = [[self._view(unit, owner) for owner in range(self._world_size)] for unit in range(len(units))]
+        self._shards = [[self._view(unit, owner) for owner in range(self.world_size)] for unit in range(len(units))]
         self.state = MinibatchState([unit.name for unit in units])
-        self._parts: dict[int, tuple[Destination, list[list[torch.Tensor] | None]]] = {}  # of shards, by unit and owner
+        self._parts: dict[int, tuple[list[torch.Size], list[list[torch.Tensor] | None]]] = {}  # of shards, by unit
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # of whole pushes
         self._ready = [0] * len(units)  # version up to which all owners are known to have published
         self._done, self._open = len(units), len(units) + 1  # signals
         # What each client says of its end, for two minibatches in turn: it may be done with k + 1 before this rank has
         # looked at its words of k, and is never further ahead. They lie at the client, and in copies on other hosts.
-        num_bytes = 8 * 2 * self._world_size * _END_WORDS
+        num_bytes = 8 * 2 * self.world_size * _END_WORDS
         self._end_words = end.transport.allocate_host(num_bytes, "ends of minibatches")
-        self._ends_of = [self._words_of(rank) for rank in range(self._world_size)]
+        self._ends_of = [self._words_of(rank) for rank in range(self.world_size)]
         self.timeline: Timeline | None = None
         self.num_collectives = 0
         """How many that every rank comes to, outside of minibatches, this rank has entered since the last end."""
@@ -143,7 +143,8 @@ class MinibatchProtocol:
         end.waiter.where = self._where
 
     @property
-    def _meshes(self) -> Sequence[MinibatchProtocol]:
+    def meshes(self) -> Sequence[MinibatchProtocol]:
+        """This one, and those that end with it."""
         return (self, *self.others)
 
     @staticmethod
@@ -229,13 +230,11 @@ class MinibatchProtocol:
         self._waiter.check()
         self.state.begin()
 
-    def gather(self, unit: int, out: torch.Tensor | Destination, own_in_place: bool = False) -> None:
+    def gather(self, unit: int, out: Destination, own_in_place: bool = False) -> None:
         """Read the unit's shards of all owners into ``out``, owner by owner, as each becomes ready.
 
         Args:
-            out: flat, ``world_size * shard_numel`` elements of the unit's dtype; rank r's shard comes r-th. Or several
-                tensors, each for a part of all shards.
-            own_in_place: this rank's part of a flat ``out`` is filled already.
+            own_in_place: this rank's rows of ``out``, which is dense, are filled already.
 
         Raises:
             MisuseError: between finish and publish, when other owners may already hold the next version.
@@ -245,35 +244,28 @@ class MinibatchProtocol:
         started_ns = time.monotonic_ns()
         self._faults.hit("gather.before")
         owners = self._others if own_in_place else self._rotation
+        is_ready = self._ready[unit] == self.state.changed[unit]
         if self._has_streams:
-            if self._ready[unit] != self.state.changed[unit]:
+            if not is_ready:
                 self._await_published(unit, self._rotation)
-                self._ready[unit] = self.state.changed[unit]
             self._end.transport.order_after(self._rotation, unit, self.state.changed[unit])
-            if isinstance(out, Destination):
-                self._gather_parts_at_once(unit, out)
-            else:
-                self._gather_at_once(unit, out, owners, own_in_place)
+            self._gather_at_once(unit, out, owners, own_in_place)
             self._engine.note_use()
         else:
-            is_ready = self._ready[unit] == self.state.changed[unit]
-            rows: Any  # of each owner a tensor, or several
-            sources: Any
-            copy: Callable[[Any, Any, Callable[[], None]], None]
-            if isinstance(out, Destination):
-                rows, sources, copy = out.rows, self._parts_of(unit, out), self._engine.copy_all
-            else:
-                rows = out.split_with_sizes([self._units[unit].shard_numel] * self._world_size)  # faster than chunk
-                sources, copy = self._shards[unit], self._engine.copy
-            after_chunk = self._waiter.after_gather_chunk
+            rows, after_chunk = out.rows, self._waiter.after_gather_chunk
+            known = self._parts.get(unit)
+            if known is None or known[0] != out.shapes:
+                parts = [None if shard is None else out.parts_of(shard) for shard in self._shards[unit]]
+                known = self._parts[unit] = out.shapes, parts
             for owner in owners:
                 if not is_ready:
                     self._await_published(unit, [owner])
-                if sources[owner] is None:
+                source = known[1][owner]
+                if source is None:
                     self._read_row(unit, owner, rows[owner])
                 else:
-                    copy(rows[owner], sources[owner], after_chunk)
-            self._ready[unit] = self.state.changed[unit]
+                    self._engine.copy(rows[owner], source, after_chunk)
+        self._ready[unit] = self.state.changed[unit]
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.gathers += 1
         stats.gather_bytes += out.nbytes
@@ -281,22 +273,14 @@ class MinibatchProtocol:
         if self.timeline is not None:
             self.timeline.record("gather", self._units[unit].name, started_ns, ended_ns, bytes=out.nbytes)
 
-    def _parts_of(self, unit: int, out: Destination) -> Sequence[list[torch.Tensor] | None]:
-        """By owner: the parts of its shard, where this rank reaches it."""
-        if (known := self._parts.get(unit)) is None or known[0] is not out:
-            parts = [None if shard is None else out.parts_of(shard) for shard in self._shards[unit]]
-            self._parts[unit] = known = out, parts
-        return known[1]
-
-    def _read_row(self, unit: int, owner: int, row: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def _read_row(self, unit: int, owner: int, row: Sequence[torch.Tensor]) -> None:
         """The shard of an owner on another host. What arrives goes into its place; but for what is not dense, which
         takes one more pass."""
-        places = [row] if isinstance(row, torch.Tensor) else row
-        dense = [there if there.is_contiguous() else there.new_empty(there.shape) for there in places]
+        dense = [there if there.is_contiguous() else there.new_empty(there.shape) for there in row]
         self._read_far(unit, [([there.view(-1) for there in dense], owner)])
-        for there, tmp in zip(places, dense, strict=True):
-            if tmp is not there:
-                self._engine.copy(there, tmp, self._waiter.after_gather_chunk)
+        apart = [(there, tmp) for there, tmp in zip(row, dense, strict=True) if tmp is not there]
+        if apart:
+            self._engine.copy([one for one, _ in apart], [tmp for _, tmp in apart], self._waiter.after_gather_chunk)
 
     def _read_far(self, unit: int, parts: Sequence[tuple[Sequence[torch.Tensor], int]]) -> None:
         """Shards of owners on other hosts, each into its places."""
@@ -306,31 +290,21 @@ class MinibatchProtocol:
         except GONE as error:
             raise self._waiter.explain(error, self._gather_of(unit)) from None
 
-    def _gather_at_once(self, unit: int, out: torch.Tensor, owners: Sequence[int], own_in_place: bool) -> None:
-        """All owners have published: one operation of the device may read many of them."""
-        shards = [shard for shard in self._shards[unit] if shard is not None]
-        if len(shards) == self._world_size:
-            after_chunk = self._waiter.after_gather_chunk
-            self._engine.copy_rows(out, shards, self._rank, own_in_place, after_chunk)
-        else:
-            rows = out.view(self._world_size, -1).unbind()
-            self._read_far(unit, [([rows[owner]], owner) for owner in owners])
-
-    def _gather_parts_at_once(self, unit: int, out: Destination) -> None:
-        """As :meth:`_gather_at_once`, each part into its place."""
+    def _gather_at_once(self, unit: int, out: Destination, owners: Sequence[int], own_in_place: bool) -> None:
+        """All owners have published: one operation of the device may read many of them, each part into its place."""
         engine, device = self._engine, out.outs[0].device
         dense = [
             torch.empty(there.numel(), dtype=out.dtype, device=device) if flat is None else flat
             for there, flat in zip(out.outs, out.flat, strict=True)
         ]
         shards = [shard for shard in self._shards[unit] if shard is not None]
-        if len(shards) == self._world_size:
-            engine.copy_parts(dense, shards, self._rank, self._waiter.after_gather_chunk)
+        if len(shards) == self.world_size:
+            engine.read_rows(dense, shards, self._rank, own_in_place, self._waiter.after_gather_chunk)
         else:
             # A copy for each part of each row. Whether to read whole rows, and have one launch hand them out, would be
             # faster for many parts, only GPUs of several hosts can show.
-            rows = list(zip(*(flat.view(self._world_size, -1).unbind() for flat in dense), strict=True))
-            self._read_far(unit, [(rows[owner], owner) for owner in self._rotation])
+            rows = list(zip(*(flat.view(self.world_size, -1).unbind() for flat in dense), strict=True))
+            self._read_far(unit, [(rows[owner], owner) for owner in owners])
         apart = [(there, tmp) for there, tmp, flat in zip(out.outs, dense, out.flat, strict=True) if flat is None]
         if apart:
             engine.run(lambda: [there.copy_(tmp.view(there.shape)) for there, tmp in apart])
@@ -352,14 +326,12 @@ class MinibatchProtocol:
         if late:
             self._waiter.wait(lambda: [owner for owner in late if count(owner, signal) < number], what)
 
-    def scatter_accumulate(
-        self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool] | None = None
-    ) -> None:
+    def scatter_accumulate(self, unit: int, parts: Sequence[Rows], present: Sequence[bool] | None = None) -> None:
         """Push each owner its slice of the unit's gradient, to be added to the owner's sum of this minibatch.
 
         Args:
-            grads: flat, ``world_size`` rows of the present parameters' slices back to back; row r goes to rank r. Or
-                in several parts, which are together the present parameters. May be reused on return.
+            parts: together the gradients of the present parameters; none spans one that is not. Row r goes to rank r.
+                May be reused on return.
             present: which trainable parameters the push holds, if not all.
 
         Raises:
@@ -371,26 +343,25 @@ class MinibatchProtocol:
         is_welcome = not self.state.push(unit)
         started_ns = time.monotonic_ns()
         self._faults.hit("scatter.before")
-        num_bytes = grads.nbytes if isinstance(grads, torch.Tensor) else sum(part.grads.nbytes for part in grads)
+        minibatch, numels = self.state.minibatch, [part.numel for part in parts]
+        layout = self._layouts.get((unit, *numels)) if present is None else None
+        if layout is None:
+            layout = Layout.of(self._units[unit], numels, present)
+            if present is None:
+                self._layouts[(unit, *numels)] = layout
         if self._push_to_all is not None:
             if not is_welcome:
                 self._await_open(unit, self._rotation)
-            self._end.transport.order_after(self._rotation, self._open, self.state.minibatch)
-            self._push_to_all(unit, grads, present, self.state.minibatch)
+            self._end.transport.order_after(self._rotation, self._open, minibatch)
+            self._push_to_all(unit, parts, layout, minibatch)
             self._engine.note_use()
         else:
-            rows: Sequence[torch.Tensor | Sequence[torch.Tensor]]
-            if isinstance(grads, torch.Tensor):
-                numels = [grads.numel() // self._world_size]
-                rows = grads.split_with_sizes(numels * self._world_size)
-            else:
-                numels = [part.numel for part in grads]
-                rows = list(zip(*(part.unbind(self._world_size) for part in grads), strict=True))
-            add, minibatch = self._store.add, self.state.minibatch
+            rows = list(zip(*[part.unbind(self.world_size) for part in parts], strict=True))
             for owner in self._rotation:
                 if not is_welcome:
                     self._await_open(unit, [owner])
-                add(owner, unit, rows[owner], numels, present, minibatch)
+                self._store.add(owner, unit, rows[owner], layout, minibatch)
+        num_bytes = sum([part.grads.nbytes for part in parts])
         stats, ended_ns = self._stats, time.monotonic_ns()
         stats.pushes += 1
         stats.push_bytes += num_bytes
@@ -414,7 +385,7 @@ class MinibatchProtocol:
         self.state.check_finish()
         started_ns = time.monotonic_ns()
         self._say_done(how or End())
-        for one in self._meshes:
+        for one in self.meshes:
             one._await_done()
         self._complete(started_ns)
 
@@ -427,7 +398,7 @@ class MinibatchProtocol:
         """
         if self.state.phase is not Phase.FENCED:
             self._waiter.check()
-            for one in self._meshes:
+            for one in self.meshes:
                 one.state.fence()
             self._say_done(how)
 
@@ -443,19 +414,19 @@ class MinibatchProtocol:
             ProtocolError: the ranks have ended this minibatch in different ways.
         """
         started_ns = time.monotonic_ns()
-        for one in self._meshes:
+        for one in self.meshes:
             if one._has_streams:
                 one._order_after_done()
         self._complete(started_ns)
 
     def _say_done(self, how: End) -> None:
         """On all meshes, before any of their ends is waited for."""
-        for one in self._meshes:
+        for one in self.meshes:
             one._send_all()
-        has_pushed = any(any(one.state.pushes) for one in self._meshes)
+        has_pushed = any(any(one.state.pushes) for one in self.meshes)
         said = replace(how, has_pushed=has_pushed, num_collectives=self.num_collectives)
         self.num_collectives = 0
-        for one in self._meshes:
+        for one in self.meshes:
             one._post_done(said)
 
     def _send_all(self) -> None:
@@ -466,7 +437,7 @@ class MinibatchProtocol:
         self._engine.join()  # "done" says of every stream here that its gathers have been made
 
     def _complete(self, started_ns: int) -> None:
-        for one in self._meshes:
+        for one in self.meshes:
             one._close_sums()
         self._stats.minibatches += 1
         self._stats.finish_s += self._record("finish", None, started_ns)
@@ -507,7 +478,7 @@ class MinibatchProtocol:
     def _end_at(self, rank: int, minibatch: int | None = None) -> int:
         """Where the words of ``rank``'s end of a minibatch begin; default: of this one."""
         number = self.state.minibatch if minibatch is None else minibatch
-        return (number % 2 * self._world_size + rank) * _END_WORDS
+        return (number % 2 * self.world_size + rank) * _END_WORDS
 
     def _check_ends(self) -> None:
         """What the others have said with ``done``. Ranks that end a minibatch in different ways are not at the same
@@ -529,7 +500,7 @@ class MinibatchProtocol:
     @property
     def ends(self) -> list[End]:
         """How each rank has ended the minibatch that is final. Until this rank has published the next one."""
-        places = map(self._end_at, range(self._world_size))
+        places = map(self._end_at, range(self.world_size))
         rows = [words[at : at + _END_WORDS].tolist() for at, words in zip(places, self._ends_of, strict=True)]
         return [
             End(EndKind(kind), tuple(notes), bool(pushed), collectives)

@@ -2,6 +2,10 @@
 
 Owned by the caller, with :meth:`Runtime.close`; no process-global state. The FSDP patch builds one per model; the
 benchmarks and the protocol tests build theirs directly.
+
+Where units are on several meshes, experts beside the rest of a model, say, the runtime of the first one has those of
+the others. They have one failure, one set of counters, and hear of the same ranks, so that what fails on one mesh fails
+on all. A minibatch begins and ends on all of them at once (see PROTOCOL.md); units are numbered mesh by mesh.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +45,15 @@ from odc.transports._peers import in_collective
 from odc.transports.base import HOST, Transport, aligned
 from odc.units import Destination, Rows, UnitSpec
 
-R = TypeVar("R", bound="Runtime")
+
+class Mesh(NamedTuple):
+    """A mesh, as one of its ranks sees it."""
+
+    units: Sequence[UnitSpec]
+    exchange: Exchange
+    """Between the ranks of its shard group."""
+    replicas: Exchange | None = None
+    """See :meth:`Runtime.create`."""
 
 
 class Runtime(RankContext):
@@ -82,7 +94,7 @@ class Runtime(RankContext):
         self.units = tuple(units)
         end = Endpoint(transport, self._waiter, self.faults, self.stats)
         plan = StorePlan.of(config, transport, prefers_daemon)
-        self._world_size = world_size = self.topology.world_size
+        world_size = self.topology.world_size
         signals = MinibatchProtocol.num_signals(len(self.units))
         offsets = list(itertools.accumulate((aligned(u.shard_bytes) for u in units), initial=0))
         slots = 0 if plan.is_direct else AccumulationDaemon.slots_bytes(units, world_size)
@@ -106,10 +118,12 @@ class Runtime(RankContext):
         self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
         self.state: MinibatchState | JointState = self._protocol.state
+        self._others: list[Runtime] = []
+        self._places = [(self._protocol, unit) for unit in range(len(self.units))]
 
     @classmethod
     def create(
-        cls: type[R],
+        cls,
         exchange: Exchange,
         units: Sequence[UnitSpec],
         config: RuntimeConfig | None = None,
@@ -120,8 +134,8 @@ class Runtime(RankContext):
         end_collectives: Callable[[], object] | None = None,
         stats: Stats | None = None,
         leader: Runtime | None = None,
-        then: Callable[[R], object] = lambda runtime: None,
-    ) -> R:
+        others: Sequence[Mesh] = (),
+    ) -> Runtime:
         """Connect the ranks of ``exchange``. Collective.
 
         Args:
@@ -133,7 +147,7 @@ class Runtime(RankContext):
                 failed. None: nothing outside of this runtime is looked after.
             stats: to count on in.
             leader: another runtime of this rank, see :class:`~odc.rank.context.RankContext`.
-            then: the last step of set-up.
+            others: meshes of further units, over whose ranks this is collective, too.
 
         Raises:
             SetupError: on all ranks, naming the first difference between them or the resource that is missing.
@@ -151,7 +165,7 @@ class Runtime(RankContext):
         prefers_daemon = "daemon" in gather_together(exchange, load_transfers)
         transport = connect(exchange, config, device or HOST)
 
-        def finish(runtime: R) -> None:
+        def finish(runtime: Runtime) -> None:
             runtime._complete(transfers[0] if transfers else None)
             if leader is not None:  # what this rank shows in one group, it shows in both
                 leader._waiter.job.add(transport.peers)
@@ -160,7 +174,7 @@ class Runtime(RankContext):
                 runtime._replicas = runtime._join(replicas)
             for beside, counts in partners:
                 runtime._join(beside, functools.partial(runtime._meet, counts))
-            then(runtime)
+            runtime._add(others)
             if end_collectives is not None:
                 runtime._watch_job(end_collectives)
 
@@ -224,20 +238,45 @@ class Runtime(RankContext):
             functools.partial(_why_stuck, self._partners, self.state, self._in_collective, weakref.ref(self._protocol)),
         )
 
+    def _add(self, meshes: Sequence[Mesh]) -> None:
+        """Connect the ranks of other meshes, too. Collective over them and over the first; what fails, fails on all."""
+        for units, exchange, replicas in meshes:
+            problem: Exception | None = None
+            try:
+                device = self._transport.device
+                one = Runtime.create(exchange, units, self.config, device=device, replicas=replicas, leader=self)
+                self._others.append(one)
+                if one._finalizer is not None:
+                    one._finalizer.detach()  # this one's is for both
+            except Exception as error:  # whatever it is, the other groups must not wait for this one
+                problem = error
+            raise_together(self._transport.exchange, problem)
+        if self._others:
+            self._protocol.others = [one._protocol for one in self._others]
+            self.units = tuple(unit for one in self.meshes for unit in one.units)
+            self._places = [place for one in self.meshes for place in one._places]
+            self.state = JointState([one.state for one in self._protocol.meshes])
+
     def _parts(self) -> list[Closable]:
         """What has to be closed, in this order, before the transports."""
-        parts = (self._job_watchdog, self._watchdog, self._daemon)
-        return [part for part in parts if part is not None]
+        own = (self._job_watchdog, self._watchdog, self._daemon)
+        rest = [part for one in self._others for part in one._parts()]
+        return [*(part for part in own if part is not None), *rest]
 
     def _transports(self) -> list[Transport]:
-        return [self._transport, *self._beside]
+        return [self._transport, *self._beside, *(each for one in self._others for each in one._transports())]
+
+    def close(self) -> None:
+        for one in self._others:
+            one._closed = True
+        super().close()
 
     # Operations
 
     @property
     def meshes(self) -> Sequence[Runtime]:
-        """This one; where units are on several meshes, that of each."""
-        return [self]
+        """This one, and those of further meshes."""
+        return [self, *self._others]
 
     @property
     def minibatch(self) -> int:
@@ -247,12 +286,13 @@ class Runtime(RankContext):
     def published_shard(self, unit: int) -> torch.Tensor:
         """This rank's own shard of ``unit`` as the others read it; not to be written."""
         self._require_open()
-        return self._protocol.shard(unit)
+        protocol, number = self._places[unit]
+        return protocol.shard(number)
 
     @property
     def ends(self) -> list[End]:
-        """See :attr:`odc.minibatch.protocol.MinibatchProtocol.ends`."""
-        return self._protocol.ends
+        """See :attr:`odc.minibatch.protocol.MinibatchProtocol.ends`; of each mesh, those of the first one first."""
+        return [end for protocol in self._protocol.meshes for end in protocol.ends]
 
     def at_home(self) -> AbstractContextManager[object]:
         """See :meth:`odc.engines.base.Engine.at_home`."""
@@ -260,28 +300,36 @@ class Runtime(RankContext):
 
     def publish(self, unit: int, fill: Callable[[torch.Tensor], object] | None) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.publish`."""
+        protocol, number = self._places[unit]
         with self.reporting:
-            self._protocol.publish(unit, fill)
+            protocol.publish(number, fill)
 
     def open_sums(self) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.open_sums`."""
         with self.reporting:
-            self._protocol.open_sums()
+            open_sums = [one for one in self._protocol.meshes if one.state.phase is Phase.FINISHED]
+            for protocol in open_sums or [self._protocol]:  # else all units of a mesh are published
+                protocol.open_sums()
 
     def begin(self) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.begin`."""
         with self.reporting:
-            self._protocol.begin()
+            for protocol in self._protocol.meshes:
+                protocol.begin()
 
     def gather(self, unit: int, out: torch.Tensor | Destination, *, own_in_place: bool = False) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gather`.
 
+        Args:
+            out: a flat tensor is one part: ``world_size * shard_numel`` elements, rank r's shard r-th.
+
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
         """
-        spec = self.units[unit]
+        spec, (protocol, number) = self.units[unit], self._places[unit]
         if isinstance(out, torch.Tensor):
-            _check_flat(out, spec.shard_numel * self._world_size, spec.dtype, "gather of {!r}, out", spec)
+            _check_flat(out, spec.shard_numel * protocol.world_size, spec.dtype, "gather of {!r}, out", spec)
+            out = Destination([out.view(protocol.world_size, -1)])
         elif out.shard_numel != spec.shard_numel or out.dtype != spec.dtype:
             raise ValueError(
                 f"gather of {spec.name!r}: room for {out.shard_numel} x {out.dtype} of each rank, which publishes "
@@ -289,7 +337,7 @@ class Runtime(RankContext):
             )
         self._require_open()
         try:  # as `reporting`, which is slower: this is called for each unit and microbatch
-            self._protocol.gather(unit, out, own_in_place)
+            protocol.gather(number, out, own_in_place)
         except BaseException as error:
             self._report(error)
             raise
@@ -299,10 +347,13 @@ class Runtime(RankContext):
     ) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.scatter_accumulate`.
 
+        Args:
+            grads: a flat tensor has ``world_size`` rows of the present parameters' slices back to back.
+
         Raises:
             ValueError: ``grads`` or ``present`` does not fit the unit.
         """
-        spec = self.units[unit]
+        spec, (protocol, number) = self.units[unit], self._places[unit]
         if present is not None and len(present) != len(spec.params):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters. {OUR_FAULT}")
         if present is not None and all(present):
@@ -311,12 +362,13 @@ class Runtime(RankContext):
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out. {OUR_FAULT}")
         if isinstance(grads, torch.Tensor):
-            _check_flat(grads, numel * self._world_size, spec.grad_dtype, "push of {!r}, grads", spec)
-        elif (given := sum(part.numel for part in grads)) != numel:
+            _check_flat(grads, numel * protocol.world_size, spec.grad_dtype, "push of {!r}, grads", spec)
+            grads = Rows.of_flat(grads, spec, present, protocol.world_size)
+        elif (given := sum([part.numel for part in grads])) != numel:
             raise ValueError(f"push of {spec.name!r}: rows of {given} elements, expected {numel}. {OUR_FAULT}")
         self._require_open()
         try:
-            self._protocol.scatter_accumulate(unit, grads, present)
+            protocol.scatter_accumulate(number, grads, present)
         except BaseException as error:
             self._report(error)
             raise
@@ -348,7 +400,8 @@ class Runtime(RankContext):
     def gradient(self, unit: int) -> tuple[torch.Tensor, list[bool]] | None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gradient`."""
         self._require_open()
-        return self._protocol.gradient(unit)
+        protocol, number = self._places[unit]
+        return protocol.gradient(number)
 
     def meet_replicas(self, what: str) -> None:
         """Wait until every replica has come to as many meetings as this rank.
@@ -434,9 +487,14 @@ class Runtime(RankContext):
             atexit.register(_in_this_process(self._end_collectives))
 
     def _let_go(self) -> None:
-        self._protocol.release()
+        for protocol in self._protocol.meshes:
+            protocol.release()
 
     # Observation
+
+    @property
+    def transport_name(self) -> str:
+        return " and ".join(dict.fromkeys(one._transport.name for one in self.meshes))
 
     def start_timeline(self) -> Timeline:
         """Record spans from now on."""
@@ -449,16 +507,17 @@ class Runtime(RankContext):
 
     def record_in(self, timeline: Timeline) -> Timeline:
         """Record spans there from now on."""
-        self._protocol.timeline = self._waiter.timeline = timeline
+        for one in self.meshes:
+            one._protocol.timeline = one._waiter.timeline = timeline
         return timeline
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank's shared memory, by purpose."""
         return {
-            "published_shards": self._published.num_bytes,
-            "sums": self._store.num_bytes,
-            "slots": self._daemon.num_bytes if self._daemon is not None else 0,
-            "transport": self._transport.extra_bytes,
+            "published_shards": sum(one._published.num_bytes for one in self.meshes),
+            "sums": sum(one._store.num_bytes for one in self.meshes),
+            "slots": sum(one._daemon.num_bytes for one in self.meshes if one._daemon is not None),
+            "transport": sum(one._transport.extra_bytes for one in self.meshes),
         }
 
 

@@ -389,7 +389,7 @@ class Transport(ABC):
             buffer.release()
 
     def no_atomics(self) -> str | None:
-        """Why :meth:`odc.engines.base.Engine.add_to_peers` would lose additions in the memory of all ranks, or None."""
+        """Why :meth:`odc.engines.base.Engine.add_rows` would lose additions in the memory of all ranks, or None."""
         return "processors add under locks"
 
     # Memory of ranks that may be on other hosts. Offsets are in bytes, tensors are flat, bytes travel as they are,
@@ -409,7 +409,7 @@ class Transport(ABC):
             outs, rank = part
             if buffer.reaches(rank):
                 for out, place in places(outs, buffer.peer(rank), offset_bytes):
-                    self.engine.copy(out, place, after_chunk)
+                    self.engine.copy([out], [place], after_chunk)
             else:
                 far.append(part)
         if far:
@@ -429,7 +429,7 @@ class Transport(ABC):
             self._write_far(buffer, rank, offset_bytes, sources, after_chunk)
             return
         for source, place in places(sources, buffer.peer(rank), offset_bytes):
-            self.engine.copy(place, source, after_chunk)
+            self.engine.copy([place], [source], after_chunk)
 
     def _read_far(
         self,

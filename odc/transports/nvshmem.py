@@ -119,7 +119,7 @@ class NvshmemTransport(CudaIpcTransport):
                 self._heap.get(staging[: size * len(parts)], own[low : low + size], ranks)
                 pieces = itertools.chain.from_iterable(cut(outs, low, size) for outs in rows)
                 for piece, place in places(pieces, staging, 0):
-                    self.engine.copy(piece, place, after_chunk)
+                    self.engine.copy([piece], [place], after_chunk)
 
     @contextmanager
     def _take_staging(self, purpose: str) -> Iterator[torch.Tensor]:
@@ -143,7 +143,7 @@ class NvshmemTransport(CudaIpcTransport):
             size = min(most, num_bytes - low)
             with self._take_staging("write") as staging:
                 for piece, place in places(cut(flat, low, size), staging, 0):
-                    self.engine.copy(place, piece, after_chunk)
+                    self.engine.copy([place], [piece], after_chunk)
                 self._heap.put(staging[:size], own[low : low + size], rank)
 
     # Signals, and the order of streams

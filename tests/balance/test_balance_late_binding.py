@@ -147,8 +147,8 @@ def plans_of(law: str, num_minibatches: int, *, microbatch_cost: float, speeds: 
 @pytest.mark.parametrize(
     ("law", "least"),
     [
-        ("swesmith", 1.1),
-        *(pytest.param(*of, marks=pytest.mark.extended) for of in (("longalign", 1.11), ("aime", 1.07))),
+        ("swesmith", 1.13),
+        *(pytest.param(*of, marks=pytest.mark.extended) for of in (("longalign", 1.1), ("aime", 1.09))),
     ],
 )
 def test_noise_and_a_slow_device_cost_less(

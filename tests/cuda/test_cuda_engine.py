@@ -69,7 +69,7 @@ def test_copy(rig: Rig, out: torch.dtype, source: torch.dtype, kernel: bool) -> 
 
     def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
         for shift in (0, 3):
-            engine.copy(outs[shift], on(rig, engine, values, shift), lambda: calls.append(engine))
+            engine.copy([outs[shift]], [on(rig, engine, values, shift)], lambda: calls.append(engine))
 
     rig.same_as_cpu([some(5001, out, 9) for _ in range(4)], copy)
     assert rig.cuda.launches == ["_copy_cast_kernel"] * 2 * kernel
@@ -93,7 +93,7 @@ def test_copy(rig: Rig, out: torch.dtype, source: torch.dtype, kernel: bool) -> 
 )
 def test_add(rig: Rig, total: torch.dtype, addend: torch.dtype, kernel: bool) -> None:
     values = some(4099, addend, 1)
-    rig.same_as_cpu([some(4099, total)], lambda engine, outs: engine.add(outs[0], on(rig, engine, values)))
+    rig.same_as_cpu([some(4099, total)], lambda engine, outs: engine.add(outs, [on(rig, engine, values)]))
     assert rig.cuda.launches == ["_accumulate_kernel"] * kernel
 
 
@@ -103,50 +103,6 @@ def test_zero(rig: Rig, dtype: torch.dtype) -> None:
 
 
 # All ranks
-
-
-@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
-@pytest.mark.parametrize(
-    ("out", "shards", "numel", "before"),
-    [
-        (BF16, BF16, 4097, 0),
-        (BF16, BF16, 33, 1),
-        (FP32, FP32, 5, 8),
-        (BF16, FP32, 1023, 4),
-        (BF16, FP64, 17, 0),
-        (FP64, FP64, 9, 1),
-        (I64, I64, 129, 3),
-        (FP8, FP8, 129, 3),
-        (FP32, FP8, 129, 3),
-        (torch.uint8, torch.uint8, 77, 1),
-    ],
-    ids=str,
-)
-def test_copy_rows(
-    rig: Rig, way: TransferTable, out: torch.dtype, shards: torch.dtype, numel: int, before: int
-) -> None:
-    """Each rank's row lies at the same place of its memory."""
-    memory = [some(before + numel + 5, shards, 10 + rank) for rank in range(3)]
-
-    def copy_rows(engine: Any, outs: Sequence[torch.Tensor]) -> None:
-        places = [on(rig, engine, one)[before : before + numel] for one in memory]
-        engine.copy_rows(outs[0], places, 2, False)
-        engine.copy_rows(outs[1], places, 1, True)
-
-    rig.engine.choose_by(way)
-    rig.same_as_cpu([some(3 * numel, out, 98), some(3 * numel, out, 99)], copy_rows)
-    is_known = {out, shards} <= set(FLOATS) and (out, shards) != (BF16, FP64)
-    assert rig.cuda.launches.count("_gather_kernel") == 2 * (way is BY_KERNEL and is_known)
-
-
-def test_the_table_of_transfers_decides_by_the_bytes_of_all_rows(rig: Rig) -> None:
-    rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
-    for numel in (20, 21):
-        shards = [rig.put(some(numel, FP32, rank)) for rank in range(3)]
-        rig.engine.copy_rows(rig.put(torch.zeros(3 * numel)), shards, 0, False)
-        rig.engine.copy_to_peers([s.view(torch.uint8) for s in shards], 0, rig.put(torch.zeros(3 * numel)), 0)
-    rig.cuda.run()
-    assert rig.cuda.launches == ["_gather_kernel", "_scatter_kernel"]
 
 
 def test_addresses_of_peers_are_sent_to_the_device_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,62 +117,12 @@ def test_addresses_of_peers_are_sent_to_the_device_once(rig: Rig, monkeypatch: p
     memory = [rig.put(some(64, FP32, rank)) for rank in range(2)]
     for low in (0, 8, 32):
         out = rig.put(torch.zeros(16))
-        rig.engine.copy_rows(out, [one[low : low + 8] for one in memory], 0, False)
+        rig.engine.read_rows([out], [one[low : low + 8] for one in memory], 0)
         wanted = torch.cat([rig.cuda.read(one)[low : low + 8] for one in memory])
         assert torch.equal(rig.done(out), wanted)
-        rig.engine.add_to_peers([one.view(torch.uint8) for one in memory], 4 * low, rig.put(torch.zeros(2, 8)), 0)
+        part = Part(rig.put(torch.zeros(16)), 4 * low, 8)
+        rig.engine.add_rows([one.view(torch.uint8) for one in memory], [part], 0)
     assert len(sent) == 1
-
-
-@pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
-@pytest.mark.parametrize(
-    ("dtype", "numel", "offset", "shift"),
-    [
-        (BF16, 4097, 0, 0),
-        (BF16, 33, 2, 1),
-        (FP16, 5, 6, 3),
-        (FP32, 1023, 4, 0),
-        (FP32, 4, 16, 1),
-        (FP64, 129, 8, 1),
-        (I64, 129, 24, 1),
-        (FP8, 77, 3, 1),
-        (torch.uint8, 77, 13, 1),
-    ],
-    ids=str,
-)
-def test_copy_to_peers(rig: Rig, way: TransferTable, dtype: torch.dtype, numel: int, offset: int, shift: int) -> None:
-    source = some(3 * numel, dtype)
-
-    def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
-        engine.copy_to_peers(outs, offset, on(rig, engine, source, shift), 1)
-
-    rig.engine.choose_by(way)
-    rig.same_as_cpu([integers(offset + numel * 8 + 9, torch.uint8) for _ in range(3)], copy)
-    assert rig.cuda.launches == ["_scatter_kernel"] * (way is BY_KERNEL and dtype in FLOATS)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64, torch.int32], ids=str)
-@pytest.mark.parametrize(
-    ("numel", "start", "stride", "offset"),
-    [(4097, 0, 4097, 0), (33, 5, 77, 12), (1, 3, 9, 4), (1, 0, 1, 4), (8, 8, 16, 1024)],
-)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_add_to_peers(
-    rig: Rig, world_size: int, dtype: torch.dtype, numel: int, start: int, stride: int, offset: int
-) -> None:
-    """Parts of rows, that lie apart, at any place of the sums."""
-    sums = [some(offset // 4 + numel + 3, FP32, 50 + rank) for rank in range(world_size)]
-    grads = some(world_size * stride, dtype)
-    ours = [rig.put(total, 4) for total in sums]
-    rows = rig.put(grads, 1).view(world_size, stride)[:, start : start + numel]
-    rig.engine.add_to_peers([one.view(torch.uint8) for one in ours], offset, rows, world_size - 1)
-    del rows  # the caller's; what the engine has cast is not its business
-    rig.cuda.run()
-    for rank, (mine, total) in enumerate(zip(ours, sums, strict=True)):
-        wanted = total.clone()
-        part = grads.view(world_size, stride)[rank, start : start + numel]
-        wanted[offset // 4 : offset // 4 + numel] += part.float()
-        assert torch.equal(rig.cuda.read(mine), wanted)
 
 
 # All parameters of a unit
@@ -249,15 +155,19 @@ def launches_of(rig: Rig, kernel: str, numels: Sequence[int]) -> bool:
 @pytest.mark.parametrize(
     ("numels", "dtype", "before"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5))
 )
-def test_copy_parts(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, before: int) -> None:
+@pytest.mark.parametrize("own_in_place", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_read_rows(
+    rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, before: int, own_in_place: bool
+) -> None:
     memory = [some(before + sum(numels) + 5, dtype, 10 + rank) for rank in range(3)]
 
-    def copy_parts(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+    def read_rows(engine: Any, outs: Sequence[torch.Tensor]) -> None:
         parts = [out[: 3 * numel] for out, numel in zip(outs, numels, strict=True)]
-        engine.copy_parts(parts, [on(rig, engine, one)[before : before + sum(numels)] for one in memory], 1)
+        shards = [on(rig, engine, one)[before : before + sum(numels)] for one in memory]
+        engine.read_rows(parts, shards, 1, own_in_place)
 
     rig.engine.choose_by(way)
-    rig.same_as_cpu([torch.ones(3 * numel + 2, dtype=FP32).to(dtype) for numel in numels], copy_parts)
+    rig.same_as_cpu([torch.ones(3 * numel + 2, dtype=FP32).to(dtype) for numel in numels], read_rows)
     if way is BY_KERNEL and dtype in FLOATS:
         assert launches_of(rig, "_gather_parts_kernel", numels)
         assert len(rig.cuda.launches) <= 2
@@ -265,12 +175,22 @@ def test_copy_parts(rig: Rig, way: TransferTable, numels: list[int], dtype: torc
         assert "_gather_parts_kernel" not in rig.cuda.launches
 
 
-def test_copy_parts_of_another_dtype(rig: Rig) -> None:
+def test_own_rows_in_place(rig: Rig) -> None:
+    shards, outs = (
+        [rig.put(torch.tensor([1.0 + rank, 5.0])) for rank in range(3)],
+        [rig.put(torch.zeros(3)), rig.put(torch.zeros(3))],
+    )
+    rig.engine.read_rows(outs, shards, 1, own_in_place=True)
+    assert [rig.done(out).tolist() for out in outs] == [[1.0, 0.0, 3.0], [5.0, 0.0, 5.0]]
+    assert rig.cuda.launches == ["_gather_parts_kernel"]
+
+
+def test_read_rows_of_another_dtype(rig: Rig) -> None:
     """No kernel of parts casts."""
     shards = [some(77, FP32, rank) for rank in range(3)]
     rig.same_as_cpu(
         [torch.zeros(3 * numel, dtype=BF16) for numel in (7, 70)],
-        lambda engine, outs: engine.copy_parts(outs, [on(rig, engine, shard) for shard in shards], 0),
+        lambda engine, outs: engine.read_rows(outs, [on(rig, engine, shard) for shard in shards], 0),
     )
     assert "_gather_parts_kernel" not in rig.cuda.launches
 
@@ -278,7 +198,7 @@ def test_copy_parts_of_another_dtype(rig: Rig) -> None:
 def test_slices_lie_back_to_back() -> None:
     shards = [torch.arange(6) + 10 * rank for rank in range(2)]
     outs = [torch.zeros(2 * numel, dtype=I64) for numel in (1, 3, 0, 2)]
-    CPU.copy_parts(outs, shards, 1)
+    CPU.read_rows(outs, shards, 1)
     assert [out.tolist() for out in outs] == [[0, 10], [1, 2, 3, 11, 12, 13], [], [4, 5, 14, 15]]
 
 
@@ -298,13 +218,13 @@ def parts_of(
 @pytest.mark.parametrize(
     ("numels", "dtype", "gap"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 1), (FP8, 3))
 )
-def test_copy_parts_to_peers(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, gap: int) -> None:
+def test_write_rows(rig: Rig, way: TransferTable, numels: list[int], dtype: torch.dtype, gap: int) -> None:
     size = dtype.itemsize
     buffers = [torch.full((size * (sum(numels) + gap * len(numels) + 9),), 77, dtype=torch.uint8) for _ in range(3)]
 
     def copy(engine: Any, outs: Sequence[torch.Tensor]) -> None:
         parts = parts_of(numels, dtype, size, lambda grads: on(rig, engine, grads), [0, 2, 4200], gap)
-        engine.copy_parts_to_peers([out[: out.numel() // 8 * 8] for out in outs], parts, 1)
+        engine.write_rows([out[: out.numel() // 8 * 8] for out in outs], parts, 1)
 
     rig.engine.choose_by(way)
     rig.same_as_cpu(buffers, copy)
@@ -321,7 +241,7 @@ def test_what_a_row_lacks_is_zeros() -> None:
         Part(torch.tensor([1, 2, 3, 4, 5], dtype=torch.int16), 2, 3),
         Part(torch.tensor([6], dtype=torch.uint8), 8, 1),
     ]
-    CPU.copy_parts_to_peers(buffers, parts, 0)
+    CPU.write_rows(buffers, parts, 0)
     rows = [buffer[2:8].view(torch.int16).tolist() for buffer in buffers]
     assert rows == [[1, 2, 3], [4, 5, 0], [0, 0, 0]]
     assert [buffer[8:].tolist() for buffer in buffers] == [[6, 7], [0, 7], [0, 7]]
@@ -331,12 +251,12 @@ def test_what_a_row_lacks_is_zeros() -> None:
 @pytest.mark.parametrize(
     ("numels", "dtype", "gap"), of_slices(*((dtype, 4) for dtype in (BF16, FP16, FP32, FP64, torch.int32)))
 )
-def test_add_parts_to_peers(rig: Rig, numels: list[int], dtype: torch.dtype, gap: int) -> None:
+def test_add_rows(rig: Rig, numels: list[int], dtype: torch.dtype, gap: int) -> None:
     missing = [0, 2, 4200]
     sums = [some(sum(numels) + gap * len(numels) + 9, FP32, 50 + rank) for rank in range(3)]
     ours = [rig.put(total, 4) for total in sums]
     parts = parts_of(numels, dtype, 4, rig.put, missing, gap)
-    rig.engine.add_parts_to_peers([one.view(torch.uint8) for one in ours], parts, 2)
+    rig.engine.add_rows([one.view(torch.uint8) for one in ours], parts, 2)
     del parts  # what the engine has cast is nobody's
     rig.cuda.run()
     for rank, (mine, total) in enumerate(zip(ours, sums, strict=True)):
@@ -349,7 +269,7 @@ def test_add_parts_to_peers(rig: Rig, numels: list[int], dtype: torch.dtype, gap
 
 def test_a_cpu_adds_no_parts() -> None:
     with pytest.raises(UnsupportedError, match="no atomic addition on a CPU"):
-        CPU.add_parts_to_peers([torch.zeros(8, dtype=torch.uint8)], [Part(torch.ones(2), 0, 2)], 0)
+        CPU.add_rows([torch.zeros(8, dtype=torch.uint8)], [Part(torch.ones(2), 0, 2)], 0)
 
 
 def test_parts_of_several_dtypes(rig: Rig) -> None:
@@ -360,13 +280,13 @@ def test_parts_of_several_dtypes(rig: Rig) -> None:
             Part(on(rig, engine, some(3 * 8, dtype, number)), 64 * number, 8)
             for number, dtype in enumerate((BF16, FP32, BF16, FP64))
         ]
-        engine.copy_parts_to_peers(outs, parts, 1)
+        engine.write_rows(outs, parts, 1)
 
     rig.same_as_cpu([torch.full((256,), 7, dtype=torch.uint8) for _ in range(3)], copy)
     assert rig.cuda.launches == ["_scatter_parts_kernel"] * 3
     sums = [rig.put(torch.zeros(64)) for _ in range(2)]
     parts = [Part(rig.put(torch.ones(2, dtype=dtype)), 4 * at, 1) for at, dtype in enumerate((BF16, FP32))]
-    rig.engine.add_parts_to_peers([one.view(torch.uint8) for one in sums], parts, 1)
+    rig.engine.add_rows([one.view(torch.uint8) for one in sums], parts, 1)
     assert all(rig.done(one).tolist() == [1.0, 1.0, *[0.0] * 62] for one in sums)
     assert rig.cuda.launches[3:] == ["_scatter_accumulate_parts_kernel"] * 2
 
@@ -376,9 +296,9 @@ def test_the_table_of_transfers_decides_of_parts(rig: Rig) -> None:
     rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
     for numel in (20, 21):
         shards = [rig.put(some(2 * numel, FP32, rank)) for rank in range(3)]
-        rig.engine.copy_parts([rig.put(torch.zeros(3)), rig.put(torch.zeros(6 * numel - 3))], shards, 0)
+        rig.engine.read_rows([rig.put(torch.zeros(3)), rig.put(torch.zeros(6 * numel - 3))], shards, 0)
         part = Part(rig.put(torch.zeros(3 * numel)), 0, numel)
-        rig.engine.copy_parts_to_peers([s.view(torch.uint8) for s in shards], [part], 0)
+        rig.engine.write_rows([s.view(torch.uint8) for s in shards], [part], 0)
     rig.cuda.run()
     assert rig.cuda.launches == ["_gather_parts_kernel", "_scatter_parts_kernel"]
 
@@ -388,11 +308,9 @@ def test_progress_of_parts(rig: Rig) -> None:
     for engine in (rig.engine, CPU):
         shards = [on(rig, engine, torch.zeros(2)) for _ in range(2)]
         grads, buffers = on(rig, engine, torch.zeros(4)), [shard.view(torch.uint8) for shard in shards]
-        engine.copy_parts([grads], shards, 0, lambda: calls.append("gather"))
-        engine.copy_parts_to_peers(buffers, [Part(grads, 0, 2)], 0, lambda: calls.append("push"))
-    rig.engine.add_parts_to_peers(
-        buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 2)], 0, lambda: calls.append("add")
-    )
+        engine.read_rows([grads], shards, 0, lambda: calls.append("gather"))
+        engine.write_rows(buffers, [Part(grads, 0, 2)], 0, lambda: calls.append("push"))
+    rig.engine.add_rows(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 2)], 0, lambda: calls.append("add"))
     assert calls == ["gather", "push", "gather", "gather", "push", "push", "add"]
 
 
@@ -414,7 +332,7 @@ def test_rows_of_parts_are_written_anew_when_their_launch_is_over(rig: Rig) -> N
 
     cuda.on_query = on_query
     for number, out in enumerate(outs):
-        engine.copy_parts([out], [shards[0][number % 2 :][:1]], 0)
+        engine.read_rows([out], [shards[0][number % 2 :][:1]], 0)
     assert sorted(set(asked)) == list(range(num_tables, num_tables + 20))
     cuda.run()
     assert [cuda.read(out).item() for out in outs] == [1.0 + number % 2 for number in range(num_tables + 20)]
@@ -424,7 +342,7 @@ def test_a_refused_launch_leaves_its_rows(rig: Rig) -> None:
     num_tables = len(rig.engine._part_rows)
     for _ in range(num_tables + 1):
         with pytest.raises(ValueError, match="at most 2"):
-            rig.engine.add_parts_to_peers(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 1)], 0)
+            rig.engine.add_rows(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 1)], 0)
         rig.cuda.run()
     assert len(rig.engine._part_rows) == num_tables
     assert not rig.cuda.launches

@@ -25,7 +25,7 @@ def scenario_join(rig: Rig) -> bool:
     streams = [rig.stream(), rig.stream()]
     for stream, out in zip(streams, outs, strict=True):
         with rig.cuda.stream(stream):
-            rig.engine.copy(out, shard)
+            rig.engine.copy([out], [shard])
             rig.engine.note_use()
     rig.engine.join()
     rig.engine.zero(shard)
@@ -36,9 +36,9 @@ def scenario_join(rig: Rig) -> bool:
 def scenario_join_background(rig: Rig) -> bool:
     total, out = rig.put(torch.zeros(4)), rig.put(torch.zeros(4))
     with rig.engine.background():
-        rig.engine.add(total, rig.put(torch.ones(4)))
+        rig.engine.add([total], [rig.put(torch.ones(4))])
     rig.engine.join_background()
-    rig.engine.copy(out, total)
+    rig.engine.copy([out], [total])
     rig.cuda.run(rig.cuda.current_stream())
     return bool((rig.cuda.read(out) == 1).all())
 
@@ -51,8 +51,8 @@ def scenario_take(rig: Rig) -> bool:
         with rig.cuda.stream(stream), rig.engine.take("staging"):
             rig.engine.zero(staging)
             for _ in range(number + 1):
-                rig.engine.add(staging, ones)
-            rig.engine.copy(outs[number], staging)
+                rig.engine.add([staging], [ones])
+            rig.engine.copy([outs[number]], [staging])
     order = [streams[1], streams[0]]
     while rig.cuda.step(order):
         order.reverse()
@@ -67,14 +67,14 @@ def scenario_at_home(rig: Rig) -> bool:
     result = rig.put(torch.zeros(4))
     with rig.cuda.stream(home):
         engine.join()
-        engine.add(total, rig.put(torch.ones(4)))
+        engine.add([total], [rig.put(torch.ones(4))])
     with rig.cuda.stream(step):
-        engine.add(out, rig.put(torch.full((4,), 3.0)))
+        engine.add([out], [rig.put(torch.full((4,), 3.0))])
         with engine.at_home():
             assert rig.cuda.current_stream() is home
-            engine.add(out, total)
+            engine.add([out], [total])
         assert rig.cuda.current_stream() is step
-        engine.copy(result, out)
+        engine.copy([result], [out])
     with rig.cuda.stream(home):
         engine.zero(total)
     rig.cuda.run(step)
@@ -87,9 +87,9 @@ def scenario_at_home_after_the_caller(rig: Rig) -> bool:
     with rig.cuda.stream(home):
         engine.join()
     with rig.cuda.stream(step):
-        engine.add(grads, rig.put(torch.ones(4)))
+        engine.add([grads], [rig.put(torch.ones(4))])
         with engine.at_home():
-            engine.copy(out, grads)
+            engine.copy([out], [grads])
     rig.cuda.run(home)
     return bool((rig.cuda.read(out) == 1).all())
 
@@ -100,9 +100,9 @@ def scenario_hold(rig: Rig) -> bool:
     with rig.cuda.stream(rig.stream()):
         with engine.take("kept"):
             kept = torch.empty_like(out)
-            engine.copy(kept, rig.put(torch.ones(4)))
+            engine.copy([kept], [rig.put(torch.ones(4))])
     with rig.cuda.stream(later), engine.take("kept"):
-        engine.copy(out, kept)
+        engine.copy([out], [kept])
         engine.hold(kept)
     del kept
     rig.cuda.run(last=[later])

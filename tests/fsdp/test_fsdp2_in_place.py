@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import functools
 import gc
+import os
 import signal
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -33,6 +35,64 @@ from training import Net, build, communicating, full_parameters, loss_of, optimi
 import odc
 from odc.fsdp_patch import compat
 from odc.fsdp_patch.compat import torch_version
+from odc.fsdp_patch.fsdp2_unit import OdcAllGather, OdcReduceScatter
+
+# What a unit costs its host
+
+OWN = os.path.dirname(odc.__file__)
+
+
+def counted(found: list[tuple[int, int]], door: Callable[..., Any]) -> Callable[..., Any]:
+    """``door``, which notes how many functions of ODC it calls, and in how many of them the bytes are moved."""
+
+    def call(*args: Any) -> None:
+        num_calls, deepest = 0, 0
+
+        def note(frame: Any, event: str, function: Any) -> None:
+            nonlocal num_calls, deepest
+            if event == "call":
+                num_calls += frame.f_code.co_filename.startswith(OWN)
+            elif event == "c_call" and function.__name__ in ("_foreach_copy_", "_foreach_add_"):
+                depth = 0
+                while frame.f_code is not call.__code__:
+                    depth, frame = depth + frame.f_code.co_filename.startswith(OWN), frame.f_back
+                deepest = max(deepest, depth)
+
+        sys.setprofile(note)
+        try:
+            door(*args)
+        finally:
+            sys.setprofile(None)
+        found.append((num_calls, deepest))
+
+    return call
+
+
+def calls_of_units(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
+    gathers: list[tuple[int, int]] = []
+    pushes: list[tuple[int, int]] = []
+    model = shard(build(num_blocks=4), world_size)
+    with communicating("in place"):
+        session = odc.patch_fsdp(model)
+    for _ in range(2):
+        loss_of(model, tokens(0, rank, 0)).backward()
+    OdcAllGather.gather_in_place = counted(gathers, OdcAllGather.gather_in_place)  # type: ignore[method-assign]
+    OdcReduceScatter.push_in_place = counted(pushes, OdcReduceScatter.push_in_place)  # type: ignore[method-assign]
+    loss_of(model, tokens(0, rank, 0)).backward()
+    session.finish()
+    loss_of(model, tokens(0, rank, 0)).backward()
+    return {"gathers": gathers, "pushes": pushes}
+
+
+def test_calls_of_a_unit_of_six_parameters() -> None:
+    """What Python takes of a host is what it calls. The first push of a minibatch looks at all 27 parameters."""
+    for found in run_ranks(2, calls_of_units):
+        (first, depth), *_ = found["pushes"][5:]
+        assert (max(calls for calls, _ in found["gathers"][:8]), found["gathers"][1][1]) <= (60, 6)
+        assert (max(calls for calls, _ in found["pushes"][:5]), found["pushes"][1][1]) <= (60, 6)
+        assert first <= 760
+        assert depth == 6
+
 
 # Large units: what is copied, and what memory that takes
 

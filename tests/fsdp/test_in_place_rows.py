@@ -15,7 +15,7 @@ from odc import ParamSlice, UnitSpec
 from odc.fsdp_patch import fsdp2_in_place
 from odc.fsdp_patch.fsdp2_in_place import Held, InPlace
 from odc.fsdp_patch.fsdp2_param import FsdpParam
-from odc.units import offsets_of
+from odc.units import Layout
 
 CPU = torch.device("cpu")
 
@@ -100,19 +100,17 @@ def test_rows_are_the_owners_parts_of_the_gradients(
                 grad = torch.randint(-9, 9, r["shape"], generator=generator).to(r["dtype"])
                 grads[id(param.inner)] = laid_out(grad, r["layout"])
         pushed = in_place.rows(dict(grads))
-    spec = UnitSpec(
-        "u", 1, torch.float32, tuple(ParamSlice(p.name, p.padded.numel()) for p, _ in trainable), grad_dtype
-    )
+    spec = UnitSpec("u", 1, torch.float32, tuple(ParamSlice(p.name, p.numel) for p, _ in trainable), grad_dtype)
     assert sum(part.numel for part in pushed) == spec.pushed_numel(present)
-    total = torch.zeros(world_size, spec.grad_numel)
-    for part, offset in zip(pushed, offsets_of(spec, pushed, present), strict=True):
+    layout, total = Layout.of(spec, [part.numel for part in pushed], present), torch.zeros(world_size, spec.grad_numel)
+    for part, offset in zip(pushed, layout.offsets, strict=True):
         assert part.grads.dtype.itemsize <= grad_dtype.itemsize
         for owner, row in enumerate(part.unbind(world_size)):
             total[owner, offset : offset + row.numel()] = row.flatten().float()
     expected = [
-        by_owner(grads[id(p.inner)].float(), r["dim"], world_size, p.padded.numel())
+        by_owner(grads[id(p.inner)].float(), r["dim"], world_size, p.numel)
         if r["is_present"]
-        else torch.zeros(world_size, p.padded.numel())
+        else torch.zeros(world_size, p.numel)
         for p, r in trainable
     ]
     assert torch.equal(total, torch.cat(expected, dim=1))

@@ -16,6 +16,7 @@ from thread_ranks import ThreadExchange, run_threads, values
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
 from odc.minibatch.accumulators import Arrived
+from odc.units import Layout
 
 UNITS = [
     UnitSpec("a", 6, torch.float32, (ParamSlice("w", 4), ParamSlice("b", 2), ParamSlice("g", 3))),
@@ -187,7 +188,7 @@ def test_pushes_of_another_minibatch_are_refused() -> None:
         publish_all(runtime)
         for minibatch in (0, 2):
             with pytest.raises(ProtocolError, match=f"for minibatch {minibatch}, unit 'a', refused by rank 0"):
-                runtime._store.add(0, 0, torch.ones(9), [9], None, minibatch)
+                runtime._store.add(0, 0, (torch.ones(9),), Layout.of(UNITS[0], [9], None), minibatch)
         assert runtime._store.collect(0, 2) is None
         exchange.all_gather(b"")
         runtime.close()

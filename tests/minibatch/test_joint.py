@@ -11,11 +11,9 @@ from thread_ranks import ThreadExchange, _Board, run_threads, values
 
 from odc import ParamSlice, RuntimeConfig, UnitSpec, limits
 from odc.minibatch.fences import pass_fences
-from odc.minibatch.joint import Mesh, connect_meshes
 from odc.minibatch.protocol import NUM_NOTES, End, EndKind
-from odc.minibatch.runtime import Runtime
+from odc.minibatch.runtime import Mesh, Runtime
 from odc.minibatch.state import Phase
-from odc.transports.base import HOST
 
 NUMEL, MINIBATCHES = 5, 6
 Boards = dict[tuple[int, ...], _Board]
@@ -39,12 +37,10 @@ def unit_of(name: str) -> UnitSpec:
 def connect(boards: Boards, rank: int, accumulate: str = "auto") -> tuple[Runtime, list[tuple[int, ...]]]:
     """And the ranks of each unit: two on the first mesh, one on the second."""
     first, second = columns_and_rows(rank)
-    meshes = [
-        Mesh([unit_of("a"), unit_of("b")], over(boards, rank, first)),
-        Mesh([unit_of("c")], over(boards, rank, second)),
-    ]
     config = RuntimeConfig(timeout_s=20, accumulate=accumulate)
-    runtime = connect_meshes(meshes, config, device=HOST, partners=(), end_collectives=None, stats=None)
+    others = [Mesh([unit_of("c")], over(boards, rank, second))]
+    units = [unit_of("a"), unit_of("b")]
+    runtime = Runtime.create(over(boards, rank, first), units, config, others=others)
     return runtime, [first, first, second]
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import odc.kernels.chunked
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.units import Destination, Rows, offsets_of, segments
+from odc.units import Destination, Layout, Rows, segments
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -190,7 +190,7 @@ def check_gathers(runtime: Runtime, places: Sequence[Destination]) -> None:
             out.fill_(-99.0)
         runtime.gather(unit, there)
         start = 0
-        for out, numel in zip(there.outs, there.numels, strict=True):
+        for out, numel in zip(there.outs, [shape.numel() for shape in there.shapes], strict=True):
             for rank in range(world_size):
                 expected = torch.arange(start, start + numel) + 1000.0 * rank + published
                 assert out[rank].flatten().tolist() == expected.tolist()
@@ -231,12 +231,14 @@ def test_each_part_of_a_push_finds_its_place(params: list[Param], world_size: in
     spec = specs_of([(params, torch.float32)], world_size)[0]
     present = data.draw(st.tuples(*[st.booleans()] * len(params)).filter(any))
     here = [i for i, flag in enumerate(present) if flag]
-    parts = [params[i].as_rows(params[i].whole(world_size, i), world_size) for i in here]
+    numels = [spec.params[i].numel for i in here]
     starts = [sum(p.numel for p in spec.params[:i]) for i in here]
-    assert offsets_of(spec, parts, present) == starts
-    assert sum(s.numel for s in segments(spec, present)) == spec.grad_numel
+    layout = Layout.of(spec, numels, present)
+    assert list(layout.offsets) == starts
+    assert sum(numels) + sum(numel for _, numel in layout.gaps) == spec.grad_numel
+    assert {at for at, _ in layout.gaps} == {s.offset for s in segments(spec, present) if s.source is None}
     if all(present):
-        assert offsets_of(spec, parts, None) == starts
+        assert list(Layout.of(spec, numels, None).offsets) == starts
 
 
 @given(param=PARAM, world_size=st.integers(1, 5))
@@ -355,7 +357,7 @@ def test_large_rows_of_several_dimensions_go_chunk_by_chunk(
     monkeypatch.setattr(odc.kernels.chunked, "CHUNK_BYTES", 32)
     out, source = torch.zeros(24).view(shape), torch.arange(1.0, 25.0).view(shape)
     seen = [0]
-    move = odc.kernels.copy_all_chunked if kind == "copy" else odc.kernels.add_all_chunked
+    move = odc.kernels.copy_chunked if kind == "copy" else odc.kernels.add_chunked
     move([out], [source], lambda: seen.append(int((out != 0).sum())))
     assert torch.equal(out, source)
     steps = [after - before for before, after in itertools.pairwise(seen)]

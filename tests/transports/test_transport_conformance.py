@@ -290,12 +290,12 @@ def test_the_engine_copies_casts_adds_and_zeroes(near: str) -> None:
         buffer = transport.allocate(64, "sums")
         sums = buffer.peer(1 - exchange.rank).view(torch.float32)
         addend = torch.tensor([0.5, 1.5, -2.5], dtype=torch.bfloat16, device=device)
-        engine.copy(sums[1:4], addend)
-        engine.add(sums[1:4], addend)
+        engine.copy([sums[1:4]], [addend])
+        engine.add([sums[1:4]], [addend])
         engine.zero(sums[2:3])
         rows = torch.full((4,), -1.0, device=device)
         shards = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device)]
-        engine.copy_rows(rows, shards, exchange.rank, own_in_place=exchange.rank == 1)
+        engine.read_rows([rows], shards, exchange.rank, own_in_place=exchange.rank == 1)
         meet(transport, exchange)
         return [buffer.local.view(torch.float32)[:5].tolist(), rows.tolist()]
 
@@ -310,10 +310,10 @@ def test_the_engine_moves_parameters_of_their_own(near: str) -> None:
         buffer = transport.allocate(64, "slots")
         shards = [torch.tensor([1.0, 2.0, 3.0], device=device) + 10 * owner for owner in range(2)]
         outs = [torch.full((2 * numel,), -1.0, device=device) for numel in (1, 2)]
-        engine.copy_parts(outs, shards, me)
+        engine.read_rows(outs, shards, me)
         grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0, 5.0], device=device)]
         parts = [Part(grads[0], 32 * me, 1), Part(grads[1], 32 * me + 8, 2)]
-        engine.copy_parts_to_peers([buffer.peer(owner) for owner in range(2)], parts, me)
+        engine.write_rows([buffer.peer(owner) for owner in range(2)], parts, me)
         meet(transport, exchange)
         return [*(out.tolist() for out in outs), buffer.local.view(torch.float32)[:12].tolist()]
 
@@ -365,7 +365,7 @@ def test_daemons_are_woken_by_what_is_announced_and_see_it_arrive(name: str) -> 
                 ticket = word.ticket
                 if transport.count(2, 4) < number:
                     word.sleep(ticket, 20.0)
-            transport.engine.copy(own[number - 1 : number], buffer.local.view(torch.int64))
+            transport.engine.copy([own[number - 1 : number]], [buffer.local.view(torch.int64)])
             transport.acknowledge([(5, 2)])
             eventually(lambda: all_are_told(transport))
         meet(transport, exchange)
