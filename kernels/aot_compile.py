@@ -127,8 +127,8 @@ def _write(folder: Path, name: str, arch: str, compiled: Any) -> None:
 
 def file_stem(name: str, arch: str) -> str:
     """
-    >>> file_stem("gather[bf16->fp32, aligned]", "sm_90")
-    'gather-bf16-fp32-aligned.sm_90'
+    >>> file_stem("copy_cast[bf16->fp32, aligned]", "sm_90")
+    'copy_cast-bf16-fp32-aligned.sm_90'
     """
     return f"{re.sub(r'[^a-z0-9_]+', '-', name).strip('-')}.{arch}"
 

@@ -11,12 +11,12 @@ from typing import Any
 class AotEntry:
     """A kernel with the types of its arguments and the values of its constants.
 
-    Nothing else may decide what Triton compiles (see [Note: No argument is specialized] in gather.py), so one entry is
-    one binary per architecture.
+    Nothing else may decide what Triton compiles (see [Note: No argument is specialized] in launching.py), so one entry
+    is one binary per architecture.
     """
 
     name: str
-    """Unique, from kernel, dtypes and constants: ``gather[bf16->fp32, aligned]``."""
+    """Unique, from kernel, dtypes and constants: ``copy_cast[bf16->fp32, aligned]``."""
     kernel: Any
     """The `triton.jit` function."""
     signature: Mapping[str, str]

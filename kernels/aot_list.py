@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc.kernels import accumulate, fill, gather, parts, scatter, slots
+from odc.kernels import accumulate, fill, parts, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.nvshmem import signals, transfer
 
@@ -12,10 +12,8 @@ def entries() -> list[AotEntry]:
     rows = [*transfer.aot_entries(), *signals.aot_entries()]
     return [
         *rows,
-        *gather.aot_entries(),
         *accumulate.aot_entries(),
         *slots.aot_entries(),
-        *scatter.aot_entries(),
         *parts.aot_entries(),
         *fill.aot_entries(),
     ]

@@ -7,8 +7,6 @@ from collections.abc import Collection
 
 import torch
 
-from odc.kernels.peers import PeerTable
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MASTER_FLOATS = (torch.float32, torch.float64)
 
@@ -66,15 +64,3 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if number <= 0:
             raise ValueError(f"{name}={number}, expected more than 0")
-
-
-def check_peer_range(table: PeerTable, offset: int, dtype: torch.dtype) -> None:
-    """Elements at ``offset`` of every buffer lie at addresses that are multiples of the element size."""
-    if offset < 0:
-        raise ValueError(f"offset={offset} elements, expected 0 or more")
-    for owner, address in enumerate(table.addresses):
-        if address % dtype.itemsize:
-            raise ValueError(
-                f"the buffer of rank {owner} is at {address:#x}, expected a multiple of {dtype.itemsize} "
-                f"for {dtype}: a GPU cannot load an element across its own alignment"
-            )

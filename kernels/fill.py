@@ -20,8 +20,7 @@ from odc.kernels.arguments import (
 from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
 
 
-# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
-# launching.py.
+# See [Note: No argument is specialized] and, for VECTOR, [Note: Contiguous lanes] in launching.py.
 @triton.jit(do_not_specialize=["out", "value", "numel"])
 def _fill_kernel(out: tl.tensor, value: tl.float32, numel: tl.int64, VECTOR: tl.constexpr, BLOCK: tl.constexpr) -> None:
     lanes = tl.arange(0, BLOCK)

@@ -48,6 +48,11 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
+# [Note: No argument is specialized]
+# Triton would compile another kernel for integers that are 1 or multiples of 16, and for integers that need 64 bits.
+# All are declared 64-bit and unspecialized, and alignment is the constexpr VECTOR: one kernel per pair of dtypes and
+# alignment, which `aot_list` compiles beforehand, and no compilation in the middle of a training step.
+#
 # [Note: Contiguous lanes]
 # An access is 16 bytes of the widest of a kernel's element types, and every operand is accessed by as many elements:
 # VECTOR. Then one layout, VECTOR elements per thread, suits all operands: nothing is exchanged between threads through

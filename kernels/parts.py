@@ -1,4 +1,5 @@
-"""All parameters of a unit at once: gathered each to its own memory, and pushed out of each gradient.
+"""All parameters of a unit at once: gathered each to its own memory, and pushed out of each gradient. One flat buffer
+for all of them is one parameter here.
 
 Three kernels, each with its launcher and its plain-torch twin: `_gather_parts_kernel` (`gather_parts`),
 `_scatter_accumulate_parts_kernel` (`scatter_accumulate_parts`) and `_scatter_parts_kernel` (`scatter_parts`). One
@@ -21,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-from odc.kernels.accumulate import GRADIENTS
 from odc.kernels.aot_entry import AotEntry, alignment, entry
 from odc.kernels.arguments import FLOATS, check_positive, check_rank, check_same_device
 from odc.kernels.launching import (
@@ -43,6 +43,8 @@ COLUMNS = 4
 length, and the length of the parameter's memory."""
 MAX_PARTS = 256
 """Parameters of one launch."""
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+"""What can be added to fp32 by atomics."""
 
 
 class PartRows:
@@ -80,23 +82,59 @@ def _ends_of_rows(words: tl.tensor, num_rows: tl.tensor, BLOCK_BYTES: tl.constex
     return tl.cumsum(((lengths + BLOCK_BYTES - 1) // BLOCK_BYTES).to(tl.int32), 0)
 
 
-# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
-# launching.py.
-@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
-def _gather_parts_kernel(
-    rows: tl.int64,
-    num_rows: tl.int32,
+@triton.jit
+def _put(target: tl.tensor, values: tl.tensor, mask: tl.tensor, ADD: tl.constexpr) -> None:
+    if ADD:
+        # Relaxed: the additions need no order among themselves, and the kernel's end publishes them. System scope: the
+        # other clients of this owner are other GPUs.
+        tl.atomic_add(target, values.to(tl.float32), mask=mask, sem="relaxed", scope="sys")
+    else:
+        tl.store(target, values, mask=mask)
+
+
+@triton.jit
+def _move_block(
+    target: tl.tensor,
+    source: tl.tensor,
+    numel: tl.tensor,
+    ADD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """``numel`` elements, at most ``BLOCK``; VECTOR: [Note: Contiguous lanes] in launching.py."""
+    lanes = tl.arange(0, BLOCK)
+    whole = numel // VECTOR * VECTOR
+    origins = tl.multiple_of(source + lanes, VECTOR * source.dtype.element_ty.primitive_bitwidth // 8)
+    targets = tl.multiple_of(target + lanes, VECTOR * target.dtype.element_ty.primitive_bitwidth // 8)
+    inside = tl.max_constancy(lanes < whole, VECTOR)
+    # .cg: the owner writes what is gathered, so this GPU's L1 must not keep what it read before. What is pushed is read
+    # once, and L1 is for the table.
+    _put(targets, tl.load(origins, mask=inside, cache_modifier=".cg"), inside, ADD)
+    if VECTOR > 1 and whole < numel:
+        rest = whole + tl.arange(0, VECTOR)
+        _put(target + rest, tl.load(source + rest, mask=rest < numel, cache_modifier=".cg"), rest < numel, ADD)
+
+
+@triton.jit
+def _move_parts(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
     table: tl.tensor,
-    rank: tl.int32,
-    world_size: tl.int32,
-    offset: tl.int64,
+    rank: tl.tensor,
+    world_size: tl.tensor,
+    num_steps: tl.tensor,
+    offset: tl.tensor,
     WORD: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PULL: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
+    """What all kernels do with the first ``num_steps`` owners after ``rank``; ``WORD``: what a parameter's memory is
+    made of here. ``PULL``: from the owners; else to them, as sums of fp32 with ``ADD``."""
     SIZE: tl.constexpr = WORD.primitive_bitwidth // 8
-    lanes = tl.arange(0, BLOCK)
+    PLACE: tl.constexpr = tl.float32 if ADD else WORD
     words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
     ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
     num_blocks = tl.max(ends, 0)
@@ -104,107 +142,7 @@ def _gather_parts_kernel(
     owner = rank
     step = 0
     # All programs are with the same owner, then with the next: what the ranks do is in step if the ranks are.
-    while step < world_size:
-        owner = tl.where(owner + 1 < world_size, owner + 1, 0)
-        shard = tl.load(table + owner) + offset
-        while block < num_blocks:
-            before = ends <= block
-            word = words + tl.sum(before.to(tl.int32), 0) * 4
-            start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
-            numel = tl.load(word + 2) // SIZE
-            origin = (shard + tl.load(word + 1)).to(tl.pointer_type(WORD))
-            row = tl.load(word).to(tl.pointer_type(WORD)) + owner * numel
-            while start < numel:
-                left = tl.minimum(numel - start, BLOCK).to(tl.int32)
-                whole = left // VECTOR * VECTOR
-                source = tl.multiple_of(origin + start + lanes, VECTOR * SIZE)
-                target = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
-                inside = tl.max_constancy(lanes < whole, VECTOR)
-                # .cg: the owner writes this memory, so this GPU's L1 must not keep what it read before.
-                tl.store(target, tl.load(source, mask=inside, cache_modifier=".cg"), mask=inside)
-                if VECTOR > 1 and whole < left:
-                    rest = whole + tl.arange(0, VECTOR)
-                    last = tl.load(origin + start + rest, mask=rest < left, cache_modifier=".cg")
-                    tl.store(row + start + rest, last, mask=rest < left)
-                start += tl.num_programs(0).to(tl.int64) * BLOCK
-                block += tl.num_programs(0)
-        block -= num_blocks  # the blocks of all rows of all owners are dealt out in turn
-        step += 1
-
-
-@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
-def _scatter_accumulate_parts_kernel(
-    rows: tl.int64,
-    num_rows: tl.int32,
-    table: tl.tensor,
-    rank: tl.int32,
-    world_size: tl.int32,
-    offset: tl.int64,
-    GRAD: tl.constexpr,
-    VECTOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    SIZE: tl.constexpr = GRAD.primitive_bitwidth // 8
-    lanes = tl.arange(0, BLOCK)
-    words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
-    ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
-    num_blocks = tl.max(ends, 0)
-    block = tl.program_id(0)
-    owner = rank
-    step = 0
-    while step < world_size:
-        owner = tl.where(owner + 1 < world_size, owner + 1, 0)
-        sums = tl.load(table + owner) + offset
-        while block < num_blocks:
-            before = ends <= block
-            word = words + tl.sum(before.to(tl.int32), 0) * 4
-            start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
-            numel = tl.load(word + 2) // SIZE
-            present = tl.load(word + 3) // SIZE - owner * numel  # of this row: the memory may end early
-            total = (sums + tl.load(word + 1)).to(tl.pointer_type(tl.float32))
-            row = tl.load(word).to(tl.pointer_type(GRAD)) + owner * numel
-            while start < numel:
-                left = tl.maximum(tl.minimum(tl.minimum(numel, present) - start, BLOCK), 0).to(tl.int32)
-                whole = left // VECTOR * VECTOR
-                source = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
-                target = tl.multiple_of(total + start + lanes, VECTOR * 4)
-                inside = tl.max_constancy(lanes < whole, VECTOR)
-                # .cg: read once, and L1 is for the table. Relaxed, system scope: see accumulate.py.
-                values = tl.load(source, mask=inside, cache_modifier=".cg").to(tl.float32)
-                tl.atomic_add(target, values, mask=inside, sem="relaxed", scope="sys")
-                if VECTOR > 1 and whole < left:
-                    rest = whole + tl.arange(0, VECTOR)
-                    last = tl.load(row + start + rest, mask=rest < left, cache_modifier=".cg").to(tl.float32)
-                    tl.atomic_add(total + start + rest, last, mask=rest < left, sem="relaxed", scope="sys")
-                start += tl.num_programs(0).to(tl.int64) * BLOCK
-                block += tl.num_programs(0)
-        block -= num_blocks
-        step += 1
-
-
-@triton.jit(do_not_specialize=["rows", "num_rows", "table", "rank", "world_size", "offset"])
-def _scatter_parts_kernel(
-    rows: tl.int64,
-    num_rows: tl.int32,
-    table: tl.tensor,
-    rank: tl.int32,
-    world_size: tl.int32,
-    offset: tl.int64,
-    WORD: tl.constexpr,
-    VECTOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    SIZE: tl.constexpr = WORD.primitive_bitwidth // 8
-    lanes = tl.arange(0, BLOCK)
-    words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
-    ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
-    num_blocks = tl.max(ends, 0)
-    block = tl.program_id(0)
-    owner = rank
-    step = 0
-    while step < world_size:
+    while step < num_steps:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
         buffer = tl.load(table + owner) + offset
         while block < num_blocks:
@@ -212,27 +150,87 @@ def _scatter_parts_kernel(
             word = words + tl.sum(before.to(tl.int32), 0) * 4
             start = (block - tl.max(tl.where(before, ends, 0), 0)).to(tl.int64) * BLOCK
             numel = tl.load(word + 2) // SIZE
-            present = tl.load(word + 3) // SIZE - owner * numel
-            slot = (buffer + tl.load(word + 1)).to(tl.pointer_type(WORD))
+            place = (buffer + tl.load(word + 1)).to(tl.pointer_type(PLACE))
             row = tl.load(word).to(tl.pointer_type(WORD)) + owner * numel
+            present = numel
+            if not PULL:
+                present = tl.load(word + 3) // SIZE - owner * numel  # of this row: the memory may end early
             while start < numel:
                 room = tl.minimum(numel - start, BLOCK).to(tl.int32)
-                left = tl.maximum(tl.minimum(room, present - start), 0).to(tl.int32)
-                whole = left // VECTOR * VECTOR
-                source = tl.multiple_of(row + start + lanes, VECTOR * SIZE)
-                target = tl.multiple_of(slot + start + lanes, VECTOR * SIZE)
-                inside = tl.max_constancy(lanes < whole, VECTOR)
-                tl.store(target, tl.load(source, mask=inside, cache_modifier=".cg"), mask=inside)
-                if VECTOR > 1 and whole < left:
-                    rest = whole + tl.arange(0, VECTOR)
-                    last = tl.load(row + start + rest, mask=rest < left, cache_modifier=".cg")
-                    tl.store(slot + start + rest, last, mask=rest < left)
-                if left < room:  # what the row lacks; rare, so one by one
-                    tl.store(slot + start + lanes, tl.full([BLOCK], 0, WORD), mask=(lanes >= left) & (lanes < room))
+                if PULL:
+                    _move_block(row + start, place + start, room, ADD, VECTOR, BLOCK)
+                else:
+                    left = tl.maximum(tl.minimum(room, present - start), 0).to(tl.int32)
+                    _move_block(place + start, row + start, left, ADD, VECTOR, BLOCK)
+                    if not ADD and left < room:  # what the row lacks; rare, so one by one
+                        lanes = tl.arange(0, BLOCK)
+                        lacking = (lanes >= left) & (lanes < room)
+                        tl.store(place + start + lanes, tl.full([BLOCK], 0, WORD), mask=lacking)
                 start += tl.num_programs(0).to(tl.int64) * BLOCK
                 block += tl.num_programs(0)
-        block -= num_blocks
+        block -= num_blocks  # the blocks of all rows of all owners are dealt out in turn
         step += 1
+
+
+# Nothing is specialized: see [Note: No argument is specialized] in launching.py.
+_NUMBERS = ["rows", "num_rows", "table", "rank", "world_size", "num_steps", "offset"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _gather_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    num_steps: tl.int32,
+    offset: tl.int64,
+    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    _move_parts(
+        rows, num_rows, table, rank, world_size, num_steps, offset, WORD, VECTOR, ROWS, BLOCK, PULL=True, ADD=False
+    )
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _scatter_accumulate_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    num_steps: tl.int32,
+    offset: tl.int64,
+    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    _move_parts(
+        rows, num_rows, table, rank, world_size, num_steps, offset, WORD, VECTOR, ROWS, BLOCK, PULL=False, ADD=True
+    )
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _scatter_parts_kernel(
+    rows: tl.int64,
+    num_rows: tl.int32,
+    table: tl.tensor,
+    rank: tl.int32,
+    world_size: tl.int32,
+    num_steps: tl.int32,
+    offset: tl.int64,
+    WORD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    _move_parts(
+        rows, num_rows, table, rank, world_size, num_steps, offset, WORD, VECTOR, ROWS, BLOCK, PULL=False, ADD=False
+    )
 
 
 class _Layout(NamedTuple):
@@ -356,6 +354,42 @@ def _words(places: int) -> tuple[Any, int]:
     return _WORD_NAMES[dtype], elements
 
 
+def _launch(
+    kernel: Any,
+    rows: PartRows,
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    table: PeerTable,
+    layout: _Layout,
+    rank: int,
+    num_steps: int,
+    offset_bytes: int,
+    num_programs: int,
+    word: Any,
+    elements: int,
+) -> None:
+    """For ``num_steps`` owners; ``elements`` of type ``word`` at once."""
+    if num_steps * layout.num_blocks == 0:
+        return
+    advice = f"use {kernel.__name__[1:].removesuffix('_kernel')}_reference for host memory"
+    with device_of(kernel, tensors[0], advice):
+        rows.write(layout.rows, addresses)
+        kernel[grid(num_steps * layout.num_blocks, num_programs)](
+            rows.address,
+            len(tensors),
+            table.tensor,
+            rank,
+            table.world_size,
+            num_steps,
+            offset_bytes,
+            WORD=word,
+            VECTOR=elements,
+            ROWS=MAX_PARTS,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+
+
 def gather_parts(
     rows: PartRows,
     outs: Sequence[torch.Tensor],
@@ -363,6 +397,7 @@ def gather_parts(
     *,
     rank: int,
     offset_bytes: int = 0,
+    own_in_place: bool = False,
     num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
     """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie back to back from byte
@@ -370,7 +405,8 @@ def gather_parts(
 
     ``outs``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64), each of ``world_size`` rows; ``table``
     holds buffers of the same dtype. Bytes are copied as they are. Owners are visited from ``rank + 1`` on, the own rank
-    last. The outputs must not overlap, which is not checked.
+    last; with ``own_in_place`` its rows are there already, and are left as they are. The outputs must not overlap,
+    which is not checked.
 
     On return the kernel is enqueued on the current stream; ``outs`` are complete for what is enqueued there next.
     ``rows`` has been written and must stay as it is until then. The caller has made sure that every owner's buffer is
@@ -383,28 +419,15 @@ def gather_parts(
     dtype = _check_parts("outs", outs, FLOATS, table, rank, num_programs)
     layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
     _check_buffers(table, offset_bytes, dtype.itemsize)
-    if layout.num_blocks == 0:
-        return
     addresses = list(map(torch.Tensor.data_ptr, outs))
-    word, elements = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
-    with device_of(_gather_parts_kernel, outs[0], "use gather_parts_reference for host memory"):
-        rows.write(layout.rows, addresses)
-        _gather_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
-            rows.address,
-            len(outs),
-            table.tensor,
-            rank,
-            table.world_size,
-            offset_bytes,
-            WORD=word,
-            VECTOR=elements,
-            ROWS=MAX_PARTS,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    words = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
+    steps = table.world_size - own_in_place
+    _launch(_gather_parts_kernel, rows, outs, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
 
 
-def gather_parts_reference(outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0) -> None:
+def gather_parts_reference(
+    outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0, own_in_place: bool = False
+) -> None:
     """`gather_parts` in plain torch on host memory; complete on return.
 
     >>> shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
@@ -416,7 +439,7 @@ def gather_parts_reference(outs: Sequence[torch.Tensor], table: PeerTable, *, ra
     dtype = _check_parts("outs", outs, FLOATS, table, rank)
     layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
     _check_buffers(table, offset_bytes, dtype.itemsize)
-    for owner in rotated(rank, table.world_size):
+    for owner in rotated(rank, table.world_size)[: table.world_size - own_in_place]:
         for number, out in enumerate(outs):
             if out.numel():
                 low = offset_bytes + layout.rows[number * COLUMNS + 1]
@@ -462,8 +485,10 @@ def scatter_accumulate_parts(
 
     ``grads``: up to 256 dense tensors of one dtype (bf16, fp16 or fp32); row r of ``grads[i]`` begins at element ``r *
     numels[i]`` and has as many, or fewer where the memory ends: nothing is read behind it. ``table`` holds the ranks'
-    buffers. Owners, the order of additions and subnormal numbers: as for `scatter_accumulate_direct`. The sums must not
-    overlap, which is not checked.
+    buffers. Owners are visited from ``rank + 1`` on, the own rank last. The own sums are added to by atomics as well,
+    because the peers add to them at the same time. Concurrent clients' additions arrive in any order, so the last bits
+    of a sum differ from run to run; where that matters, push into slots and let the owner `accumulate_slots`. Atomics
+    flush subnormal numbers (below 1.2e-38) to zero. The sums must not overlap, which is not checked.
 
     On return the kernel is enqueued on the current stream, and what is enqueued there next finds all additions made,
     also at the peers. ``rows`` has been written and must stay as it is until then. The owners' sums must be open for
@@ -477,29 +502,13 @@ def scatter_accumulate_parts(
     dtype, layout = _check_push(
         table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, num_programs
     )
-    if layout.num_blocks == 0:
-        return
     addresses = list(map(torch.Tensor.data_ptr, grads))
     elements = vector(
         (_bits(addresses) | layout.lengths, dtype), (layout.offsets | table.address_bits | offset_bytes, torch.float32)
     )
-    with device_of(
-        _scatter_accumulate_parts_kernel, grads[0], "use scatter_accumulate_parts_reference for host memory"
-    ):
-        rows.write(layout.rows, addresses)
-        _scatter_accumulate_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
-            rows.address,
-            len(grads),
-            table.tensor,
-            rank,
-            table.world_size,
-            offset_bytes,
-            GRAD=DTYPES[dtype],
-            VECTOR=elements if has_vector_atomics(grads[0].device) else 1,
-            ROWS=MAX_PARTS,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    words = DTYPES[dtype], elements if has_vector_atomics(grads[0].device) else 1
+    kernel, steps = _scatter_accumulate_parts_kernel, table.world_size
+    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
 
 
 def scatter_accumulate_parts_reference(
@@ -556,26 +565,11 @@ def scatter_parts(
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
     _, layout = _check_push(table, grads, offsets, numels, rank, offset_bytes, FLOATS, num_programs=num_programs)
-    if layout.num_blocks == 0:
-        return
     addresses = list(map(torch.Tensor.data_ptr, grads))
     places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes
-    word, elements = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
-    with device_of(_scatter_parts_kernel, grads[0], "use scatter_parts_reference for host memory"):
-        rows.write(layout.rows, addresses)
-        _scatter_parts_kernel[grid(table.world_size * layout.num_blocks, num_programs)](
-            rows.address,
-            len(grads),
-            table.tensor,
-            rank,
-            table.world_size,
-            offset_bytes,
-            WORD=word,
-            VECTOR=elements,
-            ROWS=MAX_PARTS,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    words = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
+    kernel, steps = _scatter_parts_kernel, table.world_size
+    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
 
 
 def scatter_parts_reference(
@@ -623,7 +617,7 @@ def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS) -> list[AotEntry]:
             f"scatter_accumulate_parts[{DTYPES[grads]}->fp32, {alignment(aligned)}]",
             _scatter_accumulate_parts_kernel,
             table,
-            {"GRAD": DTYPES[grads], "VECTOR": vector((int(not aligned), torch.float32), (0, grads)), **room},
+            {"WORD": DTYPES[grads], "VECTOR": vector((int(not aligned), torch.float32), (0, grads)), **room},
             NUM_WARPS,
             since=VECTOR_ATOMICS if aligned else (8, 0),
         )

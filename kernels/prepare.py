@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from odc.kernels import accumulate, fill, gather, parts, scatter, slots
+from odc.kernels import accumulate, fill, parts, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.arguments import FLOATS
 from odc.kernels.launching import DTYPES
@@ -24,9 +24,7 @@ class UnitDtypes:
     """The dtypes of one unit's data; those that are not bf16, fp16, fp32 or fp64 are no kernel's business."""
 
     published: torch.dtype
-    """Of the shards that peers read."""
-    out: torch.dtype
-    """Of the gathered parameters."""
+    """Of the shards that peers read, and of what is gathered."""
     grads: torch.dtype
     """Of the gradients as they are pushed."""
     sums: torch.dtype
@@ -41,21 +39,18 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
     gradients that are cast first.
 
     >>> bf16, fp32 = torch.bfloat16, torch.float32
-    >>> [e.name for e in needed_entries([UnitDtypes(bf16, bf16, bf16, fp32)])][:3]
-    ['gather[bf16->bf16, aligned]', 'gather[bf16->bf16, unaligned]', 'accumulate[bf16->fp32, add, aligned]']
+    >>> [e.name for e in needed_entries([UnitDtypes(bf16, bf16, fp32)])][:2]
+    ['accumulate[bf16->fp32, add, aligned]', 'accumulate[bf16->fp32, add, unaligned]']
     """
     found: dict[str, AotEntry] = {}
     for unit in units:
-        known = [d for d in (unit.published, unit.out, unit.grads, unit.sums) if d in FLOATS]
+        known = [d for d in (unit.published, unit.grads, unit.sums) if d in FLOATS]
         casts = [(s, out) for s in known for out in known if s != torch.float64 or out.itemsize > 2]
-        gathers = [(unit.published, out) for out in (unit.out, unit.published) if (unit.published, out) in casts]
         sums = [pair for pair in ((unit.sums, unit.grads), (unit.sums, unit.sums)) if pair in accumulate.PAIRS]
-        atomic = [d for d in (unit.grads, torch.float32) if d in accumulate.GRADIENTS and unit.sums == torch.float32]
+        atomic = [d for d in (unit.grads, torch.float32) if d in parts.GRADIENTS and unit.sums == torch.float32]
         entries = (
-            gather.aot_entries(gathers),
-            accumulate.aot_entries(sums, atomic),
+            accumulate.aot_entries(sums),
             slots.aot_entries(sums),
-            scatter.aot_entries(),
             parts.aot_entries(atomic),
             fill.aot_entries(known, casts),
         )

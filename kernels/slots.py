@@ -35,8 +35,7 @@ _FIRST = -(1 << 63)
 # -0.0 + x has the bits of x for every x; 0.0 + -0.0 is 0.0. So a sum that is overwritten begins at -0.0, and has the
 # bits of a copy of the first slot to which the others were added. Without any slot it is 0.0.
 #
-# Nothing is specialized: see [Note: No argument is specialized] in gather.py; VECTOR: [Note: Contiguous lanes] in
-# launching.py.
+# See [Note: No argument is specialized] and, for VECTOR, [Note: Contiguous lanes] in launching.py.
 @triton.jit(do_not_specialize=["table", "num_rows", "slots", "slot_bytes"])
 def _accumulate_slots_kernel(
     table: tl.int64,

@@ -690,8 +690,8 @@ MUTANTS = (
     Mutant(
         "kernels-the-wrong-row-is-left-as-it-is",
         "The gather begins with its own rank, so that with own_in_place the row of the last one is not read. On a GPU each rank computes with old parameters of its neighbour.",
-        ("tests/kernels/test_kernels_interpreted.py::TestGather::test_own_row_in_place",),
-        "kernels/gather.py",
+        ("tests/kernels/test_kernels_parts.py::TestGather::test_own_row_in_place",),
+        "kernels/parts.py",
         (("owner = rank", "owner = rank - 1"),),
     ),
     Mutant(

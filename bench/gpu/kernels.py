@@ -17,18 +17,12 @@ import torch
 from odc.bench.gpu.device import new_stream
 from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
 from odc.bench.gpu.setting import Report, Setting, require
-from odc.kernels.accumulate import (
-    PAIRS,
-    accumulate,
-    accumulate_reference,
-    scatter_accumulate_direct,
-    scatter_accumulate_direct_reference,
-)
+from odc.kernels.accumulate import PAIRS, accumulate, accumulate_reference
 from odc.kernels.arguments import FLOATS, MASTER_FLOATS
 from odc.kernels.fill import copy_cast, copy_cast_reference, fill, fill_reference
-from odc.kernels.gather import gather_from_peers, gather_from_peers_reference
 from odc.kernels.parts import (
     COLUMNS,
+    GRADIENTS,
     MAX_PARTS,
     PartRows,
     gather_parts,
@@ -39,7 +33,6 @@ from odc.kernels.parts import (
     scatter_parts_reference,
 )
 from odc.kernels.peers import PeerTable
-from odc.kernels.scatter import scatter_to_peers, scatter_to_peers_reference
 from odc.kernels.slots import SlotRow, accumulate_slots, accumulate_slots_reference, write_rows
 
 SIZES = (1, 2, 7, 255, 4095, 4096, 4097, 12_289, 1_000_003)
@@ -48,7 +41,6 @@ OFFSETS = (0, 1, 3)  # elements: 16-byte aligned, and not
 _GUARD = 64  # elements on each side
 _POISON = 7.0
 _SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1.00390625, 1.01171875, 65504.0, 6e-8, -3.0)
-_GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 _CLIENTS = 3
 _SLOT_PROGRAMS = 4  # the interpreter runs one after the other
 
@@ -145,70 +137,9 @@ def _accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
                     yield
 
 
-def _gather(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    for numel, offset, other in _cases(sizes):
-        for source_dtype, dtype in _casts():
-            for own_in_place in (False, True):
-                values = [_values(numel + other, source_dtype) for _ in range(_CLIENTS)]
-                shards = [Guarded(numel + other, source_dtype, 0, device).filled(v) for v in values]
-                out, wanted = Guarded(_CLIENTS * numel, dtype, offset, device), torch.full((_CLIENTS * numel,), _POISON)
-                wanted = wanted.to(dtype)
-                words = {"rank": 1, "source_dtype": source_dtype, "offset": other, "own_in_place": own_in_place}
-                gather_from_peers(out.view, PeerTable.of([s.view for s in shards]), numel, **words)  # type: ignore[arg-type]
-                gather_from_peers_reference(wanted, PeerTable.of(values), numel, **words)  # type: ignore[arg-type]
-                out.expect(wanted, f"gather of {numel} x {source_dtype} to {dtype} at {other}, {offset}")
-                yield
-
-
 def _casts() -> list[tuple[torch.dtype, torch.dtype]]:
     """Source and destination: all but float64 to 16 bits, which the launchers refuse."""
     return [(s, out) for s in FLOATS for out in FLOATS if s != torch.float64 or out.itemsize > 2]
-
-
-def _scatter_accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    for numel, offset, other in _cases(sizes):
-        for dtype in _GRADIENTS:
-            grads = _values(_CLIENTS * numel, dtype)
-            pushed = Guarded(len(grads), dtype, offset, device).filled(grads)
-            _push_directly(grads, pushed, numel + other, {"rank": 1, "offset": other})
-            yield
-
-
-def _scatter_accumulate_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    """Some elements of rows that are longer."""
-    for numel, offset, other in _cases(sizes):
-        for dtype in _GRADIENTS:
-            stride = numel + 2 * offset + other
-            grads = _values(_CLIENTS * stride, dtype)
-            pushed = Guarded(len(grads), dtype, 0, device).filled(grads)
-            words = {"rank": 1, "offset": other, "stride": stride, "start": offset, "numel": numel}
-            _push_directly(grads, pushed, numel + other, words)
-            yield
-
-
-def _push_directly(grads: torch.Tensor, pushed: Guarded, length: int, words: dict[str, int]) -> None:
-    """To owners whose sums have so many elements."""
-    totals = [torch.randn(length) for _ in range(_CLIENTS)]
-    found = [Guarded(length, torch.float32, 0, pushed.view.device).filled(total) for total in totals]
-    scatter_accumulate_direct(PeerTable.of([total.view for total in found]), pushed.view, **words)
-    scatter_accumulate_direct_reference(PeerTable.of(totals), grads, **words)
-    for owner in range(_CLIENTS):
-        found[owner].expect(totals[owner], f"scatter_accumulate of {grads.dtype} to owner {owner}, {words}")
-
-
-def _scatter(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    for numel, offset, other in _cases(sizes):
-        for dtype in FLOATS:
-            values = _values(_CLIENTS * numel, dtype)
-            found = [Guarded(numel + other, dtype, 0, device) for _ in range(_CLIENTS)]
-            wanted = [torch.full((numel + other,), _POISON, dtype=dtype) for _ in range(_CLIENTS)]
-            source = Guarded(_CLIENTS * numel, dtype, offset, device).filled(values)
-            low = other * dtype.itemsize
-            scatter_to_peers(PeerTable.of([out.view for out in found]), source.view, rank=1, offset_bytes=low)
-            scatter_to_peers_reference(PeerTable.of(wanted), values, rank=1, offset_bytes=low)
-            for owner in range(_CLIENTS):
-                found[owner].expect(wanted[owner], f"scatter of {numel} x {dtype} at {offset} to {owner} at {other}")
-            yield
 
 
 def _accumulate_slots(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
@@ -258,8 +189,10 @@ def _part_rows(device: torch.device) -> PartRows:
 
 
 def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
-    """Slices, with two offsets as in :func:`_cases`; the last case is aligned in all places."""
+    """Slices of one parameter and of many, with two offsets as in :func:`_cases`; the last case is aligned in all
+    places."""
     for numel, offset, other in _cases(sizes):
+        yield [numel], offset, other
         yield [5 + offset, numel, 0, *range(1, 12), 4097], offset, other
     yield [8, 40_000, 4096], 0, 8
 
@@ -268,16 +201,18 @@ def _gather_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None
     rows = _part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in FLOATS:
-            values = [_values(other + sum(numels), dtype) for _ in range(_CLIENTS)]
-            shards = [Guarded(len(v), dtype, 0, device).filled(v) for v in values]
-            outs = [Guarded(_CLIENTS * n, dtype, offset, device) for n in numels]
-            wanted = [torch.full((_CLIENTS * n,), _POISON).to(dtype) for n in numels]
-            words = {"rank": 1, "offset_bytes": other * dtype.itemsize}
-            gather_parts(rows, [out.view for out in outs], PeerTable.of([s.view for s in shards]), **words)
-            gather_parts_reference(wanted, PeerTable.of(values), **words)
-            for number, out in enumerate(outs):
-                out.expect(wanted[number], f"gather_parts of {numels[number]} x {dtype} at {other}, {offset}")
-            yield
+            for own_in_place in (False, True):
+                values = [_values(other + sum(numels), dtype) for _ in range(_CLIENTS)]
+                shards = [Guarded(len(v), dtype, 0, device).filled(v) for v in values]
+                outs = [Guarded(_CLIENTS * n, dtype, offset, device) for n in numels]
+                wanted = [torch.full((_CLIENTS * n,), _POISON).to(dtype) for n in numels]
+                words: dict[str, Any] = {"rank": 1, "offset_bytes": other * dtype.itemsize}
+                words["own_in_place"] = own_in_place
+                gather_parts(rows, [out.view for out in outs], PeerTable.of([s.view for s in shards]), **words)
+                gather_parts_reference(wanted, PeerTable.of(values), **words)
+                for number, out in enumerate(outs):
+                    out.expect(wanted[number], f"gather_parts of {numels[number]} x {dtype} at {other}, {offset}")
+                yield
 
 
 class _Push:
@@ -297,9 +232,9 @@ class _Push:
         return [sum(self.numels[:i]) * itemsize for i in range(len(self.numels))]
 
 
-def _scatter_accumulate_parts_of_unit(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+def _scatter_accumulate_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
     pair = scatter_accumulate_parts, scatter_accumulate_parts_reference
-    return _pushes_of_parts(device, sizes, _GRADIENTS, *pair, lambda numel, dtype: torch.randn(numel))
+    return _pushes_of_parts(device, sizes, GRADIENTS, *pair, lambda numel, dtype: torch.randn(numel))
 
 
 def _scatter_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
@@ -341,14 +276,14 @@ def _concurrent_atomics(device: torch.device, sizes: tuple[int, ...]) -> Iterato
     for numel in sizes:
         total = torch.zeros(numel, device=device)
         addends = [torch.arange(numel, device=device).remainder_(11).to(torch.float32) + i for i in range(8)]
-        _on_many_streams(device, [_adding(PeerTable.of([total]), addend) for addend in addends])
+        _on_many_streams(device, [_adding(_part_rows(device), PeerTable.of([total]), addend) for addend in addends])
         wanted = torch.stack([addend.double() for addend in addends]).sum(0)
         require(torch.equal(total.double(), wanted), f"concurrent atomic additions of {numel} elements lose some")
         yield
 
 
-def _adding(table: PeerTable, addend: torch.Tensor) -> Callable[[], None]:
-    return lambda: scatter_accumulate_direct(table, addend, rank=0)
+def _adding(rows: PartRows, table: PeerTable, addend: torch.Tensor) -> Callable[[], None]:
+    return lambda: scatter_accumulate_parts(rows, table, [addend], [0], [addend.numel()], rank=0)
 
 
 def _on_many_streams(device: torch.device, works: list[Callable[[], None]]) -> None:
@@ -367,13 +302,9 @@ PARTS: tuple[Callable[[torch.device, tuple[int, ...]], Iterator[None]], ...] = (
     _fill,
     _copy_cast,
     _accumulate,
-    _gather,
-    _scatter_accumulate,
-    _scatter_accumulate_parts,
-    _scatter,
     _accumulate_slots,
     _gather_parts,
-    _scatter_accumulate_parts_of_unit,
+    _scatter_accumulate_parts,
     _scatter_parts,
     _concurrent_atomics,
 )

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from odc.bench.gpu.setting import require
-from odc.kernels.accumulate import accumulate, scatter_accumulate_direct
+from odc.kernels.accumulate import accumulate
 from odc.kernels.fill import copy_cast, fill
-from odc.kernels.gather import gather_from_peers
 from odc.kernels.parts import COLUMNS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts
 from odc.kernels.peers import PeerTable
 
@@ -25,8 +24,6 @@ def check_large(device: torch.device) -> str:
         _fill,
         _copy_cast,
         _accumulate,
-        _gather,
-        _scatter,
         _gather_parts,
         _push_parts,
     )
@@ -81,32 +78,12 @@ def _accumulate(device: torch.device) -> None:
     _expect(total, 1.0, 1.0, "accumulate")
 
 
-def _gather(device: torch.device) -> None:
-    """The output is beyond 2**31, and so is the place of the shards in their buffers."""
-    offset = 1 << 30
-    buffer = _patterned(offset + NUMEL // 2, torch.bfloat16, device)
-    numel = NUMEL // 2
-    out = torch.empty(2 * numel, dtype=torch.bfloat16, device=device)
-    gather_from_peers(out, PeerTable.of([buffer, buffer]), numel, rank=0, source_dtype=torch.bfloat16, offset=offset)
-    for row in range(2):
-        _expect(out[row * numel : (row + 1) * numel], 1.0, 0.0, f"gather, row {row}", first=offset)
-
-
-def _scatter(device: torch.device) -> None:
-    numel = NUMEL // 2
-    grads = _patterned(2 * numel, torch.bfloat16, device)
-    totals = [torch.ones(numel, device=device) for _ in range(2)]
-    scatter_accumulate_direct(PeerTable.of(totals), grads, rank=0)
-    for owner, total in enumerate(totals):
-        _expect(total, 1.0, 1.0, f"scatter_accumulate, owner {owner}", first=owner * numel)
-
-
 def _rows(device: torch.device) -> PartRows:
     return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
 
 
 def _gather_parts(device: torch.device) -> None:
-    """As :func:`_gather`, with a small parameter before the large one."""
+    """The output is beyond 2**31, and so is the place of its shards in their buffers, behind a small parameter."""
     numel, before = NUMEL // 2, 1 << 10
     buffer = _patterned((1 << 30) + numel, torch.bfloat16, device)
     outs = [torch.empty(2 * n, dtype=torch.bfloat16, device=device) for n in (before, numel)]

@@ -67,9 +67,11 @@ def _measure(
     numel = num_bytes // rank.world_size // 4
     shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
     out = torch.zeros(numel * rank.world_size, device=rank.device)
+    engine = transport.engine
+    engine.choose_by(TransferTable(((0, KERNEL),)))
     ways: dict[str, Callable[[], None]] = {
-        KERNEL: _by_kernel(rank, out, shards),
-        COPY_ENGINE: lambda: Engine.copy_rows(transport.engine, out, shards, rank.rank, own_in_place=True),
+        KERNEL: lambda: engine.read_rows([out], shards, rank.rank, own_in_place=True),
+        COPY_ENGINE: lambda: Engine.read_rows(engine, [out], shards, rank.rank, own_in_place=True),
     }
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for repetition in range(repetitions + 1):
@@ -83,14 +85,6 @@ def _measure(
             if repetition:
                 samples[way].append(seconds)
     return {way: statistics.median(values) for way, values in samples.items()}
-
-
-def _by_kernel(rank: Rank, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
-    from odc.kernels.gather import gather_from_peers  # needs triton
-    from odc.kernels.peers import PeerTable
-
-    table, numel = PeerTable.build([shard.data_ptr() for shard in shards], rank.device), shards[0].numel()
-    return lambda: gather_from_peers(out, table, numel, rank=rank.rank, source_dtype=torch.float32, own_in_place=True)
 
 
 def choose_accumulate(direct_s: Sequence[float], daemon_s: Sequence[float]) -> str:

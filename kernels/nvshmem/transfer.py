@@ -27,7 +27,7 @@ NUM_WARPS = 4
 _NO_TWIN = "NVSHMEM has no symmetric heap in host memory"
 
 
-# Nothing is specialized: see [Note: No argument is specialized] in ../gather.py.
+# Nothing is specialized: see [Note: No argument is specialized] in ../launching.py.
 @triton.jit(
     do_not_specialize=["out", "source", "pes", "rank", "world_size", "num_steps", "nbytes", "chunk_bytes", "in_flight"]
 )

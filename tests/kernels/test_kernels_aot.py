@@ -41,13 +41,13 @@ NVSHMEM = [name for name, entry in ENTRIES.items() if entry.nvshmem]
 PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
 FEW = (
     "nvshmem_put_signal",  # of those that are linked with NVSHMEM
-    *("gather[bf16->bf16, aligned]", "gather[fp32->bf16, aligned]", "gather[fp32->bf16, unaligned]"),
+    *("gather_parts[i32, aligned]", "gather_parts[i16, unaligned]", "scatter_parts[i32, aligned]"),
     *("accumulate[bf16->fp32, add, aligned]", "accumulate[bf16->fp32, add, unaligned]"),
     *("accumulate[fp32->fp32, add, aligned]", "accumulate[fp32->fp64, first, aligned]"),
-    *("scatter_accumulate[bf16->fp32, aligned]", "scatter_accumulate[bf16->fp32, unaligned]"),
+    *("scatter_accumulate_parts[bf16->fp32, aligned]", "scatter_accumulate_parts[bf16->fp32, unaligned]"),
     *("accumulate_slots[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, unaligned]"),
-    *("gather_parts[i32, aligned]", "scatter_parts[i32, aligned]", "scatter_accumulate_parts[bf16->fp32, aligned]"),
-    *("scatter[i32, aligned]", "fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),
+    *("fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),
+    *("copy_cast[fp32->bf16, aligned]", "copy_cast[fp32->bf16, unaligned]"),
 )
 """What every run compiles, by one command. (To link one with NVSHMEM's device library takes 5 to 20 seconds of a
 core.)"""
@@ -157,8 +157,7 @@ def test_nvshmem_is_linked(compiled: Compiled, name: str, arch: str) -> None:
     assert set(re.findall(r"call\.uni\s+(?:\([^)]*\),\s*)?(\w+)", ptx)) <= defined
 
 
-TABLE_WORDS = {"gather": 1, "scatter": 1, "scatter_accumulate": 1, "accumulate_slots": 4}
-TABLE_WORDS |= {"gather_parts": 5, "scatter_parts": 6, "scatter_accumulate_parts": 6}
+TABLE_WORDS = {"accumulate_slots": 4, "gather_parts": 5, "scatter_parts": 6, "scatter_accumulate_parts": 6}
 """What a kernel loads of tables: of addresses, of rows."""
 BITS = {"i16": 16, "i32": 32, "bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
 PER_THREAD = 4096 // 256
@@ -217,12 +216,12 @@ def test_remote_additions_are_atomic_for_the_whole_system(compiled: Compiled, na
     """Nothing is returned (RED), and on sm_80, which has no vector atomics, the aligned kernel is never launched."""
     atomics = compiled.result(name, arch)["atomics"]
     assert set(atomics) == ({"RED 128 SYS", "RED 32 SYS"} if ", aligned]" in name else {"RED 32 SYS"})
-    assert not launched("scatter_accumulate[bf16->fp32, aligned]", "sm_80")
+    assert not launched("scatter_accumulate_parts[bf16->fp32, aligned]", "sm_80")
     written = re.findall(r"\b(?:atom|red)\.global\.\S+", compiled.ptx(name, arch))
     assert all(re.match(r"(atom|red)\.global\.sys\.relaxed\.add(\.v4)?\.f32$", atomic) for atomic in written)
 
 
-@cases(lambda name: name.startswith(("gather", "copy_cast")) and "fp32->bf16" in name)
+@cases(lambda name: name.startswith("copy_cast[fp32->bf16"))
 def test_bf16_is_rounded_to_nearest(compiled: Compiled, name: str, arch: str) -> None:
     conversions = set(re.findall(r"cvt\S*\.bf16(?:x2)?\.f32", compiled.ptx(name, arch)))
     assert conversions
@@ -268,7 +267,7 @@ BROKEN = """
 import triton
 import triton.language as tl
 from odc.kernels.aot_entry import entry
-from odc.kernels.gather import aot_entries
+from odc.kernels.parts import aot_entries
 
 @triton.jit
 def _broken_kernel(out, BLOCK: tl.constexpr):
@@ -335,7 +334,7 @@ def test_a_broken_kernel_is_named_and_fails(others: str, capsys: pytest.CaptureF
     for arch in architectures:
         (failure,) = [line for line in printed.err.splitlines() if line.startswith(f"broken for {arch}: ")]
         assert "CompilationError" in failure
-        assert re.search(rf"gather\[bf16->bf16, aligned\] +│ {arch} +│ +\d+", printed.out)  # the others are compiled
+        assert re.search(rf"gather_parts\[i32, aligned\] +│ {arch} +│ +\d+", printed.out)  # the others are compiled
 
 
 def test_a_spill_fails(others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from odc.kernels import accumulate, aot_list, fill, gather, launching, parts, scatter, slots
+from odc.kernels import accumulate, aot_list, fill, launching, parts, slots
 from odc.kernels.launching import DTYPES
 from odc.kernels.nvshmem import modules, signals, transfer
 from odc.kernels.peers import PeerTable
@@ -66,114 +66,17 @@ class TestPeerTable:
             table.host_view(0, 0, 1, FP32)
 
 
-def table(*sizes: int, dtype: torch.dtype = FP32) -> PeerTable:
-    return PeerTable.of([room(size, dtype) for size in sizes])
+def table(*sizes: int) -> PeerTable:
+    return PeerTable.of([room(size, FP32) for size in sizes])
 
 
 ODD = PeerTable.build([64, 66], "cpu")
 REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
-    "gather: shape": (
-        "shape",
-        lambda: gather.gather_from_peers(room(6, FP32).view(2, 3), table(3, 3), 3, rank=0, source_dtype=FP32),
-    ),
-    "gather: length": (
-        "7 elements, expected 6",
-        lambda: gather.gather_from_peers(room(7, FP32), table(3, 3), 3, rank=0, source_dtype=FP32),
-    ),
-    "gather: integers": (
-        "out is torch.int32",
-        lambda: gather.gather_from_peers(room(6, I32), table(3, 3), 3, rank=0, source_dtype=FP32),
-    ),
-    "gather: source": (
-        "source_dtype is torch.int32",
-        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=I32),
-    ),
-    "gather: rank": (
-        "rank=2, expected 0 <= rank < 2",
-        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=2, source_dtype=FP32),
-    ),
-    "gather: nothing": (
-        "shard_numel=0",
-        lambda: gather.gather_from_peers(room(0, FP32), table(3, 3), 0, rank=0, source_dtype=FP32),
-    ),
-    "gather: offset": (
-        "offset=-1",
-        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32, offset=-1),
-    ),
-    "gather: misaligned": (
-        "rank 1 is at 0x42, expected a multiple of 4",
-        lambda: gather.gather_from_peers(room(6, FP32), ODD, 3, rank=0, source_dtype=FP32),
-    ),
-    "gather: device": (
-        "out is on meta, table is on cpu",
-        lambda: gather.gather_from_peers(torch.zeros(6, device="meta"), table(3, 3), 3, rank=0, source_dtype=FP32),
-    ),
-    "gather: programs": (
-        "num_programs=0",
-        lambda: gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32, num_programs=0),
-    ),
-    "gather: cast": (
-        "rounded twice",
-        lambda: gather.gather_from_peers(room(6, BF16), table(3, 3, dtype=FP64), 3, rank=0, source_dtype=FP64),
-    ),
     "accumulate: half": ("accumulator is torch.bf", lambda: accumulate.accumulate(room(3, BF16), room(3, BF16))),
     "accumulate: wider": ("nothing wider", lambda: accumulate.accumulate(room(3, FP32), room(3, FP64))),
     "accumulate: length": ("4 elements, expected 3", lambda: accumulate.accumulate(room(3, FP32), room(4, FP32))),
     "accumulate: strides": ("strides", lambda: accumulate.accumulate(room(3, FP32), room(6, FP32)[::2])),
     "accumulate: overlap": ("overlap", lambda: _overlapping(accumulate.accumulate)),
-    "scatter: remainder": (
-        "multiple of the world size 2",
-        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(5, FP32), rank=0),
-    ),
-    "scatter: empty": (
-        "0 elements, expected a positive",
-        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(0, FP32), rank=0),
-    ),
-    "scatter: fp64": (
-        "grads is torch.float64",
-        lambda: accumulate.scatter_accumulate_direct(table(3, 3), room(6, FP64), rank=0),
-    ),
-    "scatter: misaligned": (
-        "expected a multiple of 4",
-        lambda: accumulate.scatter_accumulate_direct(ODD, room(6, FP32), rank=0),
-    ),
-    "scatter: rows too short": (
-        "elements 2 to 5 of rows, expected a part of 0 to 4",
-        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(8, FP32), rank=0, start=2, stride=4, numel=3),
-    ),
-    "scatter: before the rows": (
-        "elements -1 to 3 of rows",
-        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(8, FP32), rank=0, start=-1, numel=4),
-    ),
-    "scatter: too few rows": (
-        "grads has 6 elements, expected at least 7",
-        lambda: accumulate.scatter_accumulate_direct(table(9, 9), room(6, FP32), rank=0, stride=4, numel=3),
-    ),
-    "scatter to peers: remainder": (
-        "source has 5 elements, expected a multiple of the world size 2",
-        lambda: scatter.scatter_to_peers(table(3, 3), room(5, FP32), rank=0),
-    ),
-    "scatter to peers: integers": (
-        "source is torch.int32",
-        lambda: scatter.scatter_to_peers(table(3, 3), room(6, I32), rank=0),
-    ),
-    "scatter to peers: rank": ("rank=2", lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=2)),
-    "scatter to peers: offset": (
-        "offset_bytes=-4",
-        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, offset_bytes=-4),
-    ),
-    "scatter to peers: misaligned offset": (
-        "byte 2 of the buffer of rank 0 at .*, expected both to be multiples of 4",
-        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, offset_bytes=2),
-    ),
-    "scatter to peers: misaligned buffer": (
-        "rank 1 at 0x42, expected both to be multiples of 4",
-        lambda: scatter.scatter_to_peers(ODD, room(6, FP32), rank=0),
-    ),
-    "scatter to peers: programs": (
-        "num_programs=0",
-        lambda: scatter.scatter_to_peers(table(3, 3), room(6, FP32), rank=0, num_programs=0),
-    ),
     "slots: dtypes": ("torch.float64 is added to torch.float32", lambda: _slots(addend_dtype=FP64)),
     "slots: half": ("torch.bfloat16 is added to torch.bfloat16", lambda: _slots(total_dtype=BF16)),
     "slots: words": ("slots is torch.float32", lambda: _slots(slots=room(64, FP32))),
@@ -286,9 +189,7 @@ def test_bad_arguments_are_refused_before_anything_is_launched(case: str, launch
 
 
 def test_host_memory_is_refused_with_the_name_of_the_twin() -> None:
-    with pytest.raises(ValueError, match="on cpu, expected a CUDA device: use gather_from_peers_reference"):
-        gather.gather_from_peers(room(6, FP32), table(3, 3), 3, rank=0, source_dtype=FP32)
-    with pytest.raises(ValueError, match="use accumulate_reference"):
+    with pytest.raises(ValueError, match="on cpu, expected a CUDA device: use accumulate_reference"):
         accumulate.accumulate(room(3, FP32), room(3, FP32))
     for call, twin in ((_gather, "gather_parts"), (_push, "scatter_accumulate_parts"), (_scatter, "scatter_parts")):
         with pytest.raises(ValueError, match=f"use {twin}_reference"):
@@ -299,11 +200,9 @@ def test_nothing_to_do_launches_nothing(launches: list[Any]) -> None:
     accumulate.accumulate(room(0, FP32), room(0, BF16))
     fill.fill(room(0, FP32))
     fill.copy_cast(room(0, FP32), room(0, BF16))
-    accumulate.scatter_accumulate_direct(table(3, 3), room(0, FP32), rank=0, stride=0)
-    accumulate.scatter_accumulate_direct(table(3, 3), room(6, FP32), rank=0, numel=0)
-    scatter.scatter_to_peers(table(3, 3), room(0, FP32), rank=0)
     _slots(num_rows=0)
     _gather(outs=[room(0, FP32), room(0, FP32)])
+    _gather(table=table(5), own_in_place=True)
     for push in (_push, _scatter):
         push(grads=[room(0, BF16)], numels=[0])
     assert not launches
@@ -313,48 +212,12 @@ class TestAlignment:
     """Wide accesses, 16 bytes of the widest dtype, exactly if every address that a program starts from allows them."""
 
     @pytest.mark.parametrize(
-        ("numel", "offset", "shift", "aligned"),
-        [(8, 0, 0, True), (16, 8, 8, True), (12, 0, 0, False), (8, 4, 0, False), (8, 0, 1, False), (4, 0, 0, False)],
-    )
-    def test_gather(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
-        out = room(2 * numel, BF16, shift)
-        gather.gather_from_peers(out, table(32, 32, dtype=BF16), numel, rank=0, source_dtype=BF16, offset=offset)
-        assert (launches[0][1]["VECTOR"] > 1) is aligned
-
-    def test_gather_with_one_misaligned_owner(self, launches: list[Any]) -> None:
-        peers = PeerTable.of([room(8, FP32), room(8, FP32, 1)])
-        gather.gather_from_peers(room(16, FP32), peers, 8, rank=0, source_dtype=FP32)
-        assert launches[0][1]["VECTOR"] == 1
-
-    def test_gather_in_its_own_dtype_and_in_that_of_out(self, launches: list[Any]) -> None:
-        for offset, aligned in ((4, True), (2, False)):  # 16 bytes and 8 bytes of fp32
-            peers = table(32, 32)
-            gather.gather_from_peers(room(16, BF16), peers, 8, rank=0, source_dtype=FP32, offset=offset)
-            assert launches[-1][1]["VECTOR"] == (4 if aligned else 1)
-
-    @pytest.mark.parametrize(
         ("shift", "other", "aligned"), [(0, 0, True), (4, 8, True), (0, 4, True), (1, 0, False), (0, 2, False)]
     )
     def test_local(self, launches: list[Any], shift: int, other: int, aligned: bool) -> None:
         accumulate.accumulate(room(5, FP32, shift), room(5, BF16, other))
         fill.copy_cast(room(5, FP32, shift), room(5, BF16, other))
         assert [launch[1]["VECTOR"] for launch in launches] == ([4, 4] if aligned else [1, 1])
-
-    @pytest.mark.parametrize(
-        ("numel", "offset", "shift", "aligned"),
-        [(8, 0, 0, True), (8, 4, 0, True), (12, 0, 4, True), (8, 2, 0, False), (6, 0, 0, False), (8, 0, 2, False)],
-    )
-    def test_scatter(self, launches: list[Any], numel: int, offset: int, shift: int, aligned: bool) -> None:
-        peers = table(32, 32)
-        accumulate.scatter_accumulate_direct(peers, room(2 * numel, BF16, shift), rank=0, offset=offset)
-        assert (launches[0][1]["VECTOR"] > 1) is aligned
-
-    @pytest.mark.parametrize(("stride", "start", "elements"), [(8, 4, 4), (8, 2, 1), (6, 4, 1)])
-    def test_scatter_of_parts(self, launches: list[Any], stride: int, start: int, elements: int) -> None:
-        """The number of elements says nothing: what is left of a row is added one by one."""
-        how = {"rank": 0, "stride": stride, "start": start, "numel": 1}
-        accumulate.scatter_accumulate_direct(table(8, 8), room(16, BF16), **how)
-        assert launches[0][1]["VECTOR"] == elements
 
     def test_one_by_one_where_atomics_are(self, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """Scalar atomics of vectors would lie 16 bytes apart in a warp."""
@@ -363,40 +226,10 @@ class TestAlignment:
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
             assert launching.has_vector_atomics(torch.device("cuda", 0)) is (elements > 1)
             with monkeypatch.context() as patch:
-                patch.setattr(accumulate, "has_vector_atomics", lambda device, most=elements: most > 1)
-                accumulate.scatter_accumulate_direct(table(8, 8), room(16, BF16), rank=0)
+                patch.setattr(parts, "has_vector_atomics", lambda device, most=elements: most > 1)
+                _push(grads=[room(16, BF16)], numels=[8])
             assert launches[-1][1]["VECTOR"] == elements
         launching.has_vector_atomics.cache_clear()
-
-    @pytest.mark.parametrize(
-        ("dtype", "numel", "offset_bytes", "shift", "found"),
-        [
-            (BF16, 8, 16, 0, (I32, 4)),
-            (BF16, 8, 4, 2, (I32, 1)),
-            (BF16, 8, 2, 0, (I16, 1)),
-            (BF16, 7, 0, 0, (I16, 1)),
-            (BF16, 8, 0, 1, (I16, 1)),
-            (FP32, 4, 0, 0, (I32, 4)),
-            (FP32, 5, 0, 0, (I32, 1)),
-            (FP64, 2, 0, 0, (I32, 4)),
-            (FP64, 2, 8, 0, (I32, 1)),
-        ],
-    )
-    def test_scatter_to_peers(
-        self,
-        launches: list[Any],
-        dtype: torch.dtype,
-        numel: int,
-        offset_bytes: int,
-        shift: int,
-        found: tuple[torch.dtype, int],
-    ) -> None:
-        how = {"rank": 0, "offset_bytes": offset_bytes}
-        scatter.scatter_to_peers(table(64, 64), room(2 * numel, dtype, shift), **how)
-        launched = launches[0][1]
-        assert (launched["source"].dtype, launched["VECTOR"]) == found
-        size = launched["source"].itemsize
-        assert (launched["numel"] * size, launched["offset"] * size) == (numel * dtype.itemsize, offset_bytes)
 
     def test_slots(self, launches: list[Any]) -> None:
         for aligned in (True, False):
@@ -408,33 +241,51 @@ class TestAlignment:
         assert _rows(offset_bytes=8, numel=3)
 
     @pytest.mark.parametrize(
-        ("numels", "shift", "offset_bytes", "found"),
+        ("dtype", "numels", "shift", "offset_bytes", "found"),
         [
-            ([8, 16], 0, 0, (tl.int32, 4)),
-            ([8, 16], 8, 32, (tl.int32, 4)),
-            ([8, 4], 0, 0, (tl.int32, 1)),
-            ([8, 16], 2, 0, (tl.int32, 1)),
-            ([8, 16], 0, 4, (tl.int32, 1)),
-            ([8, 7], 0, 0, (tl.int16, 1)),
-            ([7], 0, 0, (tl.int16, 1)),
-            ([8, 16], 1, 0, (tl.int16, 1)),
-            ([8, 16], 0, 2, (tl.int16, 1)),
+            (BF16, [8, 16], 0, 0, (tl.int32, 4)),
+            (BF16, [8, 16], 8, 32, (tl.int32, 4)),
+            (BF16, [8, 4], 0, 0, (tl.int32, 1)),
+            (BF16, [8, 16], 2, 0, (tl.int32, 1)),
+            (BF16, [8, 16], 0, 4, (tl.int32, 1)),
+            (BF16, [8, 7], 0, 0, (tl.int16, 1)),
+            (BF16, [7], 0, 0, (tl.int16, 1)),
+            (BF16, [8, 16], 1, 0, (tl.int16, 1)),
+            (BF16, [8, 16], 0, 2, (tl.int16, 1)),
+            (FP32, [4], 0, 0, (tl.int32, 4)),
+            (FP32, [5], 0, 0, (tl.int32, 1)),
+            (FP64, [2], 0, 0, (tl.int32, 4)),
+            (FP64, [2], 0, 8, (tl.int32, 1)),
         ],
         ids=str,
     )
     def test_parts(
-        self, launches: list[Any], numels: list[int], shift: int, offset_bytes: int, found: tuple[Any, int]
+        self,
+        launches: list[Any],
+        dtype: torch.dtype,
+        numels: list[int],
+        shift: int,
+        offset_bytes: int,
+        found: tuple[Any, int],
     ) -> None:
         """One launch, in which all parameters are as aligned as the least aligned one. Also slices that are all aligned
         begin where those before them end."""
-        memory = [room(2 * numel, BF16, shift) for numel in numels]
+        memory = [room(2 * numel, dtype, shift) for numel in numels]
         _gather(outs=memory, offset_bytes=offset_bytes)
-        offsets = [2 * sum(numels[:i]) for i in range(len(numels))]
+        offsets = [dtype.itemsize * sum(numels[:i]) for i in range(len(numels))]
         _scatter(grads=memory, numels=numels, offsets=offsets, offset_bytes=offset_bytes)
         for _, launched, grid in launches:
             assert (launched["WORD"], launched["VECTOR"]) == found
             assert (launched["num_rows"], launched["offset"], grid) == (len(numels), offset_bytes, (2 * len(numels),))
         assert len(launches) == 2
+
+    def test_one_misaligned_owner(self, launches: list[Any]) -> None:
+        peers = PeerTable.of([room(8, FP32), room(8, FP32, 1)])
+        memory = [room(16, FP32)]
+        _gather(outs=memory, table=peers)
+        for push in (_push, _scatter):
+            push(grads=memory, numels=[8], table=peers)
+        assert [launched["VECTOR"] for _, launched, _ in launches] == [1, 1, 1]
 
     def test_a_gradient_that_ends_within_a_word(self, launches: list[Any]) -> None:
         for numel, word in ((16, tl.int32), (14, tl.int32), (13, tl.int16)):
@@ -460,11 +311,6 @@ class TestAlignment:
         _push(grads=grads, numels=[8, numel], offsets=[0, offset], offset_bytes=offset_bytes)
         assert launches[0][1]["VECTOR"] == elements
 
-    def test_parts_one_by_one_where_atomics_are(self, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "has_vector_atomics", lambda device: False)
-        _push(grads=[room(16, BF16)], numels=[8])
-        assert launches[0][1]["VECTOR"] == 1
-
 
 class TestLaunchesOfParts:
     @pytest.mark.parametrize("world_size", [1, 2, 16])
@@ -479,6 +325,10 @@ class TestLaunchesOfParts:
             push(rows, peers, memory, starts, numels, rank=0)
         assert len(launches) == 3
         assert {grid for _, _, grid in launches} == {(min(world_size * count, 64),)}
+        assert {launched["num_steps"] for _, launched, _ in launches} == {world_size}
+        parts.gather_parts(rows, memory, peers, rank=0, own_in_place=True)
+        others = [(launched["num_steps"], grid) for _, launched, grid in launches[3:]]
+        assert others == [(n, (min(n * count, 64),)) for n in [world_size - 1] if n]
 
     def test_the_table(self, launches: list[Any]) -> None:
         memory = torch.full((256, 4), -1)
@@ -508,13 +358,9 @@ class TestCompiledAheadOfTime:
 
     def test_every_launch_is_in_the_list(self, launches: list[Any], nvshmem: modules.KernelModules) -> None:
         for shift in (0, 1):
-            for source, out in gather.PAIRS:
-                peers = table(8, 8, dtype=source)
-                gather.gather_from_peers(room(16, out, shift), peers, 8, rank=0, source_dtype=source)
             for addend in (BF16, FP16, FP32):
                 for first in (False, True):
                     accumulate.accumulate(room(8, FP32, shift), room(8, addend), first=first)
-                accumulate.scatter_accumulate_direct(table(8, 8), room(16, addend, shift), rank=0)
                 _push(grads=[room(16, addend, shift)], numels=[8])
             for addend in fill.FLOATS:
                 accumulate.accumulate(room(8, FP64, shift), room(8, addend))
@@ -522,7 +368,6 @@ class TestCompiledAheadOfTime:
             for total, addend in accumulate.PAIRS:
                 _slots(aligned=not shift, total_dtype=total, addend_dtype=addend)
             for dtype in (FP32, BF16):
-                scatter.scatter_to_peers(table(8, 8), room(8, dtype, shift), rank=0)
                 _gather(outs=[room(8, dtype, shift)])
                 _scatter(grads=[room(16, dtype, shift)], numels=[8])
             for dtype in fill.FLOATS:
@@ -589,7 +434,7 @@ class TestNvshmemArguments:
 
 
 MODULES = (
-    *("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "parts", "fill"),
+    *("peers", "arguments", "launching", "accumulate", "slots", "parts", "fill"),
     *("aot_entry", "aot_compile", "aot", "sass", "prepare"),
 )
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from kernel_driver import no_gpu
 from kernel_recorder import load
 
-from odc.kernels import gather
+from odc.kernels import parts
 from odc.kernels.aot_entry import entry
 from odc.kernels.nvshmem import bitcode, modules, signals
 
@@ -45,7 +45,7 @@ class TestKernelModules:
         signals.quiet_on_stream(kernels, torch.device("cuda"))
         load(signals._nvshmem_order_kernel, 11)
         load(signals._nvshmem_order_kernel, 12)  # compiled once more, another module
-        load(gather._gather_kernel, 13)  # none of its business
+        load(parts._gather_parts_kernel, 13)  # none of its business
         assert initialized == [11, 12]
         kernels.close()
         assert finalized == [11, 12]
@@ -108,9 +108,9 @@ class TestKernelModules:
         chain = triton.knobs.runtime.kernel_load_end_hook
         chain.add(hook)
         kernels = modules.KernelModules(library, lambda module: None)
-        load(gather._gather_kernel, 13)
+        load(parts._gather_parts_kernel, 13)
         kernels.close()
-        load(gather._gather_kernel, 14)
+        load(parts._gather_parts_kernel, 14)
         chain.remove(hook)
         assert others == [13, 14]
 

@@ -23,6 +23,7 @@ NUMEL = (1 << 31) + 4096 + 8  # beyond 2**31 elements
 SLICES: dict[str, list[int]] = {
     "one": [4097],
     "one of one element": [1],
+    "one of whole vectors": [4104],
     "two": [ALIGNED, 4096],
     "odd": [5, 4099, 1, 9001],
     "even": [6, 4098, 2],
@@ -71,6 +72,7 @@ class TestGather:
         before: int = 0,
         shift: int = 0,
         rank: int = 1,
+        own_in_place: bool = False,
         **how: Any,
     ) -> None:
         """What the kernel leaves, what its twin leaves, and what is meant."""
@@ -78,9 +80,12 @@ class TestGather:
             shifted(with_payloads(numbers(before + sum(numels), dtype, seed=owner)), 0) for owner in range(WORLD_SIZE)
         ]
         outs, twins = ([Guarded(WORLD_SIZE * n, dtype, shift) for n in numels] for _ in range(2))
-        table, low = k.peers.PeerTable.of(shards), before * dtype.itemsize
-        k.parts.gather_parts(rows, [o.view for o in outs], table, rank=rank, offset_bytes=low, **how)
-        k.parts.gather_parts_reference([t.view for t in twins], table, rank=rank, offset_bytes=low)
+        table = k.peers.PeerTable.of(shards)
+        words = {"rank": rank, "offset_bytes": before * dtype.itemsize, "own_in_place": own_in_place}
+        k.parts.gather_parts(rows, [o.view for o in outs], table, **words, **how)
+        k.parts.gather_parts_reference([t.view for t in twins], table, **words)
+        if own_in_place:
+            shards[rank].fill_(POISON)
         low = before
         for out, twin, numel in zip(outs, twins, numels, strict=True):
             wanted = torch.cat([shard[low : low + numel] for shard in shards])
@@ -92,10 +97,12 @@ class TestGather:
     def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
         self.check(k, rows, numels, dtype)
 
-    @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+    @pytest.mark.parametrize(("numels", "dtype"), [([ALIGNED, 4096, ALIGNED], BF16), ([4104], FP32)], ids=str)
     @pytest.mark.parametrize(("before", "shift"), [(8, 0), (2, 0), (1, 0), (0, 1), (0, 2), (3, 5)])
-    def test_places(self, k: SimpleNamespace, rows: Any, dtype: torch.dtype, before: int, shift: int) -> None:
-        self.check(k, rows, [ALIGNED, 4096, ALIGNED], dtype, before=before, shift=shift)
+    def test_places(
+        self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype, before: int, shift: int
+    ) -> None:
+        self.check(k, rows, numels, dtype, before=before, shift=shift)
 
     def test_256_slices_some_empty(self, k: SimpleNamespace, rows: Any) -> None:
         self.check(k, rows, [n % 3 for n in range(256)], BF16)
@@ -103,30 +110,26 @@ class TestGather:
     @pytest.mark.parametrize("rank", range(WORLD_SIZE))
     @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
-        self.check(k, rows, [9001, 0, 3, 5000, 1, 1, 1], FP32, rank=rank, num_programs=num_programs)
+        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
+            self.check(k, rows, numels, FP32, rank=rank, num_programs=num_programs)
 
     def test_nothing(self, k: SimpleNamespace, rows: Any) -> None:
         self.check(k, rows, [0, 0], FP32, before=8)
 
-    @pytest.mark.parametrize("rank", range(4))
-    def test_the_own_row_is_the_last(self, k: SimpleNamespace, rows: Any, rank: int) -> None:
-        """Row p of one output is row p - 1 of the other here: what the owner wrote that came later stays."""
-        room = torch.zeros(5)
-        shards = [torch.tensor([10.0 + owner, 20.0 + owner]) for owner in range(4)]
-        table, order = k.peers.PeerTable.of(shards), k.peers.rotated(rank, 4)
-        k.parts.gather_parts(rows, [room[:4], room[1:]], table, rank=rank, num_programs=1)
-        for p in range(1, 4):
-            assert room[p] == (10 + p if order.index(p) > order.index(p - 1) else 20 + p - 1)
+    @pytest.mark.parametrize("rank", range(WORLD_SIZE))
+    @pytest.mark.parametrize("numels", [[4097], [64, 0, 9001]], ids=str)
+    def test_own_row_in_place(self, k: SimpleNamespace, rows: Any, rank: int, numels: list[int]) -> None:
+        self.check(k, rows, numels, FP32, rank=rank, own_in_place=True)
 
     def test_far(self, k: SimpleNamespace) -> None:
         """Slices, rows and blocks beyond 2**31 bytes and elements: the last program of the first step."""
         with SparseMemory(40 * GIB) as far:
-            low = 3 * (NUMEL // 4) * 4
-            values = far.view(low + NUMEL * 2 - 16, 8, BF16).copy_(numbers(8, BF16))
+            low = 3 * (NUMEL // 4) * 2
+            values = far.view(2 * low + NUMEL * 2 - 16, 8, BF16).copy_(numbers(8, BF16))
             words = torch.tensor([[far.address + 20 * GIB, low, NUMEL * 2, 0]])
             table = k.peers.PeerTable.build([64, far.address], "cpu")
             with only_program(k.launching.blocks(NUMEL) - 1, 2 * k.launching.blocks(NUMEL)):
-                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 0)
+                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 2, low)
                 constants = {"WORD": k.parts._WORD_NAMES[torch.int16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
                 k.parts._gather_parts_kernel[(1,)](*arguments, **constants)
             assert torch.equal(far.view(20 * GIB + 2 * NUMEL * 2 - 16, 8, BF16), values)
@@ -207,8 +210,9 @@ class TestScatterAccumulate:
         ("before", "shift", "of_grads", "gap"), [(4, 0, 0, 4), (1, 0, 0, 0), (0, 1, 0, 3), (0, 0, 2, 0)]
     )
     def test_places(self, k: SimpleNamespace, rows: Any, before: int, shift: int, of_grads: int, gap: int) -> None:
-        push = Push([ALIGNED, 4096, 8], BF16, [5], shift=of_grads, gap=gap)
-        self.check(k, rows, push, before=before, shift=shift)
+        for numels in ([4104], [ALIGNED, 4096, 8]):
+            push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
+            self.check(k, rows, push, before=before, shift=shift)
 
     def test_256_slices_some_empty(self, k: SimpleNamespace, rows: Any) -> None:
         self.check(k, rows, Push([n % 3 for n in range(256)], BF16))
@@ -216,8 +220,9 @@ class TestScatterAccumulate:
     @pytest.mark.parametrize("rank", range(WORLD_SIZE))
     @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
-        push = Push([9001, 0, 3, 5000, 1, 1, 1], FP32, [4500, 0])
-        self.check(k, rows, push, rank=rank, num_programs=num_programs)
+        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
+            push = Push(numels, FP32, [4500, 0])
+            self.check(k, rows, push, rank=rank, num_programs=num_programs)
 
     def test_all_clients_add(self, k: SimpleNamespace, rows: Any) -> None:
         sums = [torch.zeros(4097 + 5) for _ in range(WORLD_SIZE)]
@@ -235,8 +240,8 @@ class TestScatterAccumulate:
             words = torch.tensor([[far.address, 16 * GIB, NUMEL * 2, 2 * NUMEL * 2]])
             table = k.peers.PeerTable.build([64, far.address], "cpu")
             with only_program(k.launching.blocks(NUMEL) - 1, 2 * k.launching.blocks(NUMEL)):
-                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 4 * GIB)
-                constants = {"GRAD": k.launching.DTYPES[BF16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
+                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 2, 4 * GIB)
+                constants = {"WORD": k.launching.DTYPES[BF16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
                 k.parts._scatter_accumulate_parts_kernel[(1,)](*arguments, **constants)
             assert torch.equal(far.view(20 * GIB + NUMEL * 4 - 32, 8, FP32), values.float())
 
@@ -276,8 +281,9 @@ class TestScatter:
         ("before", "shift", "of_grads", "gap"), [(8, 0, 0, 8), (1, 0, 0, 0), (0, 1, 0, 3), (0, 0, 2, 2)]
     )
     def test_places(self, k: SimpleNamespace, rows: Any, before: int, shift: int, of_grads: int, gap: int) -> None:
-        push = Push([ALIGNED, 4096, 8], BF16, [5], shift=of_grads, gap=gap)
-        self.check(k, rows, push, before=before, shift=shift)
+        for numels in ([4104], [ALIGNED, 4096, 8]):
+            push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
+            self.check(k, rows, push, before=before, shift=shift)
 
     def test_256_slices_some_empty(self, k: SimpleNamespace, rows: Any) -> None:
         self.check(k, rows, Push([n % 3 for n in range(256)], BF16, [1, 0, 2]))
@@ -285,17 +291,9 @@ class TestScatter:
     @pytest.mark.parametrize("rank", range(WORLD_SIZE))
     @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
-        push = Push([9001, 0, 3, 5000, 1, 1, 1], FP32, [4500, 0])
-        self.check(k, rows, push, rank=rank, num_programs=num_programs)
-
-    def test_the_own_row_is_the_last(self, k: SimpleNamespace, rows: Any) -> None:
-        """All owners share one buffer here: what the last one wrote stays."""
-        for rank in range(4):
-            buffer = torch.zeros(5)
-            table = k.peers.PeerTable.build([buffer.data_ptr()] * 4, "cpu")
-            grads = torch.arange(4.0).repeat_interleave(5)
-            k.parts.scatter_parts(rows, table, [grads], [0], [5], rank=rank, num_programs=1)
-            assert (buffer == rank).all()
+        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
+            push = Push(numels, FP32, [4500, 0])
+            self.check(k, rows, push, rank=rank, num_programs=num_programs)
 
     def test_far(self, k: SimpleNamespace) -> None:
         """The row of rank 1 begins and ends beyond 2**31 elements; so does its place. It lacks the last four."""
@@ -305,8 +303,27 @@ class TestScatter:
             words = torch.tensor([[far.address, 16 * GIB, NUMEL * 2, (2 * NUMEL - 4) * 2]])
             table = k.peers.PeerTable.build([64, far.address], "cpu")
             with only_program(k.launching.blocks(NUMEL) - 1, 2 * k.launching.blocks(NUMEL)):
-                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 4 * GIB)
+                arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 2, 4 * GIB)
                 constants = {"WORD": k.parts._WORD_NAMES[torch.int16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
                 k.parts._scatter_parts_kernel[(1,)](*arguments, **constants)
             values[4:] = 0
             assert torch.equal(far.view(20 * GIB + NUMEL * 2 - 16, 8, BF16), values)
+
+
+class TestOrder:
+    @pytest.mark.parametrize("rank", range(4))
+    def test_owners(self, k: SimpleNamespace, rows: Any, rank: int) -> None:
+        """Program s of four, of one block per owner, is with the s-th owner: the s-th rank after this one, itself
+        last."""
+        order = [(rank + 1 + step) % 4 for step in range(4)]
+        assert k.peers.rotated(rank, 4) == order
+        ones = torch.ones(4, 5)
+        for step, owner in enumerate(order):
+            out, slots, sums = torch.zeros(3, 4, 5)
+            shards, *tables = (k.peers.PeerTable.of(list(one)) for one in (ones, slots, sums))
+            with only_program(step, 4):
+                k.parts.gather_parts(rows, [out], shards, rank=rank, num_programs=1)
+                for push, table in zip((k.parts.scatter_parts, k.parts.scatter_accumulate_parts), tables, strict=True):
+                    push(rows, table, [ones], [0], [5], rank=rank, num_programs=1)
+            for found in (out, slots, sums):
+                assert found.sum(1).tolist() == [5.0 * (other == owner) for other in range(4)]

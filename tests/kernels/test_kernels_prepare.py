@@ -18,16 +18,16 @@ import torch
 from kernel_driver import NoGpu, no_gpu
 from kernel_recorder import launched_variant, record_launches, variants
 
-from odc.kernels import accumulate, fill, gather, parts, scatter, slots
+from odc.kernels import accumulate, fill, parts, slots
 from odc.kernels.launching import DTYPES
 from odc.kernels.peers import PeerTable
 from odc.kernels.prepare import UnitDtypes, needed_entries, prepare_kernels
 
 BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
-TRAINING = UnitDtypes(BF16, BF16, BF16, FP32)
+TRAINING = UnitDtypes(BF16, BF16, FP32)
 UNITS = [
-    UnitDtypes(published, out, grads, sums)
-    for published, out in ((BF16, BF16), (FP32, BF16), (FP16, FP32))
+    UnitDtypes(published, grads, sums)
+    for published in (BF16, FP32, FP16)
     for grads in (BF16, FP32)
     for sums in (FP32, FP64)
 ]
@@ -39,11 +39,6 @@ def room(choice: random.Random, numel: int, dtype: torch.dtype) -> torch.Tensor:
     storage = torch.zeros(numel + shift + 64, dtype=dtype)
     start = -storage.data_ptr() % 64 // dtype.itemsize + shift
     return storage[start : start + numel]
-
-
-def table(choice: random.Random, numel: int, dtype: torch.dtype) -> PeerTable:
-    shift = choice.choice((0, 0, 1, 4))
-    return PeerTable.of([room(Even(), numel + shift, dtype)[shift:] for _ in range(2)])
 
 
 class Even(random.Random):
@@ -58,10 +53,6 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
     if choice.random() < 0.5:
         choice = Even()
     numel, offset, stride = choice.choice((64, 4, 8, 13)), choice.choice((0, 1, 8)), choice.choice((64, 65))
-    for out in (unit.out, unit.published):
-        peers = table(choice, numel + offset, unit.published)
-        words = {"rank": 0, "source_dtype": unit.published, "offset": offset}
-        gather.gather_from_peers(room(choice, 2 * numel, out), peers, numel, **words)
     for addend in {unit.grads, unit.sums} if unit.grads.itemsize <= unit.sums.itemsize else {unit.sums}:
         first = choice.random() < 0.5
         accumulate.accumulate(room(choice, numel, unit.sums), room(choice, numel, addend), first=first)
@@ -77,15 +68,12 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
         for dtype in (unit.grads, FP32):
             pushed, which = [room(choice, 2 * n - 1, dtype) for n in (numel, stride)], ([0, 1024], [numel, stride])
             parts.scatter_accumulate_parts(memory, everywhere, pushed, *which, rank=0, offset_bytes=4 * offset)
-            grads, how = room(choice, 2 * stride, dtype), {"stride": stride, "start": offset, "numel": numel // 2}
-            accumulate.scatter_accumulate_direct(table(choice, 99, FP32), grads, rank=0, offset=offset, **how)
     for dtype in (FP32, BF16):
-        source, low = room(choice, 2 * numel, dtype), offset * dtype.itemsize
-        scatter.scatter_to_peers(table(choice, 128, dtype), source, rank=0, offset_bytes=low)
+        low = offset * dtype.itemsize
         gathered = [room(choice, 2 * numel, dtype), room(choice, 2 * stride, dtype)]
         parts.gather_parts(memory, gathered, everywhere, rank=1, offset_bytes=low)
         parts.scatter_parts(memory, everywhere, gathered, [0, 1024], [numel, stride], rank=1, offset_bytes=low)
-    dtypes = (unit.published, unit.out, unit.grads, unit.sums)
+    dtypes = (unit.published, unit.grads, unit.sums)
     for dtype in dtypes:
         fill.fill(room(choice, numel, dtype))
     for origin, out in itertools.product(dtypes, repeat=2):
@@ -99,7 +87,7 @@ def test_every_variant_that_launchers_launch_is_needed(monkeypatch: pytest.Monke
     needed = variants(needed_entries([unit]))
     launches = record_launches(monkeypatch)
     choice = random.Random(0)
-    for _ in range(80):
+    for _ in range(120):
         launch_all(unit, choice)
     assert {launched_variant(kernel, arguments) for kernel, arguments, _ in launches} == needed
 
@@ -107,14 +95,14 @@ def test_every_variant_that_launchers_launch_is_needed(monkeypatch: pytest.Monke
 def test_units_share_what_they_can() -> None:
     once, twice = needed_entries([TRAINING]), needed_entries([TRAINING, TRAINING])
     assert [e.name for e in once] == [e.name for e in twice]
-    both = needed_entries([TRAINING, UnitDtypes(FP32, BF16, BF16, FP32)])
+    both = needed_entries([TRAINING, UnitDtypes(FP16, BF16, FP32)])
     assert len({e.name for e in both}) == len(both) > len(once)
 
 
 def test_other_dtypes_are_no_kernels_business() -> None:
-    names = [e.name for e in needed_entries([UnitDtypes(I64, I64, torch.int32, I64)])]
+    names = [e.name for e in needed_entries([UnitDtypes(I64, torch.int32, I64)])]
     words = ("[i32, aligned]", "[i32, unaligned]", "[i16, unaligned]")
-    assert names == [kernel + word for kernel in ("scatter", "gather_parts", "scatter_parts") for word in words]
+    assert names == [kernel + word for kernel in ("gather_parts", "scatter_parts") for word in words]
 
 
 def compiled_in_steps(
@@ -124,10 +112,9 @@ def compiled_in_steps(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     anywhere: Callable[..., Any] = lambda kernel, tensor, advice: contextlib.nullcontext()  # noqa: E731
-    for module in (accumulate, fill, gather, parts, scatter, slots):
+    for module in (accumulate, fill, parts, slots):
         monkeypatch.setattr(module, "device_of", anywhere)
-    for module in (accumulate, parts):
-        monkeypatch.setattr(module, "has_vector_atomics", lambda device: capability >= (9, 0))
+    monkeypatch.setattr(parts, "has_vector_atomics", lambda device: capability >= (9, 0))
     with no_gpu(monkeypatch, tmp_path, capability[0] * 10 + capability[1]) as driver:
         count = prepare_kernels(torch.device("cuda", 0), [unit]) if prepare else 0
         assert len(driver.compiled) == len(driver.loaded) == count
@@ -143,8 +130,8 @@ def compiled_in_steps(
     [
         (TRAINING, (9, 0)),
         pytest.param(TRAINING, (8, 0), marks=pytest.mark.extended),
-        pytest.param(UnitDtypes(FP32, BF16, FP32, FP32), (10, 0), marks=pytest.mark.extended),
-        pytest.param(UnitDtypes(BF16, FP32, FP16, FP64), (9, 0), marks=pytest.mark.extended),
+        pytest.param(UnitDtypes(FP32, FP32, FP32), (10, 0), marks=pytest.mark.extended),
+        pytest.param(UnitDtypes(BF16, FP16, FP64), (9, 0), marks=pytest.mark.extended),
     ],
 )
 def test_nothing_is_compiled_or_loaded_in_a_step(
@@ -158,6 +145,6 @@ def test_nothing_is_compiled_or_loaded_in_a_step(
 
 def test_without_preparing_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The counters count."""
-    small = UnitDtypes(FP32, FP32, FP32, FP32)
+    small = UnitDtypes(FP32, FP32, FP32)
     driver, _ = compiled_in_steps(small, monkeypatch, tmp_path, (9, 0), prepare=False)
     assert len(driver.compiled) == len(driver.loaded) > 5

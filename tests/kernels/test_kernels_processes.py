@@ -23,7 +23,7 @@ from kernel_cases import numbers, view
 
 WORLD_SIZE = 3
 NUMEL = 4099
-SHARD, SUM, ATOMIC_SUM, PARTS_SUM, SLOTS = 0, 1 << 16, 2 << 16, 3 << 16, 4 << 16
+SHARD, SUM, ATOMIC_SUM, SLOTS = 0, 1 << 16, 2 << 16, 3 << 16
 SLOT_BYTES = 8448
 NBYTES = SLOTS + WORLD_SIZE * SLOT_BYTES
 NUMELS = (64, 3, 4032)  # the same elements, as slices of three parameters
@@ -72,10 +72,6 @@ def work(k: SimpleNamespace, rank: int, memfds: list[int], barrier: Any) -> None
 
     view(addresses[rank] + SHARD, NUMEL, BF16).copy_(shard(rank))
     barrier.wait(30)
-    out = torch.zeros(WORLD_SIZE * NUMEL, dtype=BF16)
-    k.gather.gather_from_peers(out, table, NUMEL, rank=rank, source_dtype=BF16, num_programs=2)
-    assert torch.equal(out, torch.cat([shard(owner) for owner in range(WORLD_SIZE)]))
-
     rows = k.parts.PartRows(torch.zeros(k.parts.MAX_PARTS, k.parts.COLUMNS, dtype=torch.int64))
     outs = [torch.zeros(WORLD_SIZE * numel, dtype=BF16) for numel in NUMELS]
     k.parts.gather_parts(rows, outs, table, rank=rank, num_programs=2)
@@ -83,44 +79,30 @@ def work(k: SimpleNamespace, rank: int, memfds: list[int], barrier: Any) -> None
         wanted = torch.cat([shard(owner)[low : low + numel] for owner in range(WORLD_SIZE)])
         assert torch.equal(parameter, wanted)
 
-    k.scatter.scatter_to_peers(table, push(rank), rank=rank, offset_bytes=SLOTS + rank * SLOT_BYTES, num_programs=2)
-    barrier.wait(30)
+    grads = [
+        push(rank).view(WORLD_SIZE, NUMEL)[:, low : low + n].flatten() for low, n in zip(STARTS, NUMELS, strict=True)
+    ]
     slots = view(addresses[rank] + SLOTS, WORLD_SIZE * SLOT_BYTES, torch.uint8)
+    where = ([2 * low for low in STARTS], NUMELS)
+    place = SLOTS + rank * SLOT_BYTES
+    k.parts.scatter_parts(rows, table, grads, *where, rank=rank, offset_bytes=place, num_programs=2)
+    barrier.wait(30)
     words, dtypes = torch.zeros(1, 4, dtype=torch.int64), {"total_dtype": FP32, "addend_dtype": BF16}
     row = k.slots.SlotRow(addresses[rank] + SUM, 0, NUMEL, 0b111, first=True)
     aligned = k.slots.write_rows(words, [row], slots, SLOT_BYTES, **dtypes)
     how = {"aligned": aligned, "num_programs": 2} | dtypes
     k.slots.accumulate_slots(words.data_ptr(), 1, slots, SLOT_BYTES, **how)
     barrier.wait(30)
-    for owner in range(WORLD_SIZE):
-        assert torch.equal(view(addresses[owner] + SUM, NUMEL, FP32), expected_sum(owner))
 
-    # The same by parts: the slots anew, then the sums.
-    grads = [
-        push(rank).view(WORLD_SIZE, NUMEL)[:, low : low + n].flatten() for low, n in zip(STARTS, NUMELS, strict=True)
-    ]
-    slots[:] = 0xFF
-    barrier.wait(30)
-    where = ([2 * low for low in STARTS], NUMELS)
-    place = SLOTS + rank * SLOT_BYTES
-    k.parts.scatter_parts(rows, table, grads, *where, rank=rank, offset_bytes=place, num_programs=2)
-    barrier.wait(30)
-    for client in range(WORLD_SIZE):
-        arrived = view(addresses[rank] + SLOTS + client * SLOT_BYTES, NUMEL, BF16)
-        assert torch.equal(arrived, push(client)[rank * NUMEL : (rank + 1) * NUMEL])
-    slots.view(WORLD_SIZE, SLOT_BYTES)[:, NUMEL * 2 :] = 0
     where = ([4 * low for low in STARTS], NUMELS)
-
     for turn in range(WORLD_SIZE):
         if turn == rank:
             k.parts.scatter_accumulate_parts(
-                rows, table, grads, *where, rank=rank, offset_bytes=PARTS_SUM, num_programs=2
+                rows, table, grads, *where, rank=rank, offset_bytes=ATOMIC_SUM, num_programs=2
             )
-            offset = ATOMIC_SUM // FP32.itemsize
-            k.accumulate.scatter_accumulate_direct(table, push(rank), rank=rank, offset=offset, num_programs=2)
         barrier.wait(30)
     for owner in range(WORLD_SIZE):
-        for place in (ATOMIC_SUM, PARTS_SUM):
+        for place in (SUM, ATOMIC_SUM):
             assert torch.equal(view(addresses[owner] + place, NUMEL, FP32), expected_sum(owner))
 
 
@@ -150,7 +132,7 @@ def test_kernels_reach_the_memory_of_other_processes(k: SimpleNamespace, memfds:
     assert [process.exitcode for process in ranks] == [0] * WORLD_SIZE, "\n".join(found)
     sums, _kept = map_all(memfds, 0)
     for owner in range(WORLD_SIZE):
-        for place in (SUM, ATOMIC_SUM, PARTS_SUM):
+        for place in (SUM, ATOMIC_SUM):
             assert torch.equal(view(sums[owner] + place, NUMEL, FP32), expected_sum(owner))
         rest = view(sums[owner] + SLOTS, WORLD_SIZE * SLOT_BYTES, torch.uint8).view(WORLD_SIZE, SLOT_BYTES)
         assert not rest[:, NUMEL * 2 :].any()  # behind the rows

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 import test_kernels_interpreted
-import test_kernels_one_launch
 import test_kernels_parts
+import test_kernels_slots
 import torch
 from kernel_cases import SparseMemory
 from ptx_cpu import AccessError, Program, PtxError
@@ -93,7 +93,7 @@ def test_every_number_of_16_bits(driver: PtxDriver, source: torch.dtype, out: to
 
 # The tests of kernels in the interpreter, with compiled ones
 
-INTERPRETED = (test_kernels_interpreted, test_kernels_one_launch, test_kernels_parts)
+INTERPRETED = (test_kernels_interpreted, test_kernels_slots, test_kernels_parts)
 
 
 @pytest.fixture

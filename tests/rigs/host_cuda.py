@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from odc.bench.fake.cuda import FakeCuda, FakeCudaTransport
 from odc.cuda.runtime import CudaRuntime
 
-KERNEL_MODULES = ("gather", "accumulate", "slots", "scatter", "parts", "fill")
+KERNEL_MODULES = ("accumulate", "slots", "parts", "fill")
 _ALIGNED = 512  # as cudaMalloc aligns
 _PAUSE_S, _SLOW_S = 50e-6, 2e-3
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor")

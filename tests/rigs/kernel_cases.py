@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-MODULES = ("peers", "arguments", "launching", "gather", "accumulate", "slots", "scatter", "parts", "fill")
+MODULES = ("peers", "arguments", "launching", "accumulate", "slots", "parts", "fill")
 NVSHMEM_MODULES = ("nvshmem.modules", "nvshmem.transfer", "nvshmem.signals")
 
 

@@ -9,17 +9,15 @@ import pytest
 import torch
 import triton
 
-from odc.kernels import accumulate, fill, gather, parts, scatter, slots
+from odc.kernels import accumulate, fill, parts, slots
 from odc.kernels.aot_entry import AotEntry
 from odc.kernels.launching import DTYPES
 from odc.kernels.nvshmem import signals, transfer
 
 Launches = list[tuple[Any, dict[str, Any], tuple[int, ...]]]
 KERNELS = {
-    gather: ("_gather_kernel",),
-    accumulate: ("_accumulate_kernel", "_scatter_accumulate_kernel"),
+    accumulate: ("_accumulate_kernel",),
     slots: ("_accumulate_slots_kernel",),
-    scatter: ("_scatter_kernel",),
     parts: ("_gather_parts_kernel", "_scatter_accumulate_parts_kernel", "_scatter_parts_kernel"),
     fill: ("_fill_kernel", "_copy_cast_kernel"),
     transfer: ("_nvshmem_gather_kernel", "_nvshmem_put_signal_kernel"),

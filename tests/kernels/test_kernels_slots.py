@@ -1,5 +1,4 @@
-"""Layer 1: no processes. Kernels that reach all owners, or add all slots, in one launch: in Triton's interpreter,
-against their twins.
+"""Layer 1: no processes. The kernel that adds all slots in one launch: in Triton's interpreter, against its twin.
 
 No GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
 """
@@ -8,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from kernel_cases import SparseMemory, numbers, only_program, shifted, some_of
+from kernel_cases import SparseMemory, numbers, only_program, shifted
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS = (BF16, FP16, FP32, FP64)
-PLACES = ((9600, 0, 0, 0), (9600, 16, 8, 0), (9601, 5, 3, 0), (9600, 8, 1, 3))
-"""Stride, start, offset in the sums, and how far off alignment."""
 SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 9001)
 GIB = 1 << 30
 PAIRS = [(total, addend) for total in (FP32, FP64) for addend in FLOATS if addend.itemsize <= total.itemsize]
@@ -25,107 +21,6 @@ PAIRS = [(total, addend) for total in (FP32, FP64) for addend in FLOATS if adden
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-
-
-class TestScatterAccumulateParts:
-    """Rows that are ``stride`` apart, of which some elements are added."""
-
-    def both(self, k: SimpleNamespace, grads: torch.Tensor, **how: Any) -> list[torch.Tensor]:
-        sums = [shifted(numbers(12_000, FP32, seed=owner), 0) for owner in range(3)]
-        twins = [total.clone() for total in sums]
-        k.accumulate.scatter_accumulate_direct(k.peers.PeerTable.of(sums), grads, **how)
-        k.accumulate.scatter_accumulate_direct_reference(k.peers.PeerTable.of(twins), grads, **how)
-        for total, twin in zip(sums, twins, strict=True):
-            assert torch.equal(total, twin)
-        return sums
-
-    @pytest.mark.parametrize(("dtype", "numel", "place"), some_of([BF16, FP16, FP32], SIZES, PLACES), ids=str)
-    def test_parts(self, k: SimpleNamespace, dtype: torch.dtype, numel: int, place: tuple[int, int, int, int]) -> None:
-        stride, start, offset, shift = place
-        grads = shifted(numbers(3 * stride, dtype, 9), shift)
-        sums = self.both(k, grads, rank=1, offset=offset, stride=stride, start=start, numel=numel)
-        for owner, total in enumerate(sums):
-            expected = numbers(12_000, FP32, seed=owner)
-            low = owner * stride + start
-            expected[offset : offset + numel] += grads[low : low + numel].float()
-            assert torch.equal(total, expected)
-
-    def test_what_follows_the_start(self, k: SimpleNamespace) -> None:
-        grads = numbers(3 * 5000, BF16)
-        whole = self.both(k, grads, rank=0, start=4996, offset=7)
-        part = self.both(k, grads, rank=0, stride=5000, start=4996, numel=4, offset=7)
-        assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
-
-    def test_the_last_row_may_end_early(self, k: SimpleNamespace) -> None:
-        self.both(k, numbers(2 * 100 + 7, BF16), rank=2, stride=100, start=4, numel=3)
-
-    @pytest.mark.parametrize("num_programs", [1, 2, 64])
-    def test_any_number_of_programs(self, k: SimpleNamespace, num_programs: int) -> None:
-        sums = [torch.zeros(9001) for _ in range(3)]
-        grads = numbers(3 * 9100, FP32)
-        how = {"rank": 1, "stride": 9100, "start": 64, "numel": 9001}
-        k.accumulate.scatter_accumulate_direct(k.peers.PeerTable.of(sums), grads, num_programs=num_programs, **how)
-        assert torch.equal(torch.stack(sums), grads.view(3, 9100)[:, 64 : 64 + 9001])
-
-
-class TestScatter:
-    def both(self, k: SimpleNamespace, buffers: list[torch.Tensor], source: torch.Tensor, **how: Any) -> None:
-        twins = [buffer.clone() for buffer in buffers]
-        k.scatter.scatter_to_peers(k.peers.PeerTable.of(buffers), source, **how)
-        k.scatter.scatter_to_peers_reference(k.peers.PeerTable.of(twins), source, **how)
-        for buffer, twin in zip(buffers, twins, strict=True):
-            assert torch.equal(buffer, twin)
-
-    @pytest.mark.parametrize(
-        ("dtype", "numel", "place"), some_of(FLOATS, SIZES, [(0, 0), (8, 0), (1, 0), (8, 3), (3, 1)]), ids=str
-    )
-    def test_bytes_arrive_as_they_are(
-        self, k: SimpleNamespace, dtype: torch.dtype, numel: int, place: tuple[int, int]
-    ) -> None:
-        elements, shift = place
-        source = shifted(numbers(3 * numel, dtype), shift)
-        bits(source)[::7] = -1  # NaN with a payload, which no conversion would keep
-        buffers = [shifted(torch.full(((numel + elements) * 8 + 16,), 7, dtype=torch.uint8), 0) for _ in range(3)]
-        low, size = elements * dtype.itemsize, numel * dtype.itemsize
-        self.both(k, buffers, source, rank=1, offset_bytes=low)
-        for owner, buffer in enumerate(buffers):
-            row = bits(source[owner * numel : (owner + 1) * numel]).view(torch.uint8)
-            assert torch.equal(buffer[low : low + size], row)
-            assert (buffer[:low] == 7).all()
-            assert (buffer[low + size :] == 7).all()
-
-    @pytest.mark.parametrize("num_programs", [1, 2, 3, 64])
-    @pytest.mark.parametrize("rank", range(3))
-    def test_any_rank_and_number_of_programs(self, k: SimpleNamespace, num_programs: int, rank: int) -> None:
-        buffers, source = [torch.zeros(9001) for _ in range(3)], numbers(3 * 9001, FP32)
-        table = k.peers.PeerTable.of(buffers)
-        k.scatter.scatter_to_peers(table, source, rank=rank, num_programs=num_programs)
-        assert torch.equal(torch.cat(buffers), source)
-
-    def test_the_own_row_is_the_last(self, k: SimpleNamespace) -> None:
-        """All owners share one buffer here: what the last one wrote stays."""
-        for rank in range(4):
-            buffer = torch.zeros(5)
-            table = k.peers.PeerTable.build([buffer.data_ptr()] * 4, "cpu")
-            k.scatter.scatter_to_peers(table, torch.arange(4.0).repeat_interleave(5), rank=rank, num_programs=1)
-            assert (buffer == rank).all()
-
-    def test_far(self, k: SimpleNamespace) -> None:
-        """Offsets, rows and blocks beyond 2**31 bytes and elements."""
-        with SparseMemory(40 * GIB) as far:
-            offset, numel = 4 * ((1 << 31) + 4096 + 8), (1 << 31) + 4096 + 8
-            values = numbers(8, FP32)
-            table = k.peers.PeerTable.build([far.address + 12 * GIB], "cpu")
-            k.scatter.scatter_to_peers(table, values, rank=0, offset_bytes=offset)
-            assert torch.equal(far.view(12 * GIB + offset, 8, FP32), values)
-            # The last program of the first step: rank 1's row begins ``numel`` elements into the source.
-            far.view(2 * numel * 4 - 32, 8, FP32).copy_(values)
-            table = k.peers.PeerTable.build([64, far.address + 28 * GIB], "cpu")
-            blocks = k.launching.blocks(numel)
-            with only_program(blocks - 1, 2 * blocks):
-                arguments = (table.tensor, far.view(0, 1, FP32).view(torch.int32), 0, 2, numel, 0)
-                k.scatter._scatter_kernel[(1,)](*arguments, VECTOR=1, BLOCK=4096)
-            assert torch.equal(far.view(28 * GIB + numel * 4 - 32, 8, FP32), values)
 
 
 class TestSlots:
