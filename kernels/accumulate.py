@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.aot_entry import AotEntry, alignment, entry
-from odc.kernels.arguments import FLOATS, MASTER_FLOATS, check_disjoint, check_flat, check_positive, check_same_device
+from odc.kernels.arguments import FLOATS, MASTER_FLOATS, check_disjoint, check_flat, check_same_device
 from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
 
 
@@ -20,7 +20,6 @@ def _accumulate_kernel(
     accumulator: tl.tensor,
     addend: tl.tensor,
     numel: tl.int64,
-    FIRST: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -35,14 +34,12 @@ def _accumulate_kernel(
         source = tl.multiple_of(source, VECTOR * addend.dtype.element_ty.primitive_bitwidth // 8)
         inside = tl.max_constancy(lanes < whole, VECTOR)
         total = tl.load(source, mask=inside).to(accumulator.dtype.element_ty)
-        if not FIRST:
-            total += tl.load(target, mask=inside)
+        total += tl.load(target, mask=inside)
         tl.store(target, total, mask=inside)
         if VECTOR > 1 and whole < left:
             rest = whole + tl.arange(0, VECTOR)
             last = tl.load(addend + start + rest, mask=rest < left).to(accumulator.dtype.element_ty)
-            if not FIRST:
-                last += tl.load(accumulator + start + rest, mask=rest < left)
+            last += tl.load(accumulator + start + rest, mask=rest < left)
             tl.store(accumulator + start + rest, last, mask=rest < left)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
@@ -56,10 +53,8 @@ def _check(accumulator: torch.Tensor, addend: torch.Tensor) -> None:
     check_disjoint(accumulator=accumulator, addend=addend)
 
 
-def accumulate(
-    accumulator: torch.Tensor, addend: torch.Tensor, *, first: bool = False, num_programs: int = LOCAL_PROGRAMS
-) -> None:
-    """``accumulator += addend`` in the accumulator's dtype; with ``first``, ``accumulator = addend``.
+def accumulate(accumulator: torch.Tensor, addend: torch.Tensor) -> None:
+    """``accumulator += addend`` in the accumulator's dtype.
 
     ``accumulator``: fp32 or fp64 [n], dense; ``addend``: bf16, fp16, fp32 or (for fp64) fp64 [n], dense, elsewhere in
     memory. Both may be views at any element offset; wide accesses are used if both start at multiples of 16 bytes.
@@ -68,27 +63,25 @@ def accumulate(
     On return the kernel is enqueued on the current stream; the sum is there for what is enqueued there next. Two
     launches that add to one accumulator must be on one stream.
 
-    An accumulator [1, 2] and an addend [0.5, 0.25] give [1.5, 2.25]; with ``first``, [0.5, 0.25].
+    An accumulator [1, 2] and an addend [0.5, 0.25] give [1.5, 2.25].
 
     Raises ValueError for wrong shapes, dtypes or devices and for overlapping memory, and launches nothing then.
     """
     _check(accumulator, addend)
-    check_positive(num_programs=num_programs)
     if accumulator.numel() == 0:
         return
     with device_of(_accumulate_kernel, accumulator, "use accumulate_reference for host memory"):
-        _accumulate_kernel[grid(blocks(accumulator.numel()), num_programs)](
+        _accumulate_kernel[grid(blocks(accumulator.numel()), LOCAL_PROGRAMS)](
             accumulator,
             addend,
             accumulator.numel(),
-            FIRST=first,
             VECTOR=vector((accumulator.data_ptr(), accumulator.dtype), (addend.data_ptr(), addend.dtype)),
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
 
 
-def accumulate_reference(accumulator: torch.Tensor, addend: torch.Tensor, *, first: bool = False) -> None:
+def accumulate_reference(accumulator: torch.Tensor, addend: torch.Tensor) -> None:
     """`accumulate` in plain torch, on any device.
 
     >>> total = torch.tensor([1.0, 2.0])
@@ -97,10 +90,7 @@ def accumulate_reference(accumulator: torch.Tensor, addend: torch.Tensor, *, fir
     tensor([1.5000, 2.2500])
     """
     _check(accumulator, addend)
-    if first:
-        accumulator.copy_(addend)
-    else:
-        accumulator.add_(addend.to(accumulator.dtype))
+    accumulator.add_(addend.to(accumulator.dtype))
 
 
 PAIRS = tuple((total, addend) for total in MASTER_FLOATS for addend in FLOATS if addend.itemsize <= total.itemsize)
@@ -110,13 +100,12 @@ PAIRS = tuple((total, addend) for total in MASTER_FLOATS for addend in FLOATS if
 def aot_entries(pairs: Sequence[tuple[torch.dtype, torch.dtype]] = PAIRS) -> list[AotEntry]:
     return [
         entry(
-            f"accumulate[{DTYPES[addend]}->{DTYPES[total]}, {'first' if first else 'add'}, {alignment(aligned)}]",
+            f"accumulate[{DTYPES[addend]}->{DTYPES[total]}, {alignment(aligned)}]",
             _accumulate_kernel,
             {"accumulator": f"*{DTYPES[total]}", "addend": f"*{DTYPES[addend]}"},
-            {"FIRST": first, "VECTOR": vector((int(not aligned), total), (0, addend)), "BLOCK": BLOCK},
+            {"VECTOR": vector((int(not aligned), total), (0, addend)), "BLOCK": BLOCK},
             NUM_WARPS,
         )
         for total, addend in pairs
-        for first in (False, True)
         for aligned in (True, False)
     ]

@@ -339,19 +339,13 @@ def _check_buffers(table: PeerTable, offset_bytes: int, itemsize: int) -> None:
 
 
 _LARGEST_WORD = torch.int32.itemsize
-_WORDS: tuple[tuple[int, torch.dtype, int], ...] = (
-    (16, torch.int32, vector((0, torch.int32))),
-    (4, torch.int32, 1),
-    (2, torch.int16, 1),
-)
+_WORDS = ((16, tl.int32, vector((0, torch.int32))), (4, tl.int32, 1), (2, tl.int16, 1))
 """Bytes that all places are multiples of, the word by which they are copied, and how many of them at once."""
-_WORD_NAMES = {torch.int32: tl.int32, torch.int16: tl.int16}
 
 
 def _words(places: int) -> tuple[Any, int]:
     """Triton's word, and how many at once, for places in which these bits are set."""
-    dtype, elements = next((dtype, elements) for size, dtype, elements in _WORDS if places % size == 0)
-    return _WORD_NAMES[dtype], elements
+    return next((word, elements) for size, word, elements in _WORDS if places % size == 0)
 
 
 def _launch(
@@ -603,10 +597,10 @@ def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS) -> list[AotEntry]:
     table, room = {"table": "*i64"}, {"ROWS": MAX_PARTS, "BLOCK": BLOCK}
     copies = [
         entry(
-            f"{name}[{'i32' if word == torch.int32 else 'i16'}, {alignment(elements > 1)}]",
+            f"{name}[{'i32' if word is tl.int32 else 'i16'}, {alignment(elements > 1)}]",
             kernel,
             table,
-            {"WORD": _WORD_NAMES[word], "VECTOR": elements, **room},
+            {"WORD": word, "VECTOR": elements, **room},
             NUM_WARPS,
         )
         for name, kernel in (("gather_parts", _gather_parts_kernel), ("scatter_parts", _scatter_parts_kernel))

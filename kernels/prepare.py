@@ -40,7 +40,7 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
 
     >>> bf16, fp32 = torch.bfloat16, torch.float32
     >>> [e.name for e in needed_entries([UnitDtypes(bf16, bf16, fp32)])][:2]
-    ['accumulate[bf16->fp32, add, aligned]', 'accumulate[bf16->fp32, add, unaligned]']
+    ['accumulate[bf16->fp32, aligned]', 'accumulate[bf16->fp32, unaligned]']
     """
     found: dict[str, AotEntry] = {}
     for unit in units:

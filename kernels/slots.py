@@ -193,7 +193,7 @@ def accumulate_slots(
     the next 63 on ``slots[63 * slot_bytes:]``, with ``first`` in the first launch only. ``total_dtype``: fp32 or fp64;
     ``addend_dtype``: bf16, fp16, fp32 or (for fp64) fp64. ``aligned``: what `write_rows` returned; wide accesses are
     used then. ``num_programs``: one per 4096 elements of all rows is enough; each reads the whole table. The sum has
-    the bits of `accumulate` called for one slot after the other, with ``first`` for the first.
+    the bits of `accumulate` called for one slot after the other; of a copy of the first one where it is overwritten.
 
     On return the kernel is enqueued on the current stream; the sums are there for what is enqueued there next. Until
     then, the table and the slots must stay as they are.

@@ -127,14 +127,12 @@ def _accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
     for numel, offset, other in _cases(sizes):
         for dtype in MASTER_FLOATS:
             for addend_dtype in [d for d in FLOATS if d.itemsize <= dtype.itemsize]:
-                for first in (False, True):
-                    wanted, addend = _values(numel, dtype), _values(numel, addend_dtype)
-                    out = Guarded(numel, dtype, offset, device).filled(wanted)
-                    added = Guarded(numel, addend_dtype, other, device).filled(addend)
-                    accumulate(out.view, added.view, first=first)
-                    accumulate_reference(wanted, addend, first=first)
-                    out.expect(wanted, f"accumulate of {numel} x {addend_dtype} to {dtype}, first={first}")
-                    yield
+                wanted, addend = _values(numel, dtype), _values(numel, addend_dtype)
+                out = Guarded(numel, dtype, offset, device).filled(wanted)
+                accumulate(out.view, Guarded(numel, addend_dtype, other, device).filled(addend).view)
+                accumulate_reference(wanted, addend)
+                out.expect(wanted, f"accumulate of {numel} x {addend_dtype} to {dtype} at {other}, {offset}")
+                yield
 
 
 def _casts() -> list[tuple[torch.dtype, torch.dtype]]:

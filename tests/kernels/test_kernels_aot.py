@@ -42,8 +42,8 @@ PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
 FEW = (
     "nvshmem_put_signal",  # of those that are linked with NVSHMEM
     *("gather_parts[i32, aligned]", "gather_parts[i16, unaligned]", "scatter_parts[i32, aligned]"),
-    *("accumulate[bf16->fp32, add, aligned]", "accumulate[bf16->fp32, add, unaligned]"),
-    *("accumulate[fp32->fp32, add, aligned]", "accumulate[fp32->fp64, first, aligned]"),
+    *("accumulate[bf16->fp32, aligned]", "accumulate[bf16->fp32, unaligned]"),
+    *("accumulate[fp32->fp32, aligned]", "accumulate[fp32->fp64, aligned]"),
     *("scatter_accumulate_parts[bf16->fp32, aligned]", "scatter_accumulate_parts[bf16->fp32, unaligned]"),
     *("accumulate_slots[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, unaligned]"),
     *("fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),
@@ -174,7 +174,7 @@ def widths(name: str) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     kernel, types, options = re.fullmatch(r"(\w+)\[([^,]+), (.*)\]", name).groups()  # type: ignore[union-attr]
     source, _, out = types.partition("->")
     out = out or source
-    elements = 128 // max(BITS[source], BITS[out]) if options.endswith(" aligned") or options == "aligned" else 1
+    elements = 128 // max(BITS[source], BITS[out]) if options == "aligned" else 1
     loads: Counter[int] = Counter()
     stores: Counter[int] = Counter()
     atomics: dict[str, int] = {}
@@ -185,7 +185,7 @@ def widths(name: str) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
 
     if kernel != "fill":
         access(loads, source)
-    if kernel.startswith("accumulate") and "first" not in options:
+    if kernel.startswith("accumulate"):
         access(loads, out)
     loads[64] += TABLE_WORDS.get(kernel, 0)
     if kernel == "scatter_parts":

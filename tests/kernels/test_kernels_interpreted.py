@@ -53,34 +53,27 @@ def _a_kernel() -> None: ...
 
 
 class TestAccumulate:
-    def both(self, k: SimpleNamespace, total: torch.Tensor, addend: torch.Tensor, first: bool) -> None:
+    def both(self, k: SimpleNamespace, total: torch.Tensor, addend: torch.Tensor) -> None:
         twin = total.clone()
-        expected = addend.double() if first else total.double() + addend.double()
-        k.accumulate.accumulate(total, addend, first=first)
-        k.accumulate.accumulate_reference(twin, addend, first=first)
+        expected = total.double() + addend.double()
+        k.accumulate.accumulate(total, addend)
+        k.accumulate.accumulate_reference(twin, addend)
         assert torch.equal(total, twin)
         torch.testing.assert_close(total, expected.to(total.dtype), rtol=torch.finfo(total.dtype).eps, atol=0)
 
     @pytest.mark.parametrize("addend", FLOATS, ids=str)
     @pytest.mark.parametrize("total", [FP32, FP64], ids=str)
-    @pytest.mark.parametrize("first", [False, True])
-    def test_every_pair_of_dtypes(
-        self, k: SimpleNamespace, total: torch.dtype, addend: torch.dtype, first: bool
-    ) -> None:
+    def test_every_pair_of_dtypes(self, k: SimpleNamespace, total: torch.dtype, addend: torch.dtype) -> None:
         if total == FP32 and addend == FP64:
             with pytest.raises(ValueError, match="nothing wider than"):
-                k.accumulate.accumulate(numbers(3, total), numbers(3, addend), first=first)
+                k.accumulate.accumulate(numbers(3, total), numbers(3, addend))
             return
-        self.both(k, numbers(1023, total, 1), numbers(1023, addend, 2), first)
+        self.both(k, numbers(1023, total, 1), numbers(1023, addend, 2))
 
     @pytest.mark.parametrize("numel", SIZES)
     @pytest.mark.parametrize(("shift", "other"), [(0, 0), (1, 0), (0, 3), (5, 7)])
     def test_sizes_and_alignments(self, k: SimpleNamespace, numel: int, shift: int, other: int) -> None:
-        self.both(k, shifted(numbers(numel, FP32, 1), shift), shifted(numbers(numel, BF16, 2), other), False)
-
-    def test_first_does_not_read(self, k: SimpleNamespace) -> None:
-        total = torch.full((4097,), torch.nan)
-        self.both(k, total, numbers(4097, BF16), True)
+        self.both(k, shifted(numbers(numel, FP32, 1), shift), shifted(numbers(numel, BF16, 2), other))
 
     @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
     @pytest.mark.parametrize("before", [1, 4])
@@ -91,16 +84,15 @@ class TestAccumulate:
         assert (room[-before:] == 5).all()
         assert (room[before:-before] == 6).all()
 
-    @pytest.mark.parametrize("first", [False, True])
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
-    def test_far_block(self, k: SimpleNamespace, far: SparseMemory, numel: int, first: bool) -> None:
+    def test_far_block(self, k: SimpleNamespace, far: SparseMemory, numel: int) -> None:
         total = far.view(12 * GIB + (numel - 8) * 4, 8, FP32).fill_(1)
         addend = far.view(26 * GIB + (numel - 8) * 4, 8, FP32).copy_(numbers(8, FP32))
         blocks = k.launching.blocks(numel)
         with only_program(blocks - 1, blocks):
             heads = (far.view(12 * GIB, 1, FP32), far.view(26 * GIB, 1, FP32))
-            k.accumulate._accumulate_kernel[(1,)](*heads, numel, FIRST=first, VECTOR=1, BLOCK=4096)
-        assert torch.equal(total, addend if first else addend + 1)
+            k.accumulate._accumulate_kernel[(1,)](*heads, numel, VECTOR=1, BLOCK=4096)
+        assert torch.equal(total, addend + 1)
 
 
 class TestFillAndCopy:

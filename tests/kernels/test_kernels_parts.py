@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from kernel_cases import SparseMemory, numbers, only_program, shifted, some_of
 
 BF16, FP16, FP32, FP64, I64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
@@ -130,7 +131,7 @@ class TestGather:
             table = k.peers.PeerTable.build([64, far.address], "cpu")
             with only_program(k.launching.blocks(NUMEL) - 1, 2 * k.launching.blocks(NUMEL)):
                 arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 2, low)
-                constants = {"WORD": k.parts._WORD_NAMES[torch.int16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
+                constants = {"WORD": tl.int16, "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
                 k.parts._gather_parts_kernel[(1,)](*arguments, **constants)
             assert torch.equal(far.view(20 * GIB + 2 * NUMEL * 2 - 16, 8, BF16), values)
 
@@ -304,7 +305,7 @@ class TestScatter:
             table = k.peers.PeerTable.build([64, far.address], "cpu")
             with only_program(k.launching.blocks(NUMEL) - 1, 2 * k.launching.blocks(NUMEL)):
                 arguments = (words.data_ptr(), 1, table.tensor, 0, 2, 2, 4 * GIB)
-                constants = {"WORD": k.parts._WORD_NAMES[torch.int16], "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
+                constants = {"WORD": tl.int16, "VECTOR": 1, "ROWS": 256, "BLOCK": 4096}
                 k.parts._scatter_parts_kernel[(1,)](*arguments, **constants)
             values[4:] = 0
             assert torch.equal(far.view(20 * GIB + NUMEL * 2 - 16, 8, BF16), values)
