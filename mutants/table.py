@@ -821,7 +821,12 @@ MUTANTS = (
         "Where units are on several meshes, only what ranks of the first one say at the end of a minibatch is heard. Who keeps gradients, or changes parameters, on another mesh is not found to differ.",
         ("tests/minibatch/test_joint.py::test_versions_and_sums_are_those_of_the_minibatch_on_every_mesh",),
         "odc/minibatch/runtime.py",
-        (("return [end for protocol in self._protocol.meshes for end in protocol.ends]", "return self._protocol.ends"),),
+        (
+            (
+                "return [end for protocol in self._protocol.meshes for end in protocol.ends]",
+                "return self._protocol.ends",
+            ),
+        ),
     ),
     Mutant(
         "minibatch-ends-of-two-minibatches-share-a-place",

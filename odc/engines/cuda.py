@@ -14,13 +14,13 @@ import torch
 from odc import limits
 from odc.engines.base import Addition, AfterChunk, Engine, Part, TransferTable, no_op
 from odc.errors import SetupError
-from odc.kernels.accumulate import GRADIENTS, PAIRS, accumulate
+from odc.kernels.accumulate import PAIRS, accumulate
 from odc.kernels.arguments import FLOATS
 from odc.kernels.chunked import Tensors
 from odc.kernels.fill import copy_cast, fill
 from odc.kernels.launching import LOCAL_PROGRAMS, blocks
 from odc.kernels.parts import COLUMNS as PART_COLUMNS
-from odc.kernels.parts import MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
+from odc.kernels.parts import GRADIENTS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
 from odc.kernels.peers import PeerTable
 from odc.kernels.prepare import UnitDtypes, prepare_kernels
 from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
@@ -114,7 +114,7 @@ class CudaEngine(Engine):
 
     def prepare(self, dtypes: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype]]) -> None:
         try:
-            prepare_kernels(self._device, [UnitDtypes(shard, shard, grads, sums) for shard, grads, sums in dtypes])
+            prepare_kernels(self._device, [UnitDtypes(*each) for each in dtypes])
             fill(torch.zeros(64, device=self._device))
         except Exception as problem:  # whatever a compiler has to say
             raise SetupError(
