@@ -11,7 +11,7 @@ import triton.language as tl
 
 from odc.kernels.aot_entry import AotEntry, alignment, entry
 from odc.kernels.arguments import FLOATS, MASTER_FLOATS, check_disjoint, check_flat, check_same_device
-from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
+from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, move_block, vector
 
 
 # See [Note: No argument is specialized] and, for VECTOR, [Note: Contiguous lanes] in launching.py.
@@ -23,24 +23,10 @@ def _accumulate_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    lanes = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < numel:
         left = tl.minimum(numel - start, BLOCK).to(tl.int32)
-        whole = left // VECTOR * VECTOR
-        target = accumulator + start + lanes
-        source = addend + start + lanes
-        target = tl.multiple_of(target, VECTOR * accumulator.dtype.element_ty.primitive_bitwidth // 8)
-        source = tl.multiple_of(source, VECTOR * addend.dtype.element_ty.primitive_bitwidth // 8)
-        inside = tl.max_constancy(lanes < whole, VECTOR)
-        total = tl.load(source, mask=inside).to(accumulator.dtype.element_ty)
-        total += tl.load(target, mask=inside)
-        tl.store(target, total, mask=inside)
-        if VECTOR > 1 and whole < left:
-            rest = whole + tl.arange(0, VECTOR)
-            last = tl.load(addend + start + rest, mask=rest < left).to(accumulator.dtype.element_ty)
-            last += tl.load(accumulator + start + rest, mask=rest < left)
-            tl.store(accumulator + start + rest, last, mask=rest < left)
+        move_block(accumulator + start, addend + start, left, "add", "", VECTOR, BLOCK)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 

@@ -17,7 +17,7 @@ from odc.kernels.arguments import (
     check_flat,
     check_same_device,
 )
-from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, vector
+from odc.kernels.launching import BLOCK, DTYPES, LOCAL_PROGRAMS, NUM_WARPS, blocks, device_of, grid, move_block, vector
 
 
 # See [Note: No argument is specialized] and, for VECTOR, [Note: Contiguous lanes] in launching.py.
@@ -79,19 +79,10 @@ def fill_reference(out: torch.Tensor, value: float = 0.0) -> None:
 def _copy_cast_kernel(
     out: tl.tensor, source: tl.tensor, numel: tl.int64, VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    lanes = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < numel:
         left = tl.minimum(numel - start, BLOCK).to(tl.int32)
-        whole = left // VECTOR * VECTOR
-        target = tl.multiple_of(out + start + lanes, VECTOR * out.dtype.element_ty.primitive_bitwidth // 8)
-        origin = tl.multiple_of(source + start + lanes, VECTOR * source.dtype.element_ty.primitive_bitwidth // 8)
-        inside = tl.max_constancy(lanes < whole, VECTOR)
-        tl.store(target, tl.load(origin, mask=inside).to(out.dtype.element_ty), mask=inside)
-        if VECTOR > 1 and whole < left:
-            rest = whole + tl.arange(0, VECTOR)
-            last = tl.load(source + start + rest, mask=rest < left)
-            tl.store(out + start + rest, last.to(out.dtype.element_ty), mask=rest < left)
+        move_block(out + start, source + start, left, "copy", "", VECTOR, BLOCK)
         start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 

@@ -1,6 +1,8 @@
-"""What all launchers share: Triton's names of dtypes, the grid, and the device a launch goes to."""
+"""What all launchers share: Triton's names of dtypes, the grid, and the device a launch goes to; and what programs do
+with a block of elements.
+"""
 
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"
 from __future__ import annotations
 
 import contextlib
@@ -8,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
@@ -70,6 +73,43 @@ def vector(*places: tuple[int, torch.dtype]) -> int:
     """
     elements = VECTOR_BYTES // max(dtype.itemsize for _, dtype in places)
     return elements if all(place % (elements * dtype.itemsize) == 0 for place, dtype in places) else 1
+
+
+@triton.jit
+def _put(target: tl.tensor, values: tl.tensor, mask: tl.tensor, HOW: tl.constexpr) -> None:
+    if HOW == "atomic":
+        # Relaxed: the additions need no order among themselves, and the kernel's end publishes them. System scope: the
+        # other clients of this owner are other GPUs.
+        tl.atomic_add(target, values, mask=mask, sem="relaxed", scope="sys")
+    else:
+        if HOW == "add":
+            values += tl.load(target, mask=mask)
+        tl.store(target, values, mask=mask)
+
+
+@triton.jit
+def move_block(
+    target: tl.tensor,
+    source: tl.tensor,
+    numel: tl.tensor,
+    HOW: tl.constexpr,
+    CACHE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """What a program does with ``numel`` elements, at most ``BLOCK``, cast to ``target``'s dtype. ``HOW``: "copy",
+    "add", or "atomic" additions. ``CACHE``: how ``source`` is loaded. See [Note: Contiguous lanes]."""
+    DTYPE: tl.constexpr = target.dtype.element_ty
+    lanes = tl.arange(0, BLOCK)
+    whole = numel // VECTOR * VECTOR
+    targets = tl.multiple_of(target + lanes, VECTOR * DTYPE.primitive_bitwidth // 8)
+    origins = tl.multiple_of(source + lanes, VECTOR * source.dtype.element_ty.primitive_bitwidth // 8)
+    inside = tl.max_constancy(lanes < whole, VECTOR)
+    _put(targets, tl.load(origins, mask=inside, cache_modifier=CACHE).to(DTYPE), inside, HOW)
+    if VECTOR > 1 and whole < numel:
+        rest = whole + tl.arange(0, VECTOR)
+        last = tl.load(source + rest, mask=rest < numel, cache_modifier=CACHE)
+        _put(target + rest, last.to(DTYPE), rest < numel, HOW)
 
 
 VECTOR_ATOMICS = (9, 0)

@@ -34,6 +34,7 @@ from odc.kernels.launching import (
     device_of,
     grid,
     has_vector_atomics,
+    move_block,
     vector,
 )
 from odc.kernels.peers import PeerTable, rotated
@@ -83,39 +84,6 @@ def _ends_of_rows(words: tl.tensor, num_rows: tl.tensor, BLOCK_BYTES: tl.constex
 
 
 @triton.jit
-def _put(target: tl.tensor, values: tl.tensor, mask: tl.tensor, ADD: tl.constexpr) -> None:
-    if ADD:
-        # Relaxed: the additions need no order among themselves, and the kernel's end publishes them. System scope: the
-        # other clients of this owner are other GPUs.
-        tl.atomic_add(target, values.to(tl.float32), mask=mask, sem="relaxed", scope="sys")
-    else:
-        tl.store(target, values, mask=mask)
-
-
-@triton.jit
-def _move_block(
-    target: tl.tensor,
-    source: tl.tensor,
-    numel: tl.tensor,
-    ADD: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """``numel`` elements, at most ``BLOCK``; VECTOR: [Note: Contiguous lanes] in launching.py."""
-    lanes = tl.arange(0, BLOCK)
-    whole = numel // VECTOR * VECTOR
-    origins = tl.multiple_of(source + lanes, VECTOR * source.dtype.element_ty.primitive_bitwidth // 8)
-    targets = tl.multiple_of(target + lanes, VECTOR * target.dtype.element_ty.primitive_bitwidth // 8)
-    inside = tl.max_constancy(lanes < whole, VECTOR)
-    # .cg: the owner writes what is gathered, so this GPU's L1 must not keep what it read before. What is pushed is read
-    # once, and L1 is for the table.
-    _put(targets, tl.load(origins, mask=inside, cache_modifier=".cg"), inside, ADD)
-    if VECTOR > 1 and whole < numel:
-        rest = whole + tl.arange(0, VECTOR)
-        _put(target + rest, tl.load(source + rest, mask=rest < numel, cache_modifier=".cg"), rest < numel, ADD)
-
-
-@triton.jit
 def _move_parts(
     rows: tl.tensor,
     num_rows: tl.tensor,
@@ -135,6 +103,7 @@ def _move_parts(
     made of here. ``PULL``: from the owners; else to them, as sums of fp32 with ``ADD``."""
     SIZE: tl.constexpr = WORD.primitive_bitwidth // 8
     PLACE: tl.constexpr = tl.float32 if ADD else WORD
+    HOW: tl.constexpr = "atomic" if ADD else "copy"
     words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
     ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
     num_blocks = tl.max(ends, 0)
@@ -157,11 +126,13 @@ def _move_parts(
                 present = tl.load(word + 3) // SIZE - owner * numel  # of this row: the memory may end early
             while start < numel:
                 room = tl.minimum(numel - start, BLOCK).to(tl.int32)
+                # .cg: the owner writes what is gathered, so this GPU's L1 must not keep what it read before. What is
+                # pushed is read once, and L1 is for the table.
                 if PULL:
-                    _move_block(row + start, place + start, room, ADD, VECTOR, BLOCK)
+                    move_block(row + start, place + start, room, "copy", ".cg", VECTOR, BLOCK)
                 else:
                     left = tl.maximum(tl.minimum(room, present - start), 0).to(tl.int32)
-                    _move_block(place + start, row + start, left, ADD, VECTOR, BLOCK)
+                    move_block(place + start, row + start, left, HOW, ".cg", VECTOR, BLOCK)
                     if not ADD and left < room:  # what the row lacks; rare, so one by one
                         lanes = tl.arange(0, BLOCK)
                         lacking = (lanes >= left) & (lanes < room)

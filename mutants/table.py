@@ -677,13 +677,13 @@ MUTANTS = (
     ),
     Mutant(
         "kernels-the-last-element-is-not-added",
-        "The kernel that adds to a sum leaves out the last element where their number is no multiple of a vector (off by one). On a GPU one element of each unit lacks the gradients of all clients but the first.",
+        "What is copied and added leaves out the last element where their number is no multiple of a vector (off by one). On a GPU one element of each unit lacks the gradients of all clients but the first.",
         ("tests/kernels/test_kernels_interpreted.py::TestAccumulate::test_sizes_and_alignments",),
-        "kernels/accumulate.py",
+        "kernels/launching.py",
         (
             (
-                "tl.store(accumulator + start + rest, last, mask=rest < left)",
-                "tl.store(accumulator + start + rest, last, mask=rest < left - 1)",
+                "_put(target + rest, last.to(DTYPE), rest < numel, HOW)",
+                "_put(target + rest, last.to(DTYPE), rest < numel - 1, HOW)",
             ),
         ),
     ),
