@@ -242,7 +242,7 @@ class AccumulatorStore(ABC):
         number = self._sum_of(self._rank)
         start = number * self._offsets[-1] + self._offsets[unit]
         rows = [
-            Part(grads.reshape(-1), (start + offset) * self._dtype.itemsize, numel)
+            Part(grads.contiguous().view(-1), (start + offset) * self._dtype.itemsize, numel)
             for (grads, numel), offset in zip(parts, layout.offsets, strict=True)
         ]
         self._engine.add_rows(self._of_all, rows, self._rank, self._after_chunk)

@@ -297,7 +297,7 @@ class AccumulationDaemon:
         """The same by one operation of the device, where all slots have an address."""
         rows = []
         for grads, numel in parts:
-            flat = grads.reshape(-1).to(unit.grad_dtype)
+            flat = grads.contiguous().view(-1).to(unit.grad_dtype)
             rows.append(Part(flat, at, numel))
             at += numel * flat.itemsize
         self._end.engine.write_rows(self._of_all, rows, self._rank, self._end.waiter.after_scatter_chunk)

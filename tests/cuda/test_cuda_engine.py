@@ -308,7 +308,7 @@ def test_progress_of_parts(rig: Rig) -> None:
     for engine in (rig.engine, CPU):
         shards = [on(rig, engine, torch.zeros(2)) for _ in range(2)]
         grads, buffers = on(rig, engine, torch.zeros(4)), [shard.view(torch.uint8) for shard in shards]
-        engine.read_rows([grads], shards, 0, lambda: calls.append("gather"))
+        engine.read_rows([grads], shards, 0, after_chunk=lambda: calls.append("gather"))
         engine.write_rows(buffers, [Part(grads, 0, 2)], 0, lambda: calls.append("push"))
     rig.engine.add_rows(buffers_of(rig), [Part(rig.put(torch.zeros(4)), 0, 2)], 0, lambda: calls.append("add"))
     assert calls == ["gather", "push", "gather", "gather", "push", "push", "add"]
@@ -467,7 +467,7 @@ def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(prepare, "load_entry", load)
     monkeypatch.setattr(fill, "device_of", lambda kernel, tensor, advice: cuda.device(cuda.device_of(tensor)))
     units = [(BF16, BF16, FP32), (FP8, FP32, FP32)]
-    needed = prepare.needed_entries([prepare.UnitDtypes(shard, shard, grads, sums) for shard, grads, sums in units])
+    needed = prepare.needed_entries([prepare.UnitDtypes(*each) for each in units])
     with cuda.installed():
         new_stream: Any = functools.partial(cuda.new_stream, INDEX)
         engine = CudaEngine(DEVICE, new_stream, lambda stream: None)

@@ -133,7 +133,7 @@ class _Kernel:
     """An interpreted kernel whose launches go to the current stream of the current device."""
 
     def __init__(self, cuda: HostCuda, kernel: Any) -> None:
-        self._cuda, self._kernel = cuda, kernel
+        self._cuda, self._kernel, self.__name__ = cuda, kernel, kernel.__name__
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *arguments, **words: self._cuda.launch(self._kernel, grid, arguments, words)
