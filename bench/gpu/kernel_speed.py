@@ -138,8 +138,8 @@ def candidates() -> list[Candidate]:
         *[Candidate(f"gather_parts, {n}", gather_of(n), fp32, reads_out=False) for n in (1, 12)],
         # Not judged: nobody has measured yet how near to a copy the one of a single parameter comes.
         *[
-            Candidate(f"gather_parts, {n}, {LOCAL_PROGRAMS} programs", gather_of(n, LOCAL_PROGRAMS), fp32, False)
-            for n in (1, 12)
+            Candidate(f"gather_parts, {n}, {programs} programs", gather_of(n, programs), fp32, reads_out=False)
+            for n, programs in ((1, LOCAL_PROGRAMS), (12, LOCAL_PROGRAMS))
         ],
         *[
             Candidate(f"scatter_accumulate_parts, {n}", push_of(n, scatter_accumulate_parts), bf16, reads_out=True)
