@@ -24,7 +24,7 @@ from odc.transports import registry
 
 NUMEL = 12
 TRAINED, ALL = (0, 1), (0, 1, 2)  # units
-PARAMS = (ParamSlice("a", 5), ParamSlice("b", NUMEL - 5))
+PARAMS = (ParamSlice("a", 5), ParamSlice("b", NUMEL - 6), ParamSlice("c", 1))
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class RankRun:
                 self.push(unit, sums.to(self.case.dtype))
 
     def push(self, unit: int, sums: torch.Tensor) -> None:
-        """The second push of a microbatch comes in two parts, a parameter at a time."""
-        for present in [[True, True]] if unit else [[True, False], [False, True]]:
+        """The second push of a microbatch comes in two, of which the first one lies apart at the owner."""
+        for present in [[True] * 3] if unit else [[True, False, True], [False, True, False]]:
             numel = sum(param.numel for param, here in zip(PARAMS, present, strict=True) if here)
             rows = self.cuda.put(sums.repeat_interleave(numel), self.rank)
             grads = torch.zeros_like(rows)
