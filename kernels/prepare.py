@@ -62,7 +62,7 @@ def prepare_kernels(device: torch.device, units: Iterable[UnitDtypes]) -> int:
     """Compile for ``device`` and load on it all kernels that may be launched for ``units``; how many there are.
 
     Nothing is launched. What has been compiled is kept on disk by Triton (TRITON_CACHE_DIR), so that only the first
-    process of a machine takes the time: about 0.2 s per kernel, 30 to 60 kernels for one set of dtypes. Call it before
+    process of a machine takes the time: about 0.2 s per kernel, 16 to 42 kernels for one set of dtypes. Call it before
     the first step, and again for units with other dtypes; what is loaded already costs microseconds.
 
     Raises whatever Triton or the driver raises, such as for a missing C compiler.
