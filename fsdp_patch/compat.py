@@ -20,7 +20,7 @@ Newer: torch 2.15 keeps the mixed precision policy with each parameter instead o
 without a ``reduce_dtype`` it reduces in the parameters' own dtype (``FsdpParam.grad_dtype``).
 
 The same in all five: what a process group of a mesh is called, where it is not the default group
-(:mod:`odc.fsdp_patch.together`), and how it counts its collectives; how FSDP2 calls custom communication, the three
+(:mod:`odc.fsdp_patch.patching`), and how it counts its collectives; how FSDP2 calls custom communication, the three
 functions that stage for it (:mod:`odc.fsdp_patch.fsdp2_in_place`) and all-gather extensions
 (:mod:`odc.fsdp_patch.fsdp2_extension`), in which order it divides, the layout of ``reshard_after_forward=<int>``, and
 all that is used of FSDP1.

@@ -17,8 +17,7 @@ from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP, listening
 from odc.fsdp_patch.pending import Pending, Use
-from odc.fsdp_patch.publishing import Publisher, SinceEnd
-from odc.fsdp_patch.turns import UnitStep
+from odc.fsdp_patch.publishing import Publisher, SinceEnd, UnitStep
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from odc.config import RuntimeConfig
 from odc.errors import ConfigError, UnsupportedError
-from odc.fsdp_patch.compat import warn_if_untested
+from odc.fsdp_patch.compat import root_mesh, warn_if_untested
 from odc.fsdp_patch.fsdp1 import (
     check_fsdp1_model,
     check_fsdp1_units,
@@ -25,9 +27,8 @@ from odc.fsdp_patch.fsdp1 import (
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.fsdp2_in_place import Held
 from odc.fsdp_patch.session import Connection, Session, close_failed
-from odc.fsdp_patch.together import find_partners
 from odc.fsdp_patch.unit import Unit
-from odc.liveness.gloo import end_connections
+from odc.liveness.gloo import end_connections, num_entered
 from odc.minibatch.partners import Counts
 from odc.minibatch.runtime import Mesh, Runtime
 from odc.rank.context import agree
@@ -300,3 +301,62 @@ def _ranks(unit: Unit) -> Ranks:
         tuple(dist.get_process_group_ranks(unit.process_group)),
         tuple(dist.get_process_group_ranks(replicas)) if replicas is not None else (),
     )
+
+
+# Which ranks run their microbatches together (:mod:`odc.minibatch.partners`)
+
+CONTEXT = ("cp", "sp", "context", "context_parallel", "sequence", "sequence_parallel")
+"""What dimensions of a mesh are called whose ranks share the tokens of a sample: torch's, torchtitan's, accelerate's,
+verl's and DeepSpeed's names. Nothing else tells them from data parallel ones, if both are in the dimension that FSDP
+shards over, as (dp, cp) flattened to one."""
+EXPERTS = ("ep", "expert", "expert_parallel")
+"""And those whose ranks exchange rows of experts, which a script may have placed by hand."""
+
+
+def find_partners(exchange: Exchange, units: Sequence[Unit]) -> list[tuple[dist.ProcessGroup, Counts]]:
+    """Each group of such ranks, and how many collectives this rank has entered there, and in each other group of which
+    all of them are members. Collective, as patching is."""
+    groups = [group for unit in units for group in unit.partner_groups]
+    groups += _named_groups(exchange, units)
+    once = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return [(group, _counter([group, *_around(group)])) for group in once.values()]
+
+
+def _around(inner: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """In the same order on all ranks of ``inner``."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name != inner.group_name]
+    found = [group for group in groups if ranks.issubset(dist.get_process_group_ranks(group))]
+    return sorted(found, key=lambda group: group.group_name)
+
+
+def _named_groups(exchange: Exchange, units: Sequence[Unit]) -> list[dist.ProcessGroup]:
+    """Those inside the shard group, of whatever mesh; of several of one name and size the last one."""
+    shard_group, found = units[0].process_group, dict[str, dist.ProcessGroup]()
+    ranks = set(dist.get_process_group_ranks(shard_group))
+    for name, group in (*_described(), *_dimensions(units)):
+        is_named = name in CONTEXT or (name in EXPERTS and group.group_name != shard_group.group_name)
+        if is_named and group.size() > 1 and ranks.issuperset(dist.get_process_group_ranks(group)):
+            found[f"{name} {group.size()}"] = group
+    known = [json.loads(names) for names in exchange.all_gather(json.dumps(list(found)).encode())]
+    return [group for name, group in sorted(found.items()) if all(name in names for names in known)]
+
+
+def _described() -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """All groups, as their meshes have named them."""
+    for group in dist.distributed_c10d._world.pg_map:
+        yield group.group_desc.removeprefix("mesh_"), group
+
+
+def _dimensions(units: Sequence[Unit]) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Those of the meshes of which FSDP2's are parts. For a dimension that has all ranks of the job torch takes the
+    default group, which does not tell what the dimension is called."""
+    parameters = [parameter for unit in units for parameter in unit.trainable_parameters()]
+    roots = [root_mesh(parameter.device_mesh) for parameter in parameters if isinstance(parameter, DTensor)]
+    for root in {id(root): root for root in roots}.values():
+        for name in root.mesh_dim_names or ():
+            yield name, root.get_group(name)
+
+
+def _counter(groups: Sequence[dist.ProcessGroup]) -> Counts:
+    return lambda: [num_entered(group) for group in groups]

@@ -16,17 +16,15 @@ import torch
 from torch import nn
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
-from odc.fsdp_patch.alone import Alone
 from odc.fsdp_patch.gradient_events import Reader
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening, trained
 from odc.fsdp_patch.packed_rows import watch_packed_rows
 from odc.fsdp_patch.pending import Use
-from odc.fsdp_patch.publishing import Publisher
+from odc.fsdp_patch.publishing import Publisher, Turns, UnitStep
 from odc.fsdp_patch.replicas import Replicas
-from odc.fsdp_patch.turns import Turns, UnitStep
-from odc.fsdp_patch.unit import Unit, check_backward_complete, describe_meshes
+from odc.fsdp_patch.unit import Alone, Unit, check_backward_complete, describe_meshes
 from odc.items.item_exchange import ItemExchange
 from odc.minibatch.fences import pass_fences
 from odc.minibatch.protocol import End, EndKind

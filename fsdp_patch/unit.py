@@ -448,3 +448,31 @@ def spread(numel: int) -> torch.Tensor:
     """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
     count = min(numel, SAMPLE_SIZE)
     return torch.arange(count, device="cpu") * (numel - 1) // max(count - 1, 1)
+
+
+class Alone:
+    """Units whose shard group is one rank, beside others or without: FSDP communicates nothing for them.
+
+    Experts may be such units: where there are as many parts of them as ranks, each rank has one of its own. Nothing is
+    done on demand for them. FSDP adds to ``.grad`` in each backward, so that they are final as soon as the others are;
+    only what a minibatch that is thrown away has added there has to be taken away again.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self._parameters: list[nn.Parameter] = [p for unit in units for p in unit.trainable_parameters()]
+        self._before: list[torch.Tensor | None] | None = None
+
+    def begin(self) -> None:
+        """A forward of the minibatch begins: what is in ``.grad`` now, stays, whatever becomes of it."""
+        if self._before is None:
+            self._before = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
+
+    def end(self, *, is_discarded: bool) -> None:
+        """The minibatch is over. Without :meth:`begin` nothing was in ``.grad`` before it."""
+        for unit in self.units:
+            unit.discard_gathered()
+        before, self._before = self._before, None
+        if is_discarded:
+            for parameter, gradient in zip(self._parameters, before or [None] * len(self._parameters), strict=True):
+                parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""The step of a minibatch, unit by unit: never the gradients of more than one unit (:mod:`odc.fsdp_patch.turns`).
+"""The step of a minibatch, unit by unit: never the gradients of more than one unit (:mod:`odc.fsdp_patch.publishing`).
 
 [Note: One optimizer for all] The optimizers of ``torch.optim`` keep what they know of a parameter by that parameter,
 and leave out those without a gradient. So one of them that holds the whole model may step once for each unit, while all
@@ -22,8 +22,8 @@ from odc.errors import MisuseError, OdcError, UnsupportedError
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.interception import listening, parameters_of
 from odc.fsdp_patch.pending import settled
+from odc.fsdp_patch.publishing import Turns
 from odc.fsdp_patch.session import Session, find_session, open_sessions, session_of
-from odc.fsdp_patch.turns import Turns
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.state import Phase
 

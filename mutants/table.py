@@ -352,7 +352,7 @@ MUTANTS = (
         "fsdp-a-dimension-of-all-ranks-is-not-known",
         "Partners are looked for by what groups are called, and the default group is not called after a dimension. Where all ranks share each sample, one with fewer microbatches leaves the others waiting until their limit.",
         ("tests/fsdp/test_context_parallel.py::test_who_leaves_the_others_is_named_where_all_ranks_share_each_sample",),
-        "fsdp_patch/together.py",
+        "fsdp_patch/patching.py",
         (("for name, group in (*_described(), *_dimensions(units)):", "for name, group in _described():"),),
     ),
     Mutant(
@@ -393,7 +393,7 @@ MUTANTS = (
         "fsdp-a-turn-leaves-its-gradient",
         "A step by unit does not free the gradient of a unit before it makes the next one. At the end of the minibatch there are those of the whole model, which is what the script wanted to do without.",
         ("tests/fsdp/test_step_by_unit.py::test_there_is_never_more_than_the_gradient_of_one_unit",),
-        "fsdp_patch/turns.py",
+        "fsdp_patch/publishing.py",
         (
             (
                 """                    unit.clear_gradients()
@@ -473,7 +473,7 @@ MUTANTS = (
         "fsdp-gradients-of-before-a-discarded-minibatch-are-not-kept",
         "What stands in .grad of an expert that one rank has for itself, before a minibatch that is thrown away, is not copied. Where gradients are cleared in place, those of the discarded minibatch are used in the next step.",
         ("tests/fsdp/test_several_meshes.py::test_of_a_discarded_minibatch_nothing_remains_on_any_mesh",),
-        "fsdp_patch/alone.py",
+        "fsdp_patch/unit.py",
         (
             (
                 "self._before = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]",
@@ -530,7 +530,7 @@ MUTANTS = (
         "fsdp-partners-count-one-group-only",
         "Partners tell each other how many collectives they have entered in their own group, not in those around it. One that waits in a collective of the script, after fewer microbatches than the others, is not named.",
         ("tests/fsdp/test_context_parallel.py::test_who_leaves_the_others_of_a_sample_is_named",),
-        "fsdp_patch/together.py",
+        "fsdp_patch/patching.py",
         (
             (
                 "return [(group, _counter([group, *_around(group)])) for group in once.values()]",
@@ -554,7 +554,7 @@ MUTANTS = (
         "fsdp-replicas-sum-twice",
         "With replicas (HSDP) and a norm, a step by unit sums each gradient over the replicas for the norm, and again for the step. The sum lies in place: the gradients of the step are too large by the number of replicas.",
         ("tests/fsdp/test_fsdp2_scripts.py::test_hybrid_sharding_over_two_hosts",),
-        "fsdp_patch/turns.py",
+        "fsdp_patch/publishing.py",
         (("self._kept[index] = found", "self._kept.pop(index, None)"),),
     ),
     Mutant(
