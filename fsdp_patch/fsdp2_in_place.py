@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import _get_device_handle
@@ -213,6 +213,15 @@ class InPlace:
         return rows
 
 
+class Gathering(Protocol):
+    """The communication of one of our units (``fsdp2_unit.OdcAllGather``) from FSDP2's all-gather to its copy-out. It
+    travels through FSDP2 as the ``all_gather_output`` of the result, where that of other units is their flat buffer."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def gather_in_place(self) -> None: ...
+
+
 class _Functions:
     """Torch's three functions that stage, as FSDP2 calls them, by position: for the communication of units that has an
     ``in_place`` those that do not. Where a parameter has an all-gather extension, only the first one: it would ask for
@@ -244,13 +253,13 @@ class _Functions:
             return AllGatherResult(comm, over.record_event(), None, [], [], [])
 
     def copy_out(self, result: Any, params: Any, group: Any) -> None:
-        comm = result.all_gather_output
-        if isinstance(comm, torch.Tensor):
+        gathering: Gathering | torch.Tensor = result.all_gather_output
+        if isinstance(gathering, torch.Tensor):
             self._copy_out(result, params, group)
         elif result.all_gather_event is None:
-            comm.gather_in_place()
+            gathering.gather_in_place()
         else:
-            _get_device_handle(comm.device.type).current_stream().wait_event(result.all_gather_event)
+            _get_device_handle(gathering.device.type).current_stream().wait_event(result.all_gather_event)
 
     def reduce(self, params: Any, grads: Any, group: Any, stream: Any, comm: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(comm, "in_place", None) is None:
