@@ -173,9 +173,6 @@ class Listeners:
         self._refs: list[weakref.ref[Listener]] = []
         self._is_in_collective = False
 
-    def __bool__(self) -> bool:
-        return bool(self._refs)
-
     def add(self, listener: Listener) -> Callable[[], None]:
         """Returns the undo, which is idempotent."""
         if not self._refs:

@@ -1012,9 +1012,9 @@ MUTANTS = (
         "odc/minibatch/accumulators.py",
         (
             (
-                """        if self._has_locks and not block.try_lock(unit, self._rank):
+                """        if not self.is_per_client and not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)""",
-                "        _ = self._has_locks and block.try_lock(unit, self._rank)",
+                "        _ = self.is_per_client or block.try_lock(unit, self._rank)",
             ),
         ),
     ),

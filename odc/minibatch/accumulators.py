@@ -97,7 +97,7 @@ class AccumulatorStore(ABC):
 
     Beside the sums of an owner lie 64-bit words: which minibatch each unit accepts pushes of (that of the last one,
     negative, while its sum is final and may still be read; 0 before the first), and in which minibatch each unit, as a
-    whole, and each parameter was pushed last, for each :meth:`_clients` that have a sum of their own.
+    whole, and each parameter was pushed last, for each sum that there is of it.
 
     Who adds, and how: on one host the clients do (``is_direct``). Processors call :meth:`add` for each owner. Devices,
     which work later than a lock of the host could keep them apart, call :meth:`add_to_all`: element by element with
@@ -105,8 +105,8 @@ class AccumulatorStore(ABC):
     :meth:`add_arrived`, and nobody else sees the sums.
     """
 
-    _has_locks: ClassVar[bool]
-    """Whether a sum has several writers, so that processors take turns."""
+    is_per_client: ClassVar[bool]
+    """Whether each client has a sum of its own; else it is the writer of none alone, and processors take turns."""
 
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool) -> None:
         self._end, self._blocks, self._faults = end, end.transport.peers.blocks, end.faults
@@ -115,30 +115,27 @@ class AccumulatorStore(ABC):
         self._rank = end.rank
         self._engine = end.engine
         self._by_atomics = is_direct and end.engine.has_streams
+        self._num_sums = end.world_size if self.is_per_client else 1
         self._after_chunk = end.waiter.after_scatter_chunk
         sizes = [unit.grad_numel for unit in units]
         self._offsets = list(itertools.accumulate((self._aligned(numel) for numel in sizes), initial=0))
         allocate = end.transport.allocate if is_direct else end.transport.allocate_private
-        self._buffer: SymmetricBuffer = allocate(self._clients() * self._offsets[-1] * dtype.itemsize, "accumulators")
+        self._buffer: SymmetricBuffer = allocate(self._num_sums * self._offsets[-1] * dtype.itemsize, "accumulators")
         self._params_at = list(itertools.accumulate((len(unit.params) for unit in units), initial=0))
         self._words_per_client = 2 * len(units) + self._params_at[-1]
-        num_words = len(units) + self._clients() * self._words_per_client
+        num_words = len(units) + self._num_sums * self._words_per_client
         self._state = end.transport.allocate_host(_WORD_BYTES * max(num_words, 1), "accumulator state")
         self._owners = [
-            _OwnerSums(self._sums_of(rank), self._state.peer(rank), len(units), self._clients(), self._params_at[-1])
+            _OwnerSums(self._sums_of(rank), self._state.peer(rank), len(units), self._num_sums, self._params_at[-1])
             if self._state.reaches(rank) and (is_direct or rank == self._rank)
             else None
             for rank in range(end.world_size)
         ]
         self._of_all = [self._buffer.peer(rank) for rank in range(end.world_size)] if self._by_atomics else []
 
-    @abstractmethod
-    def _clients(self) -> int:
-        """How many sums there are of each unit."""
-
-    @abstractmethod
     def _sum_of(self, client: int) -> int:
-        """To which of them this client's pushes are added."""
+        """To which of the sums of a unit this client's pushes are added."""
+        return client % self._num_sums
 
     def _aligned(self, numel: int) -> int:
         return aligned(numel * self._dtype.itemsize) // self._dtype.itemsize
@@ -148,16 +145,16 @@ class AccumulatorStore(ABC):
         if not self._buffer.reaches(owner):
             return []
         size = self._offsets[-1]
-        flat = self._buffer.peer(owner)[: self._clients() * size * self._dtype.itemsize].view(self._dtype)
-        starts = [(client * size + at, unit) for client in range(self._clients()) for at, unit in self._places()]
+        flat = self._buffer.peer(owner)[: self._num_sums * size * self._dtype.itemsize].view(self._dtype)
+        starts = [(client * size + at, unit) for client in range(self._num_sums) for at, unit in self._places()]
         views = [flat[start : start + unit.grad_numel] for start, unit in starts]
-        return [views[client * len(self._units) : (client + 1) * len(self._units)] for client in range(self._clients())]
+        return [views[client * len(self._units) : (client + 1) * len(self._units)] for client in range(self._num_sums)]
 
     def _own_sums(self, unit: int) -> torch.Tensor:
         """This rank's sums of a unit, a row for each."""
         size, start = self._offsets[-1], self._offsets[unit]
-        flat = self._buffer.local[: self._clients() * size * self._dtype.itemsize].view(self._dtype)
-        return flat.view(self._clients(), size)[:, start : start + self._units[unit].grad_numel]
+        flat = self._buffer.local[: self._num_sums * size * self._dtype.itemsize].view(self._dtype)
+        return flat.view(self._num_sums, size)[:, start : start + self._units[unit].grad_numel]
 
     def _places(self) -> list[tuple[int, UnitSpec]]:
         return list(zip(self._offsets, self._units, strict=False))
@@ -178,8 +175,8 @@ class AccumulatorStore(ABC):
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
         # In one piece: a push takes this way for each owner.
-        sums, block, number = self._of(owner), self._blocks[owner], self._sum_of(self._rank)
-        if self._has_locks and not block.try_lock(unit, self._rank):
+        sums, block, number = self._of(owner), self._blocks[owner], self._rank % self._num_sums
+        if not self.is_per_client and not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
@@ -201,7 +198,7 @@ class AccumulatorStore(ABC):
             (self._engine.copy if first else self._engine.add)(targets, rows, self._after_chunk)
             self._note(pushed, unit, layout.present, minibatch)
         finally:
-            if self._has_locks:
+            if not self.is_per_client:
                 block.unlock(unit)
 
     def _await_lock(self, owner: int, unit: int) -> None:
@@ -382,13 +379,7 @@ class SharedStore(AccumulatorStore):
     """One sum per unit: the first push of a minibatch is written there, each later one is added. Processors add under
     the lock of that owner and unit."""
 
-    _has_locks = True
-
-    def _clients(self) -> int:
-        return 1
-
-    def _sum_of(self, client: int) -> int:
-        return 0
+    is_per_client = False
 
     def collect(self, unit: int, minibatch: int) -> tuple[torch.Tensor, list[bool]] | None:
         sums = self._of(self._rank)
@@ -405,18 +396,12 @@ class PerClientStore(AccumulatorStore):
     after its client is done. Costs ``world_size`` shards, that is one full gradient, of memory per rank.
     """
 
-    _has_locks = False
+    is_per_client = True
 
     def __init__(self, end: Endpoint, units: Sequence[UnitSpec], dtype: torch.dtype, is_direct: bool = True) -> None:
         super().__init__(end, units, dtype, is_direct)
         largest = max((unit.grad_numel for unit in units), default=0)
         self._sum = torch.empty(largest, dtype=dtype, device=self._buffer.local.device)
-
-    def _clients(self) -> int:
-        return self._end.world_size
-
-    def _sum_of(self, client: int) -> int:
-        return client
 
     @property
     def num_bytes(self) -> int:
