@@ -19,6 +19,7 @@ from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, Uni
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link
+from odc.units import Layout, Rows
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -75,12 +76,14 @@ def until(holds: Callable[[], bool]) -> None:
 
 def push_to(runtime: Runtime, owner: int, unit: int, present: list[bool], minibatch: int) -> None:
     """A push without what the protocol waits for before it; to all owners where there is no other."""
+    layout, grads = Layout.of(UNITS[unit], [NUMEL], present), gradients(99)
+    parts = [Rows(grads.view(2, NUMEL), NUMEL)]
     if runtime._daemon is not None:
-        runtime._daemon.push(unit, gradients(99), present, minibatch)
+        runtime._daemon.push(unit, parts, layout, minibatch)
     elif runtime._transport.engine.has_streams:
-        runtime._store.add_to_all(unit, gradients(99), present, minibatch)
+        runtime._store.add_to_all(unit, parts, layout, minibatch)
     else:
-        runtime._store.add(owner, unit, [gradients(99)[:NUMEL]], [NUMEL], present, minibatch)
+        runtime._store.add(owner, unit, (grads[:NUMEL],), layout, minibatch)
 
 
 def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
