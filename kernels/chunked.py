@@ -38,8 +38,8 @@ def copy_chunked(outs: Tensors, sources: Tensors, after_chunk: Callable[[], None
     >>> outs
     [tensor([1., 2.]), tensor([3.])]
     """
-    if sum([out.nbytes for out in outs]) <= CHUNK_BYTES:
-        torch._foreach_copy_(outs, sources)
+    if len(outs) == 1 and outs[0].nbytes <= CHUNK_BYTES:
+        outs[0].copy_(sources[0])
         after_chunk()
         return
     for out_parts, source_parts in _pieces(outs, sources):
@@ -55,8 +55,8 @@ def add_chunked(totals: Tensors, addends: Tensors, after_chunk: Callable[[], Non
     >>> total
     tensor([1.5000, 2.2500])
     """
-    if sum([total.nbytes for total in totals]) <= CHUNK_BYTES:
-        torch._foreach_add_(totals, addends)
+    if len(totals) == 1 and totals[0].nbytes <= CHUNK_BYTES:
+        totals[0].add_(addends[0])
         after_chunk()
         return
     for total_parts, addend_parts in _pieces(totals, addends):

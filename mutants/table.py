@@ -1032,8 +1032,8 @@ MUTANTS = (
         "odc/minibatch/accumulators.py",
         (
             (
-                "for offset, numel in layout.gaps if first else ():",
-                "for offset, numel in layout.gaps if None else ():",
+                "for offset, numel in gaps if first else ():",
+                "for offset, numel in gaps if None else ():",
             ),
         ),
     ),

@@ -97,12 +97,19 @@ class Destination:
         self.shapes = [out.shape[1:] for out in outs]
         """Of a row of each."""
         self.nbytes = sum([out.nbytes for out in outs])
-        self.shard_numel = self.nbytes // self.dtype.itemsize // len(outs[0])
+        self._rows: list[tuple[torch.Tensor, ...]] | None = None
 
     @cached_property
+    def shard_numel(self) -> int:
+        """Elements of all parts of a shard."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    @property
     def rows(self) -> list[tuple[torch.Tensor, ...]]:
         """By rank: the row of each part."""
-        return list(zip(*[out.unbind() for out in self.outs], strict=True))
+        if self._rows is None:
+            self._rows = list(zip(*[out.unbind() for out in self.outs], strict=True))
+        return self._rows
 
     @cached_property
     def flat(self) -> list[torch.Tensor | None]:

@@ -27,7 +27,8 @@ Operations, per call (one unit), and that over the number of owners it deals wit
 
     publish       fill one's own shard and tell all ranks
     gather_first  the first of a unit in a minibatch, which looks whether each owner has published; all have, long ago
-    gather        a later one. As FSDP2 calls it: one's own shard is in its place, so ranks - 1 owners
+    gather        a later one. As FSDP calls it: into rows that it has made before; one's own is in its
+                  place, so ranks - 1 owners
     push          scatter_accumulate, to all owners (one's own sum included); no other rank pushes, so no lock is waited
                   for. With the daemon a push waits until all owners have taken the one before the last (``waits``);
                  with --streams there are slots for all pushes of a turn, and it does not
@@ -76,6 +77,7 @@ from odc.bench.harness.benchmark import (
 from odc.bench.harness.ranks import Rank
 from odc.minibatch import daemon
 from odc.setup.agreement import ProcessGroupExchange
+from odc.units import Destination, Rows
 
 OPERATIONS = ("publish", "gather_first", "gather", "push", "finish", "gradient", "yardstick")
 IDLE = "idle"  # a turn in which nothing is done
@@ -217,13 +219,14 @@ class _Turns:
         self._rank, self._world_size, self._runtime = rank, world_size, runtime
         self._units = range(settings.num_units)
         self._shard = torch.full((settings.numel,), float(rank))
-        self._whole = torch.ones(settings.numel * world_size)
+        whole = torch.ones(world_size, settings.numel)
+        self._places, self._grads = Destination([whole]), [Rows(whole, settings.numel)]
         self._token = torch.zeros(1)
         self.samples: list[Sample] = []
 
     def repetition(self, number: int) -> None:
         """One minibatch. Collective."""
-        runtime, shard, whole = self._runtime, self._shard, self._whole
+        runtime, shard, places = self._runtime, self._shard, self._places
 
         def fill(out: torch.Tensor) -> None:
             out.copy_(shard)
@@ -232,9 +235,9 @@ class _Turns:
         self._take_turns("yardstick", lambda unit: sum(range(1000)))
         self._take_turns("publish", lambda unit: runtime.publish(unit, fill))
         runtime.begin()
-        self._take_turns("gather_first", lambda unit: runtime.gather(unit, whole, own_in_place=True))
-        self._take_turns("gather", lambda unit: runtime.gather(unit, whole, own_in_place=True))
-        self._take_turns("push", lambda unit: runtime.scatter_accumulate(unit, whole))
+        self._take_turns("gather_first", lambda unit: runtime.gather(unit, places, own_in_place=True))
+        self._take_turns("gather", lambda unit: runtime.gather(unit, places, own_in_place=True))
+        self._take_turns("push", lambda unit: runtime.scatter_accumulate(unit, self._grads))
         self._finish(last=number % self._world_size)
         self._take_turns("gradient", lambda unit: runtime.gradient(unit))
 

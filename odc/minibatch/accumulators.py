@@ -175,28 +175,29 @@ class AccumulatorStore(ABC):
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
         # In one piece: a push takes this way for each owner.
-        sums, block, number = self._of(owner), self._blocks[owner], self._rank % self._num_sums
+        sums, block, number = self._owners[owner], self._blocks[owner], self._rank % self._num_sums
+        assert sums is not None, "on one host every rank reaches every sum"
+        present, numels, offsets, gaps = layout
         if not self.is_per_client and not block.try_lock(unit, self._rank):
             self._await_lock(owner, unit)
         try:
             if sums.accepts[unit] != minibatch or minibatch <= 0:
                 self._check_open(owner, minibatch, unit, self._rank)
             pushed, total = sums.pushed[number], sums.sums[number][unit]
-            targets = sums.targets.get((number, unit, layout))
+            targets = sums.targets.get((number, unit, numels)) if present is None else None
             if targets is None:
-                places = zip(layout.offsets, layout.numels, strict=True)
-                targets = [total[start : start + numel] for start, numel in places]
-                if layout.present is None:  # not all the choices that there can be
-                    sums.targets[number, unit, layout] = targets
+                targets = [total[start : start + numel] for start, numel in zip(offsets, numels, strict=True)]
+                if present is None:  # not all the choices that there can be
+                    sums.targets[number, unit, numels] = targets
             for index, row in enumerate(rows):
                 if targets[index].shape != row.shape:  # of several dimensions, or short
-                    start = layout.offsets[index]
+                    start = offsets[index]
                     targets[index] = total[start : start + row.numel()].view(row.shape)
             first = pushed.units[unit] != minibatch
-            for offset, numel in layout.gaps if first else ():
+            for offset, numel in gaps if first else ():
                 self._engine.zero(total[offset : offset + numel], self._after_chunk)
             (self._engine.copy if first else self._engine.add)(targets, rows, self._after_chunk)
-            self._note(pushed, unit, layout.present, minibatch)
+            self._note(pushed, unit, present, minibatch)
         finally:
             if not self.is_per_client:
                 block.unlock(unit)
@@ -369,7 +370,7 @@ class _OwnerSums:
         words = state.numpy().data.cast("B").cast("q")
         self.accepts = words[:num_units]
         size = 2 * num_units + num_params
-        self.targets: dict[tuple[int, int, Layout], list[torch.Tensor]] = {}
+        self.targets: dict[tuple[int, int, tuple[int, ...]], list[torch.Tensor]] = {}
         """By sum and unit, where the parts of whole pushes go, shaped as what came last."""
         starts = [num_units + client * size for client in range(num_clients)]
         self.pushed = [_Pushed(words[start : start + size], num_units) for start in starts]

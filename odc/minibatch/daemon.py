@@ -281,8 +281,9 @@ class AccumulationDaemon:
                 slot = self._slots.peer(owner)[at : at + num_bytes].view(dtype)
                 places = list(slot.split_with_sizes(numels))
                 for index, row in enumerate(rows[owner]):
-                    engine.zero(places[index][row.numel() :])  # padding
-                    places[index] = places[index][: row.numel()].view(row.shape)
+                    if places[index].shape != row.shape:  # of several dimensions, or short
+                        engine.zero(places[index][row.numel() :])
+                        places[index] = places[index][: row.numel()].view(row.shape)
                 engine.copy(places, rows[owner], after_chunk)
                 continue
             sources = []

@@ -358,7 +358,7 @@ class Runtime(RankContext):
             raise ValueError(f"unit {spec.name!r}: {len(present)} flags for {len(spec.params)} parameters. {OUR_FAULT}")
         if present is not None and all(present):
             present = None
-        numel = spec.pushed_numel(present)
+        numel = spec.grad_numel if present is None else spec.pushed_numel(present)
         if not numel:
             raise ValueError(f"push of {spec.name!r} without any gradient: leave it out. {OUR_FAULT}")
         if isinstance(grads, torch.Tensor):
