@@ -97,19 +97,12 @@ class Destination:
         self.shapes = [out.shape[1:] for out in outs]
         """Of a row of each."""
         self.nbytes = sum([out.nbytes for out in outs])
-        self._rows: list[tuple[torch.Tensor, ...]] | None = None
+        self.shard_numel = self.nbytes // self.dtype.itemsize // outs[0].shape[0]
 
     @cached_property
-    def shard_numel(self) -> int:
-        """Elements of all parts of a shard."""
-        return sum(shape.numel() for shape in self.shapes)
-
-    @property
     def rows(self) -> list[tuple[torch.Tensor, ...]]:
         """By rank: the row of each part."""
-        if self._rows is None:
-            self._rows = list(zip(*[out.unbind() for out in self.outs], strict=True))
-        return self._rows
+        return list(zip(*[out.unbind() for out in self.outs], strict=True))
 
     @cached_property
     def flat(self) -> list[torch.Tensor | None]:
@@ -188,16 +181,15 @@ class Layout(NamedTuple):
         >>> Layout.of(spec, [2, 1], [True, False, True]).offsets
         (0, 5)
         """
-        filled, gaps = [Segment(0, unit.grad_numel, 0)], []
-        if present is not None:
-            all_segments = segments(unit, present)
-            filled = [segment for segment in all_segments if segment.source is not None]
-            gaps = [(offset, numel) for offset, numel, source in all_segments if source is None]
-        offsets = []
-        for start in itertools.accumulate(numels[:-1], initial=0):
-            offset, _, source = next(s for s in reversed(filled) if s.source is not None and s.source <= start)
-            offsets.append(offset + start - (source or 0))
-        return cls(None if present is None else tuple(present), tuple(numels), tuple(offsets), tuple(gaps))
+        found = segments(unit, present or [True] * len(unit.params))
+        filled = [(source, offset) for offset, _, source in found if source is not None]
+        gaps = tuple((offset, numel) for offset, numel, source in found if source is None)
+        starts = itertools.accumulate(numels[:-1], initial=0)
+        offsets = [
+            max((source, offset + start - source) for source, offset in filled if source <= start)[1]
+            for start in starts
+        ]
+        return cls(None if present is None else tuple(present), tuple(numels), tuple(offsets), gaps)
 
 
 def segments(unit: UnitSpec, present: Sequence[bool]) -> list[Segment]:

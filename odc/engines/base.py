@@ -221,11 +221,9 @@ class Engine:
         Raises:
             SetupError: it cannot be.
         """
-        return
 
     def choose_by(self, table: TransferTable) -> None:
         """Decide between copy engines and kernels by ``table``. A CPU has one way only."""
-        return
 
     def run(self, work: Callable[[], object]) -> None:
         """Have ``work``, torch operations of the caller, done in order with this thread's calls of the engine."""
@@ -245,15 +243,12 @@ class Engine:
 
     def note_use(self) -> None:
         """The current stream reads what others will overwrite: :meth:`join` has to wait for it."""
-        return
 
     def join(self) -> None:
         """The current stream goes on after everything noted by :meth:`note_use`."""
-        return
 
     def join_background(self) -> None:
         """The current stream goes on after everything that was done inside :meth:`background`."""
-        return
 
     def at_home(self) -> AbstractContextManager[object]:
         """Inside, the stream that called :meth:`join` last, where gradients became final, is the current one; behind
@@ -269,7 +264,6 @@ class Engine:
     def hold(self, tensor: torch.Tensor) -> None:
         """Whoever lets go of ``tensor`` now: its memory is used for nothing else before the current stream has done
         what it was given. (Its own engine's memory; on a host nothing is under way.)"""
-        return
 
     def synchronize(self, timeout_s: float) -> bool:
         """Let the host wait until this rank's device is idle; False if it still works after ``timeout_s``. Set-up and
@@ -278,4 +272,3 @@ class Engine:
 
     def close(self) -> None:
         """Give back what this engine holds of its device, which is idle."""
-        return
