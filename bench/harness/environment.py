@@ -63,10 +63,11 @@ def commit() -> str:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """As JSON, all or nothing: whoever is killed meanwhile leaves the file as it was."""
+    """As JSON, of numbers with six digits, all or nothing: whoever is killed meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(_lines(json.loads(json.dumps(document))) + "\n")
+    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
+    unfinished.write_text(_lines(rounded) + "\n")
     unfinished.replace(path)
 
 
