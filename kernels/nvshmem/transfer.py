@@ -28,16 +28,13 @@ _NO_TWIN = "NVSHMEM has no symmetric heap in host memory"
 
 
 # Nothing is specialized: see [Note: No argument is specialized] in ../launching.py.
-@triton.jit(
-    do_not_specialize=["out", "source", "pes", "rank", "world_size", "num_steps", "nbytes", "chunk_bytes", "in_flight"]
-)
+@triton.jit(do_not_specialize=["out", "source", "pes", "rank", "world_size", "nbytes", "chunk_bytes", "in_flight"])
 def _nvshmem_gather_kernel(
     out: tl.int64,
     source: tl.int64,
     pes: tl.tensor,
     rank: tl.int32,
     world_size: tl.int32,
-    num_steps: tl.int32,
     nbytes: tl.int64,
     chunk_bytes: tl.int64,
     in_flight: tl.int32,
@@ -49,7 +46,7 @@ def _nvshmem_gather_kernel(
     free = in_flight
     owner = rank
     step = 0
-    while step < num_steps:
+    while step < world_size:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
         while low < nbytes:
             size = tl.minimum(chunk_bytes, nbytes - low)
@@ -115,15 +112,15 @@ def _check_chunks(chunk_bytes: int, chunks_in_flight: int, num_programs: int) ->
 
 
 def gather_plan(
-    *, rank: int, world_size: int, nbytes: int, chunk_bytes: int, num_programs: int, own_in_place: bool = False
+    *, rank: int, world_size: int, nbytes: int, chunk_bytes: int, num_programs: int
 ) -> list[list[tuple[int, int, int]]]:
     """The gets of each program of `gather_from_pes`, in its order: (owner, first byte, number of bytes).
 
     >>> gather_plan(rank=0, world_size=2, nbytes=40, chunk_bytes=32, num_programs=3)
     [[(1, 0, 32), (0, 32, 8)], [(1, 32, 8)], [(0, 0, 32)]]
     """
-    owners = rotated(rank, world_size)[: world_size - own_in_place]
-    items = [(owner, low, min(chunk_bytes, nbytes - low)) for owner in owners for low in range(0, nbytes, chunk_bytes)]
+    lows = range(0, nbytes, chunk_bytes)
+    items = [(owner, low, min(chunk_bytes, nbytes - low)) for owner in rotated(rank, world_size) for low in lows]
     (programs,) = grid(len(items), num_programs)
     return [items[program::programs] for program in range(programs)]
 
@@ -135,7 +132,6 @@ def gather_from_pes(
     pes: torch.Tensor,
     *,
     rank: int,
-    own_in_place: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     chunks_in_flight: int = CHUNKS_IN_FLIGHT,
     num_programs: int = PROGRAMS,
@@ -144,8 +140,8 @@ def gather_from_pes(
 
     ``source``: [n], any dtype, dense, in the symmetric heap: the same object on every PE. ``out``: [world_size * n] of
     that dtype, dense, in the symmetric heap or registered with NVSHMEM. ``pes``: int32 [world_size], the PE of each
-    rank. Owners are visited from ``rank + 1`` on, the own rank last or, with ``own_in_place``, not at all. No transfer
-    is larger than ``chunk_bytes``, and at most ``num_programs * chunks_in_flight`` are under way at a time.
+    rank. Owners are visited from ``rank + 1`` on, the own rank last. No transfer is larger than ``chunk_bytes``, and at
+    most ``num_programs * chunks_in_flight`` are under way at a time.
 
     On return the kernel is enqueued on the current stream; ``out`` is complete for whatever is enqueued there next. The
     owners' sources must be readable (published) until then; the kernel waits for nobody.
@@ -162,18 +158,16 @@ def gather_from_pes(
     check_flat("out", out, [source.dtype], world_size * source.numel())
     check_same_device(out=out, source=source, pes=pes)
     _check_chunks(chunk_bytes, chunks_in_flight, num_programs)
-    steps = world_size - own_in_place
     nbytes = source.numel() * source.itemsize
     with device_of(_nvshmem_gather_kernel, out, _NO_TWIN):
         modules.launch(
             _nvshmem_gather_kernel,
-            grid(steps * -(-nbytes // chunk_bytes), num_programs),
+            grid(world_size * -(-nbytes // chunk_bytes), num_programs),
             out.data_ptr(),
             source.data_ptr(),
             pes,
             rank,
             world_size,
-            steps,
             nbytes,
             chunk_bytes,
             chunks_in_flight,

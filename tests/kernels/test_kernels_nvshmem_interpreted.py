@@ -54,16 +54,6 @@ class TestNvshmemGather:
             done = [(pes.index(pe), low - base, nbytes) for p, _, pe, low, nbytes in gets if p == program]
             assert done == plan
 
-    def test_own_row_in_place(self, k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-        fake = FakePes(2, 4096, me=1)
-        fake.install(k.transfer, monkeypatch)
-        source = fake.tensor(1, 0, 10, FP32)
-        fake.tensor(0, 0, 10, FP32).fill_(3)
-        out = fake.tensor(1, 1024, 20, FP32).fill_(-7)
-        pes = torch.tensor([0, 1], dtype=torch.int32)
-        k.transfer.gather_from_pes(FakeModules(), out, source, pes, rank=1, own_in_place=True, chunk_bytes=16)
-        assert out.tolist() == [3.0] * 10 + [-7.0] * 10
-
 
 class TestNvshmemPut:
     def prepare(self, k: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, numel: int) -> tuple[FakePes, Any]:
