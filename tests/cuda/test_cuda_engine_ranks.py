@@ -182,7 +182,7 @@ def test_pushes_that_no_slot_was_free_for(k: SimpleNamespace, monkeypatch: pytes
         hold(engine, tensor)
 
     monkeypatch.setattr(k.engine.CudaEngine, "hold", noted)
-    run_case(k, Case(counts=((4, 4),)))
+    run_case(k, Case(counts=((4, 4),), slow="engine"))  # so that slots are empty late
     assert held
 
 
