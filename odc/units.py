@@ -134,7 +134,7 @@ class Rows(NamedTuple):
         [[[0, 1], [3, 4]], [[2], [5]]]
         """
         whole = grads.view(world_size, -1)
-        if present is None or all(present):
+        if present is None:
             return [cls(whole, whole.shape[1])]
         runs = [(source, numel) for _, numel, source in segments(unit, present) if source is not None]
         return [cls(whole[:, source : source + numel], numel) for source, numel in runs]

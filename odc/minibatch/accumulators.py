@@ -116,6 +116,7 @@ class AccumulatorStore(ABC):
         self._engine = end.engine
         self._by_atomics = is_direct and end.engine.has_streams
         self._num_sums = end.world_size if self.is_per_client else 1
+        self._own = self._sum_of(end.rank)  # where this rank's pushes go, at every owner
         self._after_chunk = end.waiter.after_scatter_chunk
         sizes = [unit.grad_numel for unit in units]
         self._offsets = list(itertools.accumulate((self._aligned(numel) for numel in sizes), initial=0))
@@ -175,7 +176,7 @@ class AccumulatorStore(ABC):
             ProtocolError: ``owner`` is not accepting pushes of ``minibatch`` (late, early or duplicate).
         """
         # In one piece: a push takes this way for each owner.
-        sums, block, number = self._owners[owner], self._blocks[owner], self._rank % self._num_sums
+        sums, block, number = self._owners[owner], self._blocks[owner], self._own
         assert sums is not None, "on one host every rank reaches every sum"
         present, numels, offsets, gaps = layout
         if not self.is_per_client and not block.try_lock(unit, self._rank):
@@ -237,15 +238,14 @@ class AccumulatorStore(ABC):
         if minibatch <= 0 or any(sums.accepts[unit] != minibatch for sums in owners):
             for owner in range(len(owners)):
                 self._check_open(owner, minibatch, unit, self._rank)
-        number = self._sum_of(self._rank)
-        start = number * self._offsets[-1] + self._offsets[unit]
+        start = self._own * self._offsets[-1] + self._offsets[unit]
         rows = [
             Part(grads.contiguous().view(-1), (start + offset) * self._dtype.itemsize, numel)
             for (grads, numel), offset in zip(parts, layout.offsets, strict=True)
         ]
         self._engine.add_rows(self._of_all, rows, self._rank, self._after_chunk)
         for sums in owners:  # each sum has several writers, who all write the same number
-            self._note(sums.pushed[number], unit, layout.present, minibatch)
+            self._note(sums.pushed[self._own], unit, layout.present, minibatch)
 
     def add_arrived(self, pushes: Sequence[Arrived], slots: torch.Tensor, slot_bytes: int) -> None:
         """Add pushes, at most one of each client, that lie in slots of this rank, to its sums.

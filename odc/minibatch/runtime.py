@@ -307,8 +307,9 @@ class Runtime(RankContext):
     def open_sums(self) -> None:
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.open_sums`."""
         with self.reporting:
-            open_sums = [one for one in self._protocol.meshes if one.state.phase is Phase.FINISHED]
-            for protocol in open_sums or [self._protocol]:  # else all units of a mesh are published
+            # A mesh of which all units are published has opened its sums. Where that is each, the first one refuses.
+            due = [one for one in self._protocol.meshes if one.state.phase is Phase.FINISHED]
+            for protocol in due or [self._protocol]:
                 protocol.open_sums()
 
     def begin(self) -> None:
