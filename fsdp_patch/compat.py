@@ -3,7 +3,7 @@
 | what | 2.9 | 2.10 | 2.11 | 2.12 | 2.13 | here |
 |---|---|---|---|---|---|---|
 | ``_fsdp_param_group`` or ``_fsdp_param_groups`` of a module | one | one | one | list | list | ``param_groups`` |
-| a padded shard gets new tensors at the first forward | yes | - | - | - | - | ``Guard``, ``Publisher._is_changed`` |
+| a padded shard gets new tensors at the first forward | yes | - | - | - | - | ``Guard`` |
 | ``replicate()`` is FSDP2 without a shard group | - | yes | yes | yes | yes | ``Fsdp2Unit.is_sharded`` |
 | a shard group of one calls the custom reduce-scatter | yes | - | - | - | - | such groups are not patched |
 | a recomputed forward (checkpointing) gathers once more | yes | - | - | - | - | gathers are legal at any time |

@@ -147,6 +147,10 @@ class Guard:
             found += [index for index in quiet if self.is_any_changed([index])]
         return found
 
+    def touched(self, index: int) -> list[torch.Tensor]:
+        """The parameters of a unit of which something tells that they have changed since it was published."""
+        return [trace.counted[0] for trace in self._traces[index] if not trace.is_unchanged()]
+
     def is_any_written(self, units: Iterable[int]) -> bool:
         """Whether anything in these units was written that torch has counted, changed or not."""
         return any(trace.is_written() for index in units for trace in self._traces[index])

@@ -18,13 +18,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from odc.errors import UnsupportedError
-from odc.fsdp_patch.fsdp2_extension import plain
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
-from odc.fsdp_patch.unit import FinalSum, Unit, spread
+from odc.fsdp_patch.unit import FinalSum, Unit
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 
@@ -94,11 +92,9 @@ class Publisher:
         """Parameters that an optimizer has updated in any minibatch, by id."""
         self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
         self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
-        self._changes: dict[int, tuple[int, int]] = {}  # of each trainable parameter when it was published, by id
         self._through_data = False  # they are changed by hand in a way that versions do not tell
         self._has_evaluated = False  # since the last step
         self._has_changed_quietly = False  # such that torch had counted nothing
-        self._samples: dict[int, torch.Tensor] = {}  # then: some elements when it was published, by id
         self.is_publishing = False
         self.turn: Turn | None = None
         self.all_changed = False
@@ -187,15 +183,11 @@ class Publisher:
 
     def _changed_by_hand(self, index: int) -> set[int]:
         """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
-        through ``param.data`` are seen once the script is known to make such."""
-        rest = [p for p in self._parameters[index] if id(p) not in self.ever_stepped and id(p) in self._changes]
-        return {id(p) for p in rest if self._is_changed(index, p)}
-
-    def _is_changed(self, index: int, parameter: nn.Parameter) -> bool:
-        sample, then, now = self._samples.get(id(parameter)), self._changes[id(parameter)], _trace_of(parameter)
-        if now[0] != then[0] and not self._guard.is_any_changed([index]):  # torch 2.9: see `compat`
-            self._changes[id(parameter)] = then = now
-        return now != then or (sample is not None and not torch.equal(sample, _sample(parameter)))
+        through ``param.data``, on a device, are seen once the script is known to make such."""
+        unowned = self.trainable[index] - self.ever_stepped
+        touched = {id(parameter) for parameter in self._guard.touched(index)} & unowned if unowned else set()
+        is_quiet = not touched and self._through_data and bool(unowned)
+        return unowned if is_quiet and self._guard.is_any_changed([index]) else touched
 
     def stepped_by_hand(self, owned: set[int]) -> bool:
         """Whether the script has changed any of these parameters by hand since they were published, having no optimizer
@@ -311,10 +303,6 @@ class Publisher:
 
     def _record(self, index: int) -> None:
         self._guard.record(index)
-        self._changes.update({id(p): _trace_of(p) for p in self._parameters[index]})
-        if self._through_data:
-            unowned = [p for p in self._parameters[index] if id(p) not in self.ever_stepped]
-            self._samples.update({id(p): _sample(p) for p in unowned})
 
     def _is_any_changed(self, units: Sequence[int]) -> bool:
         """Whether any parameter of these units differs from what was published, or was written since: another rank,
@@ -360,22 +348,6 @@ class Publisher:
 
 def _leave_as_it_is(shard: torch.Tensor) -> None:
     """What is published of a unit that this rank has not changed."""
-
-
-def _trace_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """Which local tensor it has, and a number that grows with every change in place, of that or of the parameter."""
-    local = _local(parameter)
-    return id(local), parameter._version + (0 if local is parameter else local._version)
-
-
-def _sample(parameter: nn.Parameter) -> torch.Tensor:
-    """Some elements of this rank's part."""
-    local = plain(_local(parameter)).detach().flatten()
-    return local[spread(local.numel()).to(local.device)]
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 # The final gradients

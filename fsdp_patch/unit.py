@@ -441,15 +441,6 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, torch.int64))
 
 
-SAMPLE_SIZE = 64
-
-
-def spread(numel: int) -> torch.Tensor:
-    """Where to look at a tensor of ``numel`` elements: at up to 64 evenly spread ones, first and last included."""
-    count = min(numel, SAMPLE_SIZE)
-    return torch.arange(count, device="cpu") * (numel - 1) // max(count - 1, 1)
-
-
 class Alone:
     """Units whose shard group is one rank, beside others or without: FSDP communicates nothing for them.
 

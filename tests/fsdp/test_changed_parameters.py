@@ -19,7 +19,6 @@ from training import build, loss_of, shard, tokens, wrap
 
 import odc
 from odc.fsdp_patch.guard import SAMPLE_BYTES, SAMPLE_PLACES, DeviceComparison
-from odc.fsdp_patch.unit import SAMPLE_SIZE, spread
 
 
 def evaluated(model: nn.Module) -> float:
@@ -227,13 +226,3 @@ def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 def test_parameters_may_be_changed_once_all_gradients_are_sent(kind: str) -> None:
     run_ranks(2, decayed_before_the_step, kind)
-
-
-@pytest.mark.parametrize("numel", [0, 1, 2, SAMPLE_SIZE - 1, SAMPLE_SIZE, SAMPLE_SIZE + 1, 1000, 2**33 + 7])
-def test_a_sample_is_spread_from_the_first_element_to_the_last(numel: int) -> None:
-    places = spread(numel).tolist()
-    assert len(set(places)) == len(places) == min(numel, SAMPLE_SIZE)
-    assert places == sorted(places)
-    if numel:
-        assert places[0] == 0
-        assert places[-1] == max(numel - 1, 0)
