@@ -11,13 +11,12 @@ it fail if a rank of the job has failed (:mod:`odc.rank.watchdog`).
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
@@ -27,52 +26,28 @@ import torch
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A place in a script where it uses gradients by hand.
+def script_frame(*libraries: str) -> FrameType:
+    """The innermost frame that is neither torch's nor ours, nor of these packages."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).split(".")[0] in ("torch", "odc", *libraries):
+        frame = frame.f_back
+    return frame
 
-    Ranks run the same script, so they can tell each other where that was: by numbers that do not depend on where the
-    script lies on a host.
-    """
 
-    frame: FrameType
-
-    @classmethod
-    def now(cls, *libraries: str) -> Reader:
-        """The innermost frame that is neither torch's nor ours, nor of these packages."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and _module_of(frame).split(".")[0] in ("torch", "odc", *libraries):
-            frame = frame.f_back
-        return cls(frame)
-
-    @property
-    def place(self) -> int:
-        """The line, as a positive number."""
-        return _number([self.frame])
-
-    @property
-    def path(self) -> int:
-        """The line and all the calls that have led to it, as a positive number."""
-        return _number(_callers(self.frame))
-
-    def __str__(self) -> str:
-        return f"using .grad ({os.path.basename(self.frame.f_code.co_filename)}, line {self.frame.f_lineno})"
+def place_of(frame: FrameType) -> int:
+    """The place in a script, and all the calls that have led to it, as a positive number. Ranks run the same script, so
+    they can tell each other where that was: by what does not depend on where the script lies on a host."""
+    callers, caller = [frame], frame.f_back
+    while caller is not None:
+        callers.append(caller)
+        caller = caller.f_back
+    return number_of(";".join(f"{_module_of(one)}:{one.f_code.co_name}:{one.f_lasti}" for one in callers))
 
 
 def _module_of(frame: FrameType) -> str:
     """The name of the module whose code a frame runs."""
     name: str = frame.f_globals.get("__name__", "")
     return name
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _number(frames: Iterable[FrameType]) -> int:
-    return number_of(";".join(f"{_module_of(f)}:{f.f_code.co_name}:{f.f_lineno}" for f in frames))
 
 
 def number_of(text: str) -> int:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import enum
+import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from odc.errors import ProtocolError, UnsupportedError
+from odc.errors import UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
-from odc.fsdp_patch.gradient_events import Listener, Reader, number_of
+from odc.fsdp_patch.gradient_events import Listener, place_of, script_frame
+from odc.fsdp_patch.gradient_state import Asker, Notes, Said
 from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP, listening
 from odc.fsdp_patch.pending import Pending, Use
-from odc.fsdp_patch.publishing import Publisher, SinceEnd, UnitStep
+from odc.fsdp_patch.publishing import Publisher, UnitStep
 from odc.fsdp_patch.unit import Unit
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 
-BY_HAND = "using .grad by hand"
 _CLEARING_OF_MODULES = "Module.zero_grad"
 
 
@@ -47,57 +47,10 @@ class Owner(Protocol):
         ...
 
 
-class Said(enum.IntFlag):
-    """What a rank says of itself at the end of a minibatch."""
-
-    EXPECTED = 1
-    """Gradients were pending wherever it had none: whoever had used one by hand would have ended the minibatch."""
-    LEFT_FULL = 2
-    """An evaluation has left full parameters in its model, which have no gradients."""
-    CLEARED_FULL = 4
-    """It has cleared the gradients of such, before the minibatch."""
-    KEPT = 8
-    """It has begun the minibatch with parameters of the one before, and waited for nobody to publish them anew."""
-    CHANGED = 16
-    """It has changed some of them by hand before that."""
-    BETWEEN = 32
-    """It has used the model while gradients were final, and no step had used them."""
-
-
-class Notes(NamedTuple):
-    """What a rank sends along with the end of a minibatch (:attr:`odc.minibatch.protocol.End.notes`)."""
-
-    rank: int
-    """Of the job."""
-    num_steps: int
-    """How many steps its optimizers have taken before."""
-    ender: int
-    """What has asked for gradients, as a number; 0: ``session.finish()``."""
-    place: int
-    path: int
-    """Where that was, if it was by hand; else 0."""
-    said: int
-
-
 class GradientUse(Listener):
     """Ends the minibatch of a session where the script asks for gradients, and refuses what comes too late.
 
     Gradients that are final are *used up* by a step, by clearing them, or by a step that ``GradScaler`` has skipped.
-
-    [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this
-    rank had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So
-    what a script does with gradients decides alone: whoever asks again for gradients that he has asked for (the same
-    clipping of the same parameters), with no step and no clearing in between, asks for those of the next minibatch. If
-    nobody has added anything, they are the same. What cannot be told apart in this way (one minibatch ended by
-    ``session.finish()`` only, and kept, the next one by a step only) shows in the number of steps that each rank has
-    taken, which it sends with ``done``.
-
-    [Note: Old gradients on an idle rank] Where gradients stay over the step (cleared in place, or never), a rank that
-    had no microbatch finds the old ones. To use them may be to ask for the coming ones, or a look at the old ones (a
-    log after the step), which has to wait for nobody. These are different places of the script. So ranks tell each
-    other with ``done`` where they have ended a minibatch by hand, and on an idle rank the use of an old gradient there,
-    come to by the same calls, ends it too. A rank that was idle before it could know that place has done without
-    gradients that others have worked on: that ends the job by name.
 
     [Note: Full parameters] FSDP2 leaves the root's parameters full behind a forward without a graph, and who lists the
     parameters then clips, or clears, those, which have no gradients. Where all ranks do so, it is what plain FSDP2
@@ -110,11 +63,10 @@ class GradientUse(Listener):
         self._publisher = publisher
         self._runtime = runtime
         self._units = units
-        self._num_steps = 0  # of optimizers
+        self.gradients = publisher.gradients
         self._cleared_full: dict[int, nn.Parameter] = {}  # the sharded ones, by id
         self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
-        self._ending: tuple[str, Reader | None] = ("", None)  # what is about to make them final
-        self._asked_at: set[tuple[int, int]] = set()  # (place, path) where minibatches were ended by hand
+        self._ending = ("", 0)  # what is about to make them final, and at which place of the script, if by hand
         self._places: list[tuple[int, int]] = []  # before parameters are moved
         self._in_forward = False
         self._state = runtime.state
@@ -145,40 +97,29 @@ class GradientUse(Listener):
     def _expect_next(self, *, none: bool = False) -> None:
         """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
         step, what is None was not used, and is None to who looks.)"""
-        if self._publisher.since.minibatch:
-            for unit in self._units:
-                unit.expect(self.weak_data_of, none=none, old=self.is_by_hand)
+        for unit in self._units:
+            unit.expect(self.weak_data_of, none=none, old=self.gradients.is_by_hand)
 
     def data_of(self, pending: Pending) -> torch.Tensor:
         """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
         if self._in_forward or self.is_in_backward:  # hooks see what FSDP has at that moment
             return pending.now()
-        reader = Reader.now()
-        look = (reader.frame.f_lasti, pending.key)
-        if not self._runtime.state.pushed and pending.base is not None and not self._asks_for_next(reader, look):
-            return pending.base  # see [Note: Old gradients on an idle rank]
+        frame, owned = script_frame(), self._publisher.all_trainable
+        place = place_of(frame)
+        is_old = pending.base is not None and not self._runtime.state.pushed
+        asker, who = Asker.DATA if is_old else Asker.NAME, (place, pending.key)
+        if pending.base is not None and is_old and not self.gradients.means_coming(asker, who, owned, place):
+            self.gradients.give(who)
+            return pending.base
+        what = f"using .grad ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
         unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
         if unfrozen and self._runtime.state.phase is not Phase.OPEN:  # to be patched anew now would be too late
             raise UnsupportedError(
-                f"{reader} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
+                f"{what} on a rank without a microbatch, where parameters of unit {unfrozen[0]!r} are trained that "
                 "were frozen before: call odc.session_of(model).finish() on every rank before gradients are used"
             )
-        self._end_for(str(reader), reader, self._publisher.all_trainable)
-        self._publisher.since.looks.add(look)
+        self._end_for(asker, what, owned, who, place)
         return pending.now() if pending.final is None else pending.final
-
-    def _asks_for_next(self, reader: Reader, look: tuple[int, int]) -> bool:
-        """Whether the use of an old gradient is the place where a minibatch ends. Behind the last end, without a step
-        that can be seen, it is where the same instruction has come to the same gradient before, and the parameters were
-        changed by hand since: the script has come around its loop."""
-        if (reader.place, reader.path) not in self._asked_at:
-            return False
-        if self._runtime.state.phase is not Phase.FINISHED:
-            return True
-        looks = self._publisher.since.looks
-        has_been_here = look in looks
-        looks.add(look)
-        return has_been_here and self._publisher.stepped_by_hand(self._publisher.all_trainable)
 
     def ended(self, ends: Sequence[End]) -> None:
         """The minibatch is over, as each rank of the mesh says in ``ends``; its gradients are about to be installed.
@@ -187,39 +128,29 @@ class GradientUse(Listener):
             ProtocolError: the ranks are not at the same place of the script.
         """
         said = [(Notes(*end.notes), end.has_pushed) for end in ends]
-        self._check_steps([notes for notes, _ in said])
-        self._check_enders(said)
-        self.check_kept(ends)
-        self._asked_at |= {(notes.place, notes.path) for notes, has_pushed in said if has_pushed and notes.place}
+        self.gradients.check(said, self._ending[0])
+        self.gradients.end(said)
         has_pushed = ends[self._runtime.topology.rank].has_pushed
-        self._publisher.since = SinceEnd(
-            self._runtime.minibatch,
-            means_sharded=not has_pushed or len({notes.said & Said.LEFT_FULL for notes, _ in said}) > 1,
+        are_left_full, have_cleared_full = (
+            {notes.said & what for notes, _ in said} for what in (Said.LEFT_FULL, Said.CLEARED_FULL)
         )
-        if len({notes.said & Said.CLEARED_FULL for notes, _ in said}) > 1:
+        self.gradients.means_sharded = not has_pushed or len(are_left_full) > 1
+        if len(have_cleared_full) > 1:
             for parameter in self._cleared_full.values():
                 parameter.grad = None
         self._cleared_full.clear()
 
     def installed(self, has_gradients: bool) -> None:
         """The gradients of the minibatch are in ``.grad``, or were used. ``has_gradients``: any rank had some."""
-        if self._publisher.since.has_used(self._publisher.all_trainable) and self._publisher.gradients_are_cleared():
+        if self.gradients.are_used(self._publisher.all_trainable) and self._publisher.gradients_are_cleared():
             self._publisher.publish_all()
             self._expect_next(none=True)
-        self._publisher.since.has_gradients = has_gradients and not self._publisher.gradients_are_cleared()
-        if self.is_by_hand and not self._publisher.ever_stepped:
+        self.gradients.install(has_gradients)
+        if self.gradients.is_by_hand and not self.gradients.ever_stepped:
             self._expect_next()  # no step will tell that they are used
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether the script has ended a minibatch by using gradients by hand."""
-        return bool(self._asked_at)
 
     def notes(self) -> Notes:
         """What the other ranks are told of the end of a minibatch."""
-        what, reader = self._ending
-        place, path = (reader.place, reader.path) if reader is not None else (0, 0)
-        ender = number_of(BY_HAND if reader is not None else what) if what else 0
         num_places = sum(len(unit.places()) for unit in self._units)
         standing = [one for unit in self._units for one in unit.standing.values()]
         said = Said.EXPECTED if len(standing) == num_places and all(one.stands for one in standing) else Said(0)
@@ -227,66 +158,11 @@ class GradientUse(Listener):
             said |= Said.LEFT_FULL
         if self._cleared_full:
             said |= Said.CLEARED_FULL
-        if self._publisher.since.has_kept:
-            said |= Said.KEPT
-        if self._publisher.since.has_changed:
-            said |= Said.CHANGED
-        if self._publisher.since.is_between:
-            said |= Said.BETWEEN
-        return Notes(self._runtime.topology.me, self._num_steps, ender, place, path, said)
-
-    def _check_steps(self, said: Sequence[Notes]) -> None:
-        """Ranks that are at the same place of their script have taken the same steps before a minibatch ends. Else one
-        has taken a step on gradients that another has kept, to add to them in this minibatch."""
-        least, most = (choose(said, key=lambda notes: notes.num_steps) for choose in (min, max))
-        if least.num_steps != most.num_steps and least.said & ~most.said & Said.BETWEEN:
-            raise ProtocolError(
-                f"rank {least.rank} has used the model (an evaluation, a checkpoint) between the end of minibatch "
-                f"{self._runtime.minibatch - 1} and the step, and rank {most.rank} has not: what it has computed there "
-                "is not valid, for others had stepped already. On one rank alone evaluate inside the minibatch, or "
-                "after optimizer.step()"
-            )
-        if least.num_steps != most.num_steps:
-            raise ProtocolError(
-                f"the ranks have not taken the same steps before the end of minibatch {self._runtime.minibatch}: rank "
-                f"{least.rank} {least.num_steps}, rank {most.rank} {most.num_steps}. Every rank must ask for gradients "
-                "at the same places of the loop (by clipping, using a .grad, a step). A rank without a microbatch "
-                "cannot know that the others keep their gradients and add to them: call "
-                "odc.session_of(model).finish() on every rank wherever their gradients are final, before they are used"
-            )
-
-    def _check_enders(self, said: Sequence[tuple[Notes, bool]]) -> None:
-        """See [Note: Old gradients on an idle rank]. A rank that had gradients to use has ended the minibatch where the
-        others did, or somewhere that does not concern it."""
-        pushed = [notes for notes, has_pushed in said if has_pushed]
-        for notes, has_pushed in said:
-            if has_pushed or not notes.ender or notes.said & Said.EXPECTED:
-                continue
-            other = next((one for one in pushed if one.ender != notes.ender), None)
-            if other is not None:
-                raise ProtocolError(
-                    f"rank {notes.rank}, which had no microbatch, went on without gradients where rank {other.rank} "
-                    f"has used those of minibatch {self._runtime.minibatch} (this rank, {self._runtime.topology.me}: "
-                    f"{self._ending[0] or 'session.finish()'}). Call odc.session_of(model).finish() on every rank "
-                    "before that line: it ends the minibatch on ranks without microbatches too. After a step by hand "
-                    "call session.publish()"
-                )
+        return self.gradients.notes(*self._ending, said)
 
     def check_kept(self, ends: Sequence[End]) -> None:
-        """Who finds its parameters unchanged reads those that others had before, and nobody's may have changed.
-
-        Raises:
-            ProtocolError: somebody's has.
-        """
-        said = [Notes(*end.notes) for end in ends]
-        changed = next((notes for notes in said if notes.said & Said.CHANGED), None)
-        kept = next((notes for notes in said if notes.said & Said.KEPT), None)
-        if changed is not None and kept is not None:
-            raise ProtocolError(
-                f"rank {changed.rank} has changed parameters by hand before minibatch {self._runtime.minibatch}, rank "
-                f"{kept.rank} has not, and may have computed with the former ones of rank {changed.rank}. After "
-                "changing parameters by hand call odc.session_of(model).publish() on every rank"
-            )
+        """As :meth:`ended`, for an empty minibatch."""
+        self.gradients.check_kept([Notes(*end.notes) for end in ends])
 
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
@@ -336,7 +212,7 @@ class GradientUse(Listener):
             error = sys.exc_info()[1]
             if not torch.is_grad_enabled() and error is None:
                 for unit in self._units:
-                    unit.end_evaluation(self.is_by_hand)
+                    unit.end_evaluation(self.gradients.is_by_hand)
             if isinstance(error, RuntimeError):  # of compiled code, say, whose waits nobody sees
                 # No hook can replace it.
                 cause = self.explain(error, "a collective of a forward", time.monotonic() - self._began)
@@ -379,18 +255,18 @@ class GradientUse(Listener):
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
         also on a rank that had no microbatch: there a backward would have ended it."""
-        since = self._publisher.since
-        is_meant = since.means_sharded and self._runtime.state.phase is Phase.FINISHED and not since.stepped
+        is_final = self._runtime.state.phase is Phase.FINISHED
+        is_meant = self.gradients.means_sharded and is_final and not self.gradients.stepped
         return self._publisher.sharded(tensor) if is_meant else None
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._publisher.owned(tensors))
 
     def before_reading(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        self._end_for(what, None, self._publisher.owned(tensors))
+        self._end_for(Asker.STEP if what == STEP else Asker.NAME, what, self._publisher.owned(tensors))
 
-    def _end_for(self, what: str, reader: Reader | None, owned: set[int]) -> None:
-        """End the minibatch for who asks for the gradients of ``owned``, unless they are final."""
+    def _end_for(self, asker: Asker, what: str, owned: set[int], who: Hashable = None, place: int = 0) -> None:
+        """End the minibatch for who asks for the gradients of ``owned``, unless he means those that are final."""
         if not owned:
             return
         if (turn := self._publisher.turn) is not None:
@@ -398,31 +274,25 @@ class GradientUse(Listener):
                 self._check_step_in_hook(turn.unit, owned)
             return
         self._refuse_in_block(what)
-        use = (what, frozenset(owned))
-        if (
-            self._runtime.state.phase is Phase.FINISHED
-            and not self._is_next_minibatch(owned, what)
-            and (what == STEP or use not in self._publisher.since.uses)
-        ):
-            self._publisher.since.uses.add(use)
-            return
-        if what == CLIPPING_BY_NORM:
-            raise self._runtime.refusal(
-                f"{what} before the minibatch has ended: this rank has no gradients yet, so the norm cannot be theirs. "
-                "Use clip_grad_norm_, which computes it, or call session.finish() before computing the norm "
-                "(odc.session_of(model) finds the session).",
-                UnsupportedError,
-            )
-        self.finish(what, reader)
-        self._publisher.since.uses.add(use)
+        who = who or (what, frozenset(owned))
+        if self.gradients.means_coming(asker, who, owned, place):
+            if what == CLIPPING_BY_NORM:
+                raise self._runtime.refusal(
+                    f"{what} before the minibatch has ended: this rank has no gradients yet, so the norm cannot be "
+                    "theirs. Use clip_grad_norm_, which computes it, or call session.finish() before computing the "
+                    "norm (odc.session_of(model) finds the session).",
+                    UnsupportedError,
+                )
+            self.finish(what, place)
+        self.gradients.give(who)
 
-    def finish(self, what: str, reader: Reader | None = None, step: UnitStep | None = None) -> None:
+    def finish(self, what: str, place: int = 0, step: UnitStep | None = None) -> None:
         """End the minibatch for ``what``, and tell the others so."""
-        self._ending = (what, reader)
+        self._ending = (what, place)
         try:
             self._live_session().finish(step)
         finally:
-            self._ending = ("", None)
+            self._ending = ("", 0)
 
     def _refuse_in_block(self, what: str) -> None:
         if self.in_block:
@@ -453,24 +323,12 @@ class GradientUse(Listener):
             MisuseError: the minibatch has ended, or this is inside ``with session.minibatch()``.
         """
         self._refuse_in_block(what)
-        is_over = self._runtime.state.phase is Phase.FINISHED
-        if self._units and is_over and not self._is_next_minibatch(self._publisher.all_trainable, STEP):
+        if self._units and not self.gradients.means_coming(Asker.STEP, what, self._publisher.all_trainable):
             raise self._runtime.refusal(
                 f"{what} behind the end of minibatch {self._runtime.minibatch}: all its gradients are in .grad already "
                 "(something has clipped, unscaled or used them, or session.finish() was called). Let it clip "
                 "(max_norm=...), and call it in place of what asks for gradients; or call optimizer.step()"
             )
-
-    def _is_next_minibatch(self, owned: set[int], what: str) -> bool:
-        """Gradients are about to be read, and the last minibatch is final: is it the next one, in which this rank had
-        no microbatch, or are the same gradients read a second time?
-
-        It is the next one if they have been used up.
-        """
-        since = self._publisher.since
-        is_cleared = since.has_gradients and self._publisher.gradients_are_cleared()
-        # Weights may be decayed by hand before the first step of an optimizer.
-        return since.has_used(owned) or is_cleared or (what != STEP and self._publisher.stepped_by_hand(owned))
 
     def before_clearing(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if self._publisher.turn is not None:
@@ -521,7 +379,7 @@ class GradientUse(Listener):
         full = (self._publisher.sharded(tensor) for tensor in tensors)
         self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
         if self._publisher.turn is not None:
-            self._publisher.since.cleared |= owned
+            self.gradients.clear(owned)
             return
         if self._runtime.state.phase is Phase.FINISHED:
             self._publisher.after_clearing(owned)
@@ -531,12 +389,12 @@ class GradientUse(Listener):
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
         is_final = self._runtime.state.phase is Phase.FINISHED
-        if owned and is_final and self._publisher.since.stepped.isdisjoint(owned):
+        if owned and is_final and self.gradients.stepped.isdisjoint(owned):
             self._used(owned)  # skipped for good: these parameters stay as they are
 
     def after_step(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
-        self._num_steps += bool(owned)
+        self.gradients.num_steps += bool(owned)
         if (turn := self._publisher.turn) is not None:
             turn.stepped |= owned & (self._publisher.trainable[turn.unit] if turn.unit is not None else set())
             return

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc.fsdp_patch.gradient_events import Reader
+from odc.fsdp_patch.gradient_events import script_frame
 from odc.fsdp_patch.interception import untraced
 
 _BY_MASK = ("eager", "sdpa", "flex_attention")
@@ -82,7 +82,7 @@ def _caches(module: nn.Module, given: Mapping[str, object]) -> bool:
 
 def _warn(module: nn.Module) -> None:
     library = type(module).__module__.split(".")[0]
-    frame = Reader.now(*{library} - {"__main__"}).frame
+    frame = script_frame(*{library} - {"__main__"})
     warnings.warn_explicit(
         f"packed samples see one another: {type(module).__name__} was given a row of several samples (position_ids "
         "begin anew, without an attention_mask) and use_cache=True, the default. With a cache it does not look for "

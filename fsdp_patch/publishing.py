@@ -12,7 +12,7 @@ others have not.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from odc.errors import UnsupportedError
+from odc.fsdp_patch.gradient_state import GradientState, Said
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.pending import settled
 from odc.fsdp_patch.unit import FinalSum, Unit
@@ -28,37 +29,6 @@ from odc.minibatch.state import Phase
 
 FIRST_MINIBATCHES = 16
 """In which a script shows what it does between steps."""
-
-
-@dataclass
-class SinceEnd:
-    """What a script has done since the last minibatch ended, with its gradients and its model. With each end there is a
-    new one, so that nothing of it outlives that."""
-
-    minibatch: int = 0
-    """The one that has ended; 0: none yet."""
-    has_gradients: bool = False
-    """It left any to this rank: under FSDP1 that may hold nothing but padding."""
-    uses: set[tuple[str, frozenset[int]]] = field(default_factory=set)
-    """Who has asked for gradients, and of which parameters (by id, as below)."""
-    looks: set[tuple[int, int]] = field(default_factory=set)
-    """Where that was by hand and minibatches were ended before: instruction and parameter."""
-    stepped: set[int] = field(default_factory=set)
-    """Parameters that an optimizer has updated, or skipped for good."""
-    cleared: set[int] = field(default_factory=set)
-    """Parameters whose gradients were cleared."""
-    means_sharded: bool = False
-    """Who lists full parameters means the sharded ones, see [Note: Full parameters] in ``gradient_use.py``."""
-    is_between: bool = False
-    """The model was used before the step."""
-    has_kept: bool = False
-    """The last publication said of some units that they are what they were."""
-    has_changed: bool = False
-    """Or: were changed by hand."""
-
-    def has_used(self, owned: set[int]) -> bool:
-        """Whether the gradients of any of these parameters were used up."""
-        return not (self.stepped.isdisjoint(owned) and self.cleared.isdisjoint(owned))
 
 
 @dataclass
@@ -84,12 +54,12 @@ class Publisher:
         self.trainable: list[set[int]] = []
         """The trainable parameters of each unit, by id."""
         self.all_trainable: set[int] = set()
-        self.since = SinceEnd()
+        self.gradients = GradientState(
+            runtime.state, runtime.topology.me, self.gradients_are_cleared, self.stepped_by_hand
+        )
         self._full: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # by id of the full parameter
         self._without_full: set[int] = set()  # units that had no full parameters yet when last looked at
         self._look_up_parameters()
-        self.ever_stepped: set[int] = set()
-        """Parameters that an optimizer has updated in any minibatch, by id."""
         self._in_optimizers: set[int] | None = None  # ids of parameters that any optimizer holds, once known
         self._by_hand: set[int] = set()  # ids of parameters that were changed though no optimizer updates them
         self._through_data = False  # they are changed by hand in a way that versions do not tell
@@ -152,12 +122,11 @@ class Publisher:
         Args:
             only: this unit; the others have yet to have their turns.
         """
-        self.since.stepped |= owned
-        self.ever_stepped |= owned
+        self.gradients.step(owned)
         for index, trainable in enumerate(self.trainable):
             if self._runtime.state.is_published(index) or only not in (None, index):
                 continue
-            if trainable <= self.since.stepped or self._awaited(trainable) <= self.since.stepped:
+            if trainable <= self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:
                 self._publish(index, lockstep=True)
 
     def _awaited(self, trainable: set[int]) -> set[int]:
@@ -172,27 +141,27 @@ class Publisher:
             optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
             held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
             self._in_optimizers = held & self.all_trainable
-        return self._in_optimizers | self.ever_stepped
+        return self._in_optimizers | self.gradients.ever_stepped
 
     def after_clearing(self, owned: set[int]) -> None:
         """Publish everything if the step is over, or was skipped: gradients that were cleared and those that a step has
         used are all there are. At once, for another rank may wait for it where this one goes next."""
-        self.since.cleared |= owned
-        if self.since.cleared >= self.all_trainable - self.since.stepped:
+        self.gradients.clear(owned)
+        if self.gradients.cleared >= self.all_trainable - self.gradients.stepped:
             self.publish_all(lockstep=True)
 
     def _changed_by_hand(self, index: int) -> set[int]:
         """Parameters of a unit that have changed since they were published although no optimizer updates them. Changes
         through ``param.data``, on a device, are seen once the script is known to make such."""
-        unowned = self.trainable[index] - self.ever_stepped
+        unowned = self.trainable[index] - self.gradients.ever_stepped
         touched = {id(parameter) for parameter in self._guard.touched(index)} & unowned if unowned else set()
         is_quiet = not touched and self._through_data and bool(unowned)
         return unowned if is_quiet and self._guard.is_any_changed([index]) else touched
 
-    def stepped_by_hand(self, owned: set[int]) -> bool:
+    def stepped_by_hand(self, owned: Set[int]) -> bool:
         """Whether the script has changed any of these parameters by hand since they were published, having no optimizer
         for them."""
-        if not owned.isdisjoint(self.ever_stepped):
+        if not owned.isdisjoint(self.gradients.ever_stepped):
             return False
         return any(not owned.isdisjoint(self._changed_by_hand(index)) for index in range(len(self._units)))
 
@@ -266,17 +235,17 @@ class Publisher:
         kept: list[int] = []
         if self._runtime.minibatch:
             # Not what no optimizer holds: scripts that step by hand may change it where nothing shows on this rank.
-            unstepped = [index for index in rest if self.trainable[index].isdisjoint(self.since.stepped)]
+            unstepped = [index for index in rest if self.trainable[index].isdisjoint(self.gradients.stepped)]
             held = self._held() if unstepped else set()
             kept = [index for index in unstepped if self.trainable[index] <= held]
             if len(kept) < len(unstepped) and not self._through_data:
                 self._is_any_changed(unstepped)  # learn how such a script changes parameters
-            self.since.has_changed = self._is_any_changed(kept)
-            if self.since.has_changed:
-                kept = []
-        self.since.has_kept = bool(kept)
+            if self._is_any_changed(kept):
+                self.gradients.said, kept = self.gradients.said | Said.CHANGED, []
+        if kept:
+            self.gradients.said |= Said.KEPT
         for index in rest:
-            is_together = is_said or (lockstep and not self.since.has_changed)
+            is_together = is_said or (lockstep and Said.CHANGED not in self.gradients.said)
             self._publish(index, is_changed=index not in kept, lockstep=is_together)
 
     def _publish(self, index: int, *, is_changed: bool = True, lockstep: bool) -> None:
@@ -394,7 +363,7 @@ class Turns:
                 if step is not None:
                     step.use(index)
                     unit.clear_gradients()
-                    self._publisher.since.cleared |= self._publisher.trainable[index]
+                    self._publisher.gradients.clear(self._publisher.trainable[index])
                 if turn.stepped:
                     self._publisher.after_step(turn.stepped, only=index)
                     turn.stepped = set()

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
-from odc.fsdp_patch.gradient_events import Reader
+from odc.fsdp_patch.gradient_events import script_frame
+from odc.fsdp_patch.gradient_state import Said
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening, trained
@@ -285,7 +286,7 @@ class Session:
             return
         self._has_warned = True
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        frame = Reader.now().frame
+        frame = script_frame()
         warnings.warn_explicit(
             f"no microbatch of minibatch {self._runtime.minibatch} has synchronized the gradients of unit {names[0]!r}"
             f"{others}: all backward passes ran under no_sync() or set_requires_gradient_sync(False). So they are in "
@@ -433,8 +434,8 @@ class Session:
         if state.is_ready and not self._gradients.is_computing and self._publisher.is_changed(unit):
             self.publish_changed()
         if state.phase is Phase.FINISHED:
-            since = self._publisher.since
-            since.is_between = not (state.in_forward or since.stepped)
+            if not (state.in_forward or self._publisher.gradients.stepped):
+                self._publisher.gradients.said |= Said.BETWEEN
             with self._runtime.at_home():
                 self._publisher.publish_all()
         if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too

@@ -40,7 +40,7 @@ _KIND_TEXTS = {
 }
 
 
-NUM_NOTES = 6
+NUM_NOTES = 4
 """Numbers that the caller sends along with the end of a minibatch."""
 
 
