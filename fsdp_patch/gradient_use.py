@@ -16,7 +16,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.fsdp2 import watch_forward_methods
 from odc.fsdp_patch.gradient_events import Listener, place_of, script_frame
 from odc.fsdp_patch.gradient_state import Asker, Notes, Said
-from odc.fsdp_patch.interception import CLIPPING_BY_NORM, STEP, listening
+from odc.fsdp_patch.interception import STEP, listening
 from odc.fsdp_patch.pending import Pending, Use
 from odc.fsdp_patch.publishing import Publisher, UnitStep
 from odc.fsdp_patch.unit import Unit
@@ -94,9 +94,9 @@ class GradientUse(Listener):
             if index != unit:  # of that one FSDP has the gradients at hand
                 other.expect(self.weak_data_of, old=True)
 
-    def _expect_next(self, *, none: bool = False) -> None:
-        """Old gradients become pending where minibatches are ended by hand; ``none``: and what was cleared. (Behind a
-        step, what is None was not used, and is None to who looks.)"""
+    def expect_next(self, *, none: bool = False) -> None:
+        """Old gradients become pending where minibatches are ended by hand; ``none``: and what is None. (Behind a step,
+        that was not used, and is None to who looks.)"""
         for unit in self._units:
             unit.expect(self.weak_data_of, none=none, old=self.gradients.is_by_hand)
 
@@ -144,10 +144,10 @@ class GradientUse(Listener):
         """The gradients of the minibatch are in ``.grad``, or were used. ``has_gradients``: any rank had some."""
         if self.gradients.are_used(self._publisher.all_trainable) and self._publisher.gradients_are_cleared():
             self._publisher.publish_all()
-            self._expect_next(none=True)
+            self.expect_next(none=True)
         self.gradients.install(has_gradients)
         if self.gradients.is_by_hand and not self.gradients.ever_stepped:
-            self._expect_next()  # no step will tell that they are used
+            self.expect_next()  # no step will tell that they are used
 
     def notes(self) -> Notes:
         """What the other ranks are told of the end of a minibatch."""
@@ -276,13 +276,6 @@ class GradientUse(Listener):
         self._refuse_in_block(what)
         who = who or (what, frozenset(owned))
         if self.gradients.means_coming(asker, who, owned, place):
-            if what == CLIPPING_BY_NORM:
-                raise self._runtime.refusal(
-                    f"{what} before the minibatch has ended: this rank has no gradients yet, so the norm cannot be "
-                    "theirs. Use clip_grad_norm_, which computes it, or call session.finish() before computing the "
-                    "norm (odc.session_of(model) finds the session).",
-                    UnsupportedError,
-                )
             self.finish(what, place)
         self.gradients.give(who)
 
@@ -384,7 +377,7 @@ class GradientUse(Listener):
         if self._runtime.state.phase is Phase.FINISHED:
             self._publisher.after_clearing(owned)
         if self._runtime.state.phase is not Phase.FINISHED or self._publisher.gradients_are_cleared():
-            self._expect_next(none=True)
+            self.expect_next(none=True)
 
     def after_scaled_step(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)
@@ -404,7 +397,7 @@ class GradientUse(Listener):
     def _used(self, owned: set[int]) -> None:
         self._publisher.after_step(owned)
         if self._runtime.state.phase is Phase.PUBLISHED:
-            self._expect_next()
+            self.expect_next()
 
     def enters_collective(self, what: str, tensors: Sequence[torch.Tensor] | None) -> None:
         is_first = next(one for one in listening() if isinstance(one, GradientUse)) is self

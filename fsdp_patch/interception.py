@@ -1,10 +1,10 @@
 """Where a script that knows nothing of minibatches ends one: the first time it asks for final gradients.
 
-That is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). A rank without a microbatch may have none to
-use, so the usual places are known by name, too: clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``,
-FSDP1's own ``clip_grad_norm_``), ``GradScaler.unscale_``, and ``optimizer.step``. The step has public hooks of torch.
-The others are functions of torch, which are intercepted while anybody listens (:func:`listen`), and left as they were
-after that.
+That is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). Some places are known by name, too.
+``optimizer.step`` does not use what is None, and ``GradScaler.step`` may skip it; the step has public hooks of torch.
+Clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own ``clip_grad_norm_``) is where a rank
+without a microbatch may not be patched yet, or have full parameters at hand, which have no gradients. These are
+functions of torch, which are intercepted while anybody listens (:func:`listen`), and left as they were after that.
 
 [Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
 replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
@@ -33,7 +33,6 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -41,8 +40,6 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.gradient_events import Listener, Listeners, Trained
 
 STEP = "optimizer.step"
-CLIPPING_BY_NORM = "clip_grads_with_norm_"
-"""Clipping by a norm that the script has computed before: too late to make the gradients final."""
 
 
 def untraced(
@@ -105,7 +102,7 @@ class Intercepted(ABC):
     """One function of torch."""
 
     running: ClassVar[list[Intercepted]] = []
-    """Those that are running: clip_grad_norm_ calls clip_grads_with_norm_, but the script reads once."""
+    """Those that are running: FSDP1's clip_grad_norm_ may call torch's, but the script reads once."""
 
     def __init__(self, name: str, listeners: Listeners) -> None:
         self.name = name
@@ -432,10 +429,7 @@ _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__cod
 _INTERCEPTED: tuple[Intercepted, ...] = (
     InnerFunction(clip_grad.clip_grad_norm_, _LISTENERS),
     InnerFunction(clip_grad.clip_grad_value_, _LISTENERS),
-    InnerFunction(clip_grad._clip_grads_with_norm_, _LISTENERS),
-    Method(torch.amp.GradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     ScaledStep(torch.amp.GradScaler, "step", _LISTENERS, OPTIMIZER),  # a fused optimizer unscales by itself
-    Method(ShardedGradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
     Summoning(_LISTENERS),
     Initialising(state_dict, "_init_optim_state", _LISTENERS, OPTIMIZER_FIRST),

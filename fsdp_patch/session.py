@@ -137,6 +137,7 @@ class Session:
         self._undo += [listen(self._gradients), self._gradients.watch_forwards(model), watch_packed_rows(model)]
         load_hook = model.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         self._undo.append(load_hook.remove)
+        self._gradients.expect_next(none=True)
         logger.info("odc: patched %s", self.describe())
 
     def before_training(self, *, is_method: bool) -> None:

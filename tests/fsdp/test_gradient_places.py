@@ -42,10 +42,10 @@ KNOWN = {
     "distributed/optim/optimizer.py:*": "gradients of RPC's distributed autograd",
     "distributed/optim/named_optimizer.py:*": "zeros of its own, used by `optimizer.step`",
     "distributed/optim/apply_optimizer_in_backward.py:*": "called by the unit, see `steps_in_backward`",
-    "amp/grad_scaler.py:*._unscale_grads_": "inside `unscale_` or `step`",
-    "distributed/fsdp/sharded_grad_scaler.py:*._unscale_grads_": "inside `unscale_`",
     "nn/utils/clip_grad.py:*": "entered",
     # What uses its data, or asks only whether there is one
+    "amp/grad_scaler.py:*._unscale_grads_": "uses its data",
+    "distributed/fsdp/sharded_grad_scaler.py:*._unscale_grads_": "uses its data",
     "nn/modules/module.py:Module._apply": "moves it: under FSDP1 that of the flat parameter",
     "_tensor.py:Tensor.__deepcopy__": "uses its data",
     "distributed/pipelining/*": "uses its data (`scale_grads`), or sees activations",

@@ -27,14 +27,13 @@ import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.trainers.overrides import Overrides
 
-CLIPPING = [clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_, clip_grad._clip_grads_with_norm_]
+CLIPPING = [clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_]
 
 # By `odc run` in every process, and by a session in a model of each kind.
 ALWAYS = {
     *("FSDPState.init", "FSDPState._lazy_init", "FullyShardedDataParallel.__init__"),
     *("FullyShardedDataParallel.forward", "FullyShardedDataParallel.clip_grad_norm_"),
-    *("GradScaler.unscale_", "GradScaler.step", "ShardedGradScaler.unscale_"),
-    *("Optimizer.zero_grad", "Module.zero_grad"),
+    *("GradScaler.step", "Optimizer.zero_grad", "Module.zero_grad"),
     *("Module._apply", "FSDPModule._apply", "FullyShardedDataParallel._apply"),
     *(f"{function.__name__} (inner function)" for function in CLIPPING),
 }
