@@ -440,13 +440,8 @@ class Fsdp2Unit(Unit):
         if self.in_place is not None:
             self.in_place.free_unused()
 
-    @property
-    def is_left_full(self) -> bool:
-        return bool(self.trainable) and not self.group.is_sharded
-
     def end_evaluation(self, is_by_hand: bool) -> None:
         if is_by_hand and not self.group.is_sharded:
-            self.was_left_full = True
             self.module.reshard()
 
     def _forget_interrupted_pass(self) -> None:
@@ -502,7 +497,6 @@ class Fsdp2Unit(Unit):
 
     def begin_gather(self) -> None:
         """FSDP gathers: a backward that has sent gradients may be over."""
-        self.was_left_full = False
         if self._has_sent and not self._context.post_backward_final_callback_queued:
             self._has_sent = False
 

@@ -15,8 +15,8 @@ and kept, the next one by a step only) shows in the number of steps that each ra
 no microbatch finds the old ones. To use them may be to ask for the coming ones, or a look at the old ones (a log after
 the step), which has to wait for nobody. These are different places of the script. So ranks tell each other with
 ``done`` where they have ended a minibatch by hand, and on an idle rank the use of an old gradient there, come to by the
-same calls, ends it too. A rank that was idle before it could know that place has done without gradients that others
-have worked on: that ends the job by name.
+same calls, ends it too. A rank that was idle before it could know that place, or has passed it with other gradients,
+has done without those that others have worked on: that ends the job by name.
 """
 
 from __future__ import annotations
@@ -64,17 +64,13 @@ class Said(enum.IntFlag):
 
     EXPECTED = 1
     """Gradients were pending wherever it had none: whoever had used one by hand would have ended the minibatch."""
-    LEFT_FULL = 2
-    """An evaluation has left full parameters in its model, which have no gradients."""
-    CLEARED_FULL = 4
-    """It has cleared the gradients of such, before the minibatch."""
-    KEPT = 8
+    KEPT = 2
     """It has begun the minibatch with parameters of the one before, and waited for nobody to publish them anew."""
-    CHANGED = 16
+    CHANGED = 4
     """It has changed some of them by hand before that."""
-    BETWEEN = 32
+    BETWEEN = 8
     """It has used the model while gradients were final, and no step had used them."""
-    BY_HAND = 64
+    BY_HAND = 16
     """It has ended the minibatch by using a gradient's data."""
 
 
@@ -118,18 +114,20 @@ class GradientState:
         """Parameters that an optimizer has updated in any minibatch."""
         self.num_steps = 0
         """Of optimizers, in all minibatches."""
+        self.was_empty = False
+        """No rank had gradients of the last minibatch."""
+        self._asked: set[Hashable] = set()  # these three since the last minibatch that was not empty
+        self._passed: set[int] = set()  # places where data was used, or zeroed, and it was not the coming one
+        self._used_before: Set[int] = frozenset()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         """So that nothing of it outlives the next end."""
-        self._asked: set[Hashable] = set()
         self._has_gradients = False
         self.stepped: Set[int] = frozenset()
         """Parameters that an optimizer has updated, or skipped for good."""
         self.cleared: Set[int] = frozenset()
         """Parameters whose gradients were cleared."""
-        self.means_sharded = False
-        """Who lists full parameters means the sharded ones, see [Note: Full parameters] in ``gradient_use.py``."""
         self.said = Said(0)
         """What this rank will say of itself at the next end."""
 
@@ -143,6 +141,9 @@ class GradientState:
     def end(self, said: Sequence[tuple[Notes, bool]]) -> None:
         """A minibatch has ended, as each rank says; true: it has pushed gradients. They are about to be installed."""
         self._ended_at |= {notes.ender for notes, has_pushed in said if has_pushed and notes.said & Said.BY_HAND}
+        self.was_empty = not any(has_pushed for _, has_pushed in said)
+        if not self.was_empty:
+            self._asked, self._passed, self._used_before = set(), set(), frozenset()
         self._begin_anew()
 
     def install(self, has_gradients: bool) -> None:
@@ -163,7 +164,9 @@ class GradientState:
     def since(self, who: Hashable, parameters: Set[int]) -> Since:
         """What concerns who asks for the gradients of these parameters."""
         found = Since.ASKED if who in self._asked else Since.NOTHING
-        if self.are_used(parameters) or (self._has_gradients and self._is_empty()):
+        is_published = self._minibatch.phase is not Phase.FINISHED
+        is_empty = self._has_gradients and self._is_empty()
+        if is_published or is_empty or self.are_used(parameters) or not self._used_before.isdisjoint(parameters):
             found |= Since.USED
         elif self._is_changed(parameters):  # before the first step of an optimizer they may be decayed, too
             found |= Since.CHANGED
@@ -182,14 +185,23 @@ class GradientState:
         """
         if asker is Asker.DATA and place not in self._ended_at:
             return False
-        if self._minibatch.phase is not Phase.FINISHED:  # all were used
+        if self._minibatch.phase is Phase.OPEN:
             return True
         since = self.since(who, parameters)
         return any(since & one == one for one in _MEANS_COMING[asker])
 
+    def leave(self, who: Hashable, parameters: Set[int]) -> None:
+        """Who means the coming gradients is about to end a minibatch for them."""
+        if self.since(who, parameters) & (Since.USED | Since.CHANGED):
+            self._used_before |= parameters
+
     def give(self, who: Hashable) -> None:
         """Who has asked is given final gradients."""
         self._asked.add(who)
+
+    def pass_by(self, place: int) -> None:
+        """At this place of the script this rank goes on without the coming gradients."""
+        self._passed.add(place)
 
     # What ranks tell each other
 
@@ -197,6 +209,8 @@ class GradientState:
         """What the others are told of the end of a minibatch, for which ``what`` has asked at ``place``, if it was by
         hand, and ``said`` beside what is known here."""
         ender = place or (number_of(what) if what else 0)
+        if self.was_empty:  # and what was None then, was None to who has used gradients behind it
+            said &= ~Said.EXPECTED
         return Notes(self._rank, self.num_steps, ender, self.said | said | (Said.BY_HAND if place else Said(0)))
 
     def check(self, said: Sequence[tuple[Notes, bool]], what: str) -> None:
@@ -236,9 +250,11 @@ class GradientState:
         others did, or somewhere that does not concern it."""
         pushed = [notes for notes, has_pushed in said if has_pushed]
         for notes, has_pushed in said:
-            if has_pushed or not notes.ender or notes.said & Said.EXPECTED:
+            if has_pushed or not notes.ender:
                 continue
-            other = next((one for one in pushed if one.ender != notes.ender), None)
+            passed = self._passed if notes.rank == self._rank else set()
+            others = [one for one in pushed if not notes.said & Said.EXPECTED or one.ender in passed]
+            other = next((one for one in others if one.ender != notes.ender), None)
             if other is not None:
                 raise ProtocolError(
                     f"rank {notes.rank}, which had no microbatch, went on without gradients where rank {other.rank} "

@@ -24,8 +24,6 @@ from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 
-_CLEARING_OF_MODULES = "Module.zero_grad"
-
 
 class Owner(Protocol):
     """The session, which keeps its :class:`GradientUse` and is not kept by it."""
@@ -53,9 +51,8 @@ class GradientUse(Listener):
     Gradients that are final are *used up* by a step, by clearing them, or by a step that ``GradScaler`` has skipped.
 
     [Note: Full parameters] FSDP2 leaves the root's parameters full behind a forward without a graph, and who lists the
-    parameters then clips, or clears, those, which have no gradients. Where all ranks do so, it is what plain FSDP2
-    does, and stays so. Where they differ, because one alone has evaluated, the sharded ones are meant. They tell each
-    other with ``done``: clipping knows it then, and what was cleared before is cleared then.
+    parameters then clips, or clears, those, which have no gradients. Here the sharded ones are meant, as in one
+    process: also where only one rank has evaluated, or one has had no backward, which ends that.
     """
 
     def __init__(self, session: Owner, publisher: Publisher, runtime: Runtime, units: Sequence[Unit]) -> None:
@@ -64,8 +61,6 @@ class GradientUse(Listener):
         self._runtime = runtime
         self._units = units
         self.gradients = publisher.gradients
-        self._cleared_full: dict[int, nn.Parameter] = {}  # the sharded ones, by id
-        self._out_of_reach: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # of who clears a model
         self._ending = ("", 0)  # what is about to make them final, and at which place of the script, if by hand
         self._places: list[tuple[int, int]] = []  # before parameters are moved
         self._in_forward = False
@@ -100,16 +95,23 @@ class GradientUse(Listener):
         for unit in self._units:
             unit.expect(self.weak_data_of, none=none, old=self.gradients.is_by_hand)
 
-    def data_of(self, pending: Pending) -> torch.Tensor:
-        """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant."""
+    def data_of(self, pending: Pending, *, is_zeroed: bool = False) -> torch.Tensor:
+        """The data of a gradient that may not be there yet, for who needs it: final, if that is what is meant.
+
+        ``is_zeroed``: it is about to be, and is nothing so far. Then it is as it should be, wherever the others are.
+        """
         if self._in_forward or self.is_in_backward:  # hooks see what FSDP has at that moment
             return pending.now()
         frame, owned = script_frame(), self._publisher.all_trainable
         place = place_of(frame)
+        if is_zeroed:
+            self.gradients.pass_by(place)
+            return torch.empty(0, device=pending.like[2])
         is_old = pending.base is not None and not self._runtime.state.pushed
         asker, who = Asker.DATA if is_old else Asker.NAME, (place, pending.key)
         if pending.base is not None and is_old and not self.gradients.means_coming(asker, who, owned, place):
             self.gradients.give(who)
+            self.gradients.pass_by(place)
             return pending.base
         what = f"using .grad ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
         unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
@@ -130,15 +132,6 @@ class GradientUse(Listener):
         said = [(Notes(*end.notes), end.has_pushed) for end in ends]
         self.gradients.check(said, self._ending[0])
         self.gradients.end(said)
-        has_pushed = ends[self._runtime.topology.rank].has_pushed
-        are_left_full, have_cleared_full = (
-            {notes.said & what for notes, _ in said} for what in (Said.LEFT_FULL, Said.CLEARED_FULL)
-        )
-        self.gradients.means_sharded = not has_pushed or len(are_left_full) > 1
-        if len(have_cleared_full) > 1:
-            for parameter in self._cleared_full.values():
-                parameter.grad = None
-        self._cleared_full.clear()
 
     def installed(self, has_gradients: bool) -> None:
         """The gradients of the minibatch are in ``.grad``, or were used. ``has_gradients``: any rank had some."""
@@ -146,7 +139,7 @@ class GradientUse(Listener):
             self._publisher.publish_all()
             self.expect_next(none=True)
         self.gradients.install(has_gradients)
-        if self.gradients.is_by_hand and not self.gradients.ever_stepped:
+        if self.gradients.is_by_hand and (self.gradients.was_empty or not self.gradients.ever_stepped):
             self.expect_next()  # no step will tell that they are used
 
     def notes(self) -> Notes:
@@ -154,10 +147,6 @@ class GradientUse(Listener):
         num_places = sum(len(unit.places()) for unit in self._units)
         standing = [one for unit in self._units for one in unit.standing.values()]
         said = Said.EXPECTED if len(standing) == num_places and all(one.stands for one in standing) else Said(0)
-        if any(unit.is_left_full for unit in self._units):
-            said |= Said.LEFT_FULL
-        if self._cleared_full:
-            said |= Said.CLEARED_FULL
         return self.gradients.notes(*self._ending, said)
 
     def check_kept(self, ends: Sequence[End]) -> None:
@@ -253,11 +242,8 @@ class GradientUse(Listener):
         return torch._C._current_graph_task_id() != -1
 
     def sharded(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Only from the end of a minibatch to its step, and where they are what is meant, see [Note: Full parameters];
-        also on a rank that had no microbatch: there a backward would have ended it."""
-        is_final = self._runtime.state.phase is Phase.FINISHED
-        is_meant = self.gradients.means_sharded and is_final and not self.gradients.stepped
-        return self._publisher.sharded(tensor) if is_meant else None
+        """See [Note: Full parameters]."""
+        return self._publisher.sharded(tensor)
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         return bool(self._publisher.owned(tensors))
@@ -276,6 +262,7 @@ class GradientUse(Listener):
         self._refuse_in_block(what)
         who = who or (what, frozenset(owned))
         if self.gradients.means_coming(asker, who, owned, place):
+            self.gradients.leave(who, owned)
             self.finish(what, place)
         self.gradients.give(who)
 
@@ -327,13 +314,6 @@ class GradientUse(Listener):
         if self._publisher.turn is not None:
             return
         owned = self._publisher.owned(tensors)
-        if self._runtime.state.phase is not Phase.OPEN:
-            if what == _CLEARING_OF_MODULES:  # it would not reach these, see [Note: Full parameters]
-                left = [p for unit in self._units if unit.was_left_full for p in unit.trainable_parameters()]
-                self._out_of_reach = [(p, p.grad) for p in left if id(p) in owned]
-                for parameter, _ in self._out_of_reach:
-                    parameter.grad = None
-            return
         sent = {p for unit in self._runtime.state.pushed for p in self._publisher.trainable[unit]}
         if sent and sent <= owned:
             self._live_session().discard()
@@ -362,15 +342,12 @@ class GradientUse(Listener):
             self._publisher.after_moving(places)
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, gradient in self._out_of_reach:
-            parameter.grad = gradient
-            self._cleared_full[id(parameter)] = parameter
-        self._out_of_reach = []
         owned = self._publisher.owned(tensors)
         if not owned:
             return
-        full = (self._publisher.sharded(tensor) for tensor in tensors)
-        self._cleared_full |= {id(parameter): parameter for parameter in full if parameter is not None}
+        for tensor in tensors:
+            if (parameter := self._publisher.sharded(tensor)) is not None:
+                parameter.grad = None
         if self._publisher.turn is not None:
             self.gradients.clear(owned)
             return
@@ -439,8 +416,8 @@ def _weakly(use: Use) -> Use:
     """A method that serves as long as its object lives."""
     method = weakref.WeakMethod(use)
 
-    def data_of(pending: Pending) -> torch.Tensor:
+    def data_of(pending: Pending, **how: bool) -> torch.Tensor:
         use = method()
-        return pending.now() if use is None else use(pending)
+        return pending.now() if use is None else use(pending, **how)
 
     return data_of

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,8 +31,13 @@ _ALIASES = (_aten.detach.default, _aten.alias.default)  # .data, .detach()
 _ON_ITSELF = (_aten.detach_.default,)
 _ZEROES = (_aten.zero_.default, _aten._foreach_zero_.default)
 
-Use = Callable[["Pending"], torch.Tensor]
-"""Gives the data of a gradient to somebody who needs it: now, or after ending the minibatch."""
+
+class Use(Protocol):
+    """Gives the data of a gradient to somebody who needs it."""
+
+    def __call__(self, pending: Pending, *, is_zeroed: bool = False) -> torch.Tensor:
+        """Now, or after ending the minibatch. ``is_zeroed``: to somebody who zeroes what is nothing so far."""
+        ...
 
 
 class PendingGradient(torch.Tensor):
@@ -63,9 +68,7 @@ class PendingGradient(torch.Tensor):
 
         def data(wrapper: PendingGradient) -> torch.Tensor:
             pending = wrapper.pending
-            if is_clearing and pending.is_nothing:
-                return torch.empty(0, device=wrapper.device)  # zeros already, wherever the others are
-            return pending.data()
+            return pending.use(pending, is_zeroed=True) if is_clearing and pending.is_nothing else pending.data()
 
         return func(*tree_map_only(cls, data, args), **tree_map_only(cls, data, kwargs or {}))
 
@@ -201,7 +204,9 @@ class Standing:
         """Leave in ``.grad`` what was there before, unless the script has put something else there."""
         if self._aside is not None:
             return
-        self.stood, base = self.stands, self.pending.base
+        if self.is_cleared and not self.pending.is_sent:  # of no use to who cleared it: others may bring one yet
+            self.pending.base = None
+        self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base
         if isinstance(self.handle, DTensor) and base is not None:
             self.handle._local_tensor = base
         elif self.stood:

@@ -266,14 +266,6 @@ class Unit(ABC):
         forward and backward. After the step they are not the parameters any more, and a rank without microbatches runs
         no backward that would free them."""
 
-    was_left_full = False
-    """It was, and :meth:`end_evaluation` has ended that."""
-
-    @property
-    def is_left_full(self) -> bool:
-        """Whether a forward without a graph has left full parameters in the model."""
-        return False
-
     @abstractmethod
     def end_evaluation(self, is_by_hand: bool) -> None:
         """A forward of the model without a graph has returned, which may have left full parameters.

@@ -397,8 +397,8 @@ MUTANTS = (
         (
             (
                 """                    unit.clear_gradients()
-                    self._publisher.since.cleared |= self._publisher.trainable[index]""",
-                "                    self._publisher.since.cleared |= self._publisher.trainable[index]",
+                    self._publisher.gradients.clear(self._publisher.trainable[index])""",
+                "                    self._publisher.gradients.clear(self._publisher.trainable[index])",
             ),
         ),
     ),
@@ -409,8 +409,8 @@ MUTANTS = (
         "fsdp_patch/publishing.py",
         (
             (
-                "if trainable <= self.since.stepped or self._awaited(trainable) <= self.since.stepped:",
-                "if trainable & self.since.stepped or self._awaited(trainable) <= self.since.stepped:",
+                "if trainable <= self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:",
+                "if trainable & self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:",
             ),
         ),
     ),
@@ -565,12 +565,31 @@ MUTANTS = (
         (("torch.split_with_sizes_copy(self._small_rows, sizes, dim=1, out=outs)", "_ = sizes, outs"),),
     ),
     Mutant(
+        "fsdp-an-end-without-gradients-begins-anew",
+        "A minibatch that no rank had gradients of takes away what was used before it. A rank without a microbatch steps on old gradients where the others step on those of the next minibatch.",
+        ("tests/fsdp/test_gradient_state.py",),
+        "fsdp_patch/gradient_state.py",
+        (("        if not self.was_empty:\n", "        if True:\n"),),
+    ),
+    Mutant(
+        "fsdp-what-is-cleared-twice-is-not-installed",
+        "A script sets a .grad to None that was None, and pending. The gradient that other ranks bring of it is dropped without a word.",
+        ("tests/fsdp/test_gradient_state.py", "tests/fsdp/test_pending.py"),
+        "fsdp_patch/pending.py",
+        (
+            (
+                "self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base",
+                "self.stood, base = self.stands, self.pending.base",
+            ),
+        ),
+    ),
+    Mutant(
         "fsdp-steps-are-not-compared",
         "Ranks that have taken different numbers of steps are not refused at the next end of a minibatch. One has stepped where another one has kept its gradients: parameters drift apart without a word.",
         (
             "tests/liveness/test_faults_steps.py::test_ranks_that_step_on_gradients_of_different_minibatches_are_told[fsdp2-steps_alone]",
         ),
-        "fsdp_patch/gradient_use.py",
+        "fsdp_patch/gradient_state.py",
         (("if least.num_steps != most.num_steps:", "if least.num_steps > most.num_steps:"),),
     ),
     Mutant(
@@ -621,7 +640,7 @@ MUTANTS = (
         "fsdp-who-kept-and-who-changed-is-not-compared",
         "A rank that has changed parameters by hand is not told from those that went on with the former ones. One rank computes with old parameters of another, and its gradients get into a step.",
         ("tests/fsdp/test_ways_out.py::test_parameters_changed_by_hand_on_one_rank_only_get_into_no_step",),
-        "fsdp_patch/gradient_use.py",
+        "fsdp_patch/gradient_state.py",
         (
             (
                 "kept = next((notes for notes in said if notes.said & Said.KEPT), None)",

@@ -136,14 +136,7 @@ class ProcessGroupExchange:
                 next_word = now + limits.WORDS_LOOK_S
                 self._look_for_words()
 
-        try:
-            if swap.start():
-                while not swap.done.wait(limits.STORE_SLICE_S):
-                    look()
-            else:
-                swap.here(look)
-        finally:
-            swap.end()
+        swap.run(look)
         if swap.error is not None:
             self._raise_broken(f"the store of the process group is out of reach: {_first_line(swap.error)}")
         return swap.rows
@@ -241,36 +234,29 @@ class _Swap:
         self._payload = payload
         self.rows: list[bytes] = []
         self.error: BaseException | None = None
-        self.done, self.given_up = threading.Event(), threading.Event()
-        self._thread = HelperThread(self._run, "odc-exchange")
+        self.done, self._given_up = threading.Event(), threading.Event()
 
-    def start(self) -> bool:
-        """Whether there can be a thread. That there cannot, the other ranks have to be told by :meth:`here`."""
-        with contextlib.suppress(SetupError):
-            self._thread.start()
-            return True
-        return False
+    def run(self, look: Callable[[], None]) -> None:
+        """``look`` is called from time to time, and ends it by raising."""
+        thread = HelperThread(lambda: self._attempt(no_op), "odc-exchange")
+        try:
+            try:
+                thread.start()
+            except SetupError:  # which the other ranks have to be told of all the same
+                self._attempt(look)
+            while not self.done.wait(limits.STORE_SLICE_S):
+                look()
+        finally:
+            self._given_up.set()
+            if thread.is_alive():  # one that a store holds up is not waited for
+                thread.join(limits.STORE_SLICE_S)
 
-    def end(self) -> None:
-        """Give it up, if it is not over; a thread that a store holds up is not waited for."""
-        self.given_up.set()
-        if self._thread.is_alive():
-            self._thread.join(limits.STORE_SLICE_S)
-
-    def here(self, look: Callable[[], None]) -> None:
-        """In the place of a thread; ``look`` ends it by raising."""
+    def _attempt(self, look: Callable[[], None]) -> None:
         try:
             self._swap(look)
         except OdcError:
             raise
-        except _NO_STORE as error:
-            self.error = error
-        self.done.set()
-
-    def _run(self) -> None:
-        try:
-            self._swap(no_op)
-        except BaseException as error:  # raised where the exchange is awaited
+        except Exception as error:  # raised where the exchange is awaited
             self.error = error
         self.done.set()
 
@@ -283,7 +269,7 @@ class _Swap:
                 store.delete_key(f"{old}arrived")
         arrived, pause_s = store.add(f"{prefix}arrived", 1), limits.STORE_PAUSES_S[0]
         while arrived < self._world_size:
-            if self.given_up.wait(pause_s):
+            if self._given_up.wait(pause_s):
                 return
             look()
             pause_s = min(2 * pause_s, limits.STORE_PAUSES_S[1])

@@ -25,8 +25,18 @@ from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils import clip_grad_norm_
-from training import BOTH, build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, train
+from training import (
+    BOTH,
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    optimizer_of,
+    shard,
+    tokens,
+    train,
+    use_up,
+)
 
 import odc
 from odc.fsdp_patch import guard
@@ -46,9 +56,7 @@ def uneven(run: Run, kind: extended.Kind) -> Outcome:
     optimizer = optimizer_of(model)
     for step in range(4):
         run.backward_unless(run.rank // 2 == step % 2, model, step)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     return {}
 
 
@@ -118,8 +126,7 @@ def made_with_scales(rank: int, world_size: int) -> list[list[int]]:
             for step in range(3):
                 Extended.evaluations = 0
                 loss_of(model, tokens(step, rank, 0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                use_up(optimizer)
                 numbers.append(Extended.evaluations)
                 if not in_hook:
                     precompute_scales(model)
@@ -238,8 +245,7 @@ def dtypes(run: Run, kind: extended.Kind, **options: Any) -> None:
         if run.rank == step % 2 or not run.patched:
             weight = float(run.rank == step % 2)
             (model(torch.arange(16.0).view(2, 8) / 10).square().sum() * weight).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def find_dtypes(rank: int, world_size: int) -> list[dict[str, float | str]]:

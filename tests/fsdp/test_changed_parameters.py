@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from training import build, loss_of, shard, tokens, wrap
+from training import build, loss_of, shard, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.guard import SAMPLE_BYTES, SAMPLE_PLACES, DeviceComparison
@@ -218,8 +218,7 @@ def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:
             loss_of(model, tokens(step, rank, microbatch)).backward()
         for parameter in model.parameters():
             parameter.data.mul_(0.9)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     session.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_ranks import start_ranks
-from training import build, loss_of, optimizer_of, shard, tokens
+from training import build, loss_of, optimizer_of, shard, tokens, use_up
 
 import odc
 
@@ -47,8 +47,7 @@ def follow(rank: int, world_size: int, seed: int, differs: bool) -> float:
                 teacher.reshard()  # type: ignore[operator]
                 (torch.nn.functional.mse_loss(model(data), expected)).backward()
             if operation in ("step", "idle step"):
-                optimizer.step()
-                optimizer.zero_grad()
+                use_up(optimizer)
             elif operation == "evaluation":
                 with torch.no_grad():
                     loss_of(changed, data)

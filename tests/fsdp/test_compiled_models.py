@@ -14,7 +14,7 @@ import torch
 from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from training import Net, build, loss_of, optimizer_of, tokens, wrap
+from training import Net, build, loss_of, optimizer_of, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
@@ -87,8 +87,7 @@ def train(rank: int, make: Make, kind: str, mode: str, idle: bool = False) -> li
             (loss * 0.02).backward()
             found.append(loss.item())
         found.append(float(clip(root, 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
     try:
         for number in range(STEPS):

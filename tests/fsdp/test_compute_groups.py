@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import largest_difference
+from training import largest_difference, use_up
 
 import odc
 
@@ -77,8 +77,7 @@ def train(
                 (model(batch(step, group, m).to(dtype)).square().sum() / 10).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return norms, {name: value.detach().numpy() for name, value in own.items()}
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from training import full_parameters, largest_difference, wrap
+from training import full_parameters, largest_difference, use_up, wrap
 
 import odc
 from odc.bench.proof.chaos.script import AllTokens
@@ -180,8 +180,7 @@ def train(model: nn.Module, way: str, counts: Sequence[int], groups: Sequence[in
         if getattr(model, "logs", False):
             dist.all_reduce(torch.zeros(1))
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {f"norm {step}": getattr(norm, "full_tensor", lambda norm=norm: norm)() for step, norm in enumerate(norms)}
 
 

@@ -32,6 +32,7 @@ from training import (
     optimizer_of,
     reference,
     tokens,
+    use_up,
     wrap,
 )
 
@@ -50,8 +51,7 @@ def train(
     for step in steps:
         for m in range(counts[rank]):
             (loss(model, tokens(step, rank, m)) * (len(counts) / num_tokens(step, counts))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 # Scripts that run as they are and patched, and must give the same tensors
@@ -194,8 +194,7 @@ def closed(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
             session.finish()
             session.close()  # with gradients that lie in our memory
             assert left_overs(model) == before
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     train(model, optimizer, range(4, 7), rank)
     return full_parameters_of_fsdp1(model)
 
@@ -318,8 +317,7 @@ def uneven(rank: int, world_size: int) -> dict[str, Any]:
             for m in range((2, 0)[rank]):
                 (loss_of(model, tokens(step, rank, m)) * (2 / num_tokens(step, (2, 0)))).backward()
             model.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
     return full_parameters_of_fsdp1(model)
 
 

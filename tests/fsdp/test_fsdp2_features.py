@@ -31,8 +31,10 @@ from training import (
     optimizer_of,
     reference,
     shard,
+    start,
     tokens,
     train,
+    use_up,
     wrap,
 )
 
@@ -162,8 +164,7 @@ def no_sync(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
             for m in range(3):
                 model.set_requires_gradient_sync(m == 2)
                 (loss_of(model, tokens(step, rank, m)) / 100).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     if session:
         assert session.stats().pushes == STEPS * 3  # one per unit and minibatch, not per microbatch
     return full_parameters(model)
@@ -202,8 +203,7 @@ def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     for step in range(STEPS):
         with session.minibatch() if session else torch.enable_grad():
             loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return full_parameters(model)
 
 
@@ -225,9 +225,7 @@ def with_evaluations(rank: int, world_size: int) -> Evaluated:
 
 def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
     """Evaluation under no_grad inside and between minibatches, on all ranks or on one alone."""
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     for step in range(STEPS):
         evaluates = not lonely or rank == step % world_size
         scale = world_size / num_tokens(step, COUNTS)
@@ -236,9 +234,7 @@ def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
                 (loss_of(model, tokens(step, rank, m)) * scale).backward()
                 if evaluates:
                     evaluate(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
         if evaluates:
             evaluate(model)
     session.close()
@@ -271,16 +267,12 @@ def without_context_managers(rank: int, world_size: int) -> list[dict[str, Any]]
 
 def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
     counts = [2, 0]
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     for step in range(STEPS):
         for m in range(counts[rank]):
             (loss_of(model, tokens(step, rank, m)) * (world_size / num_tokens(step, counts))).backward()
         session.finish()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     session.close()
     return full_parameters(model)
 
@@ -301,8 +293,7 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
         with session.minibatch() if session else torch.enable_grad():
             (loss_of(model, tokens(step, rank, 0)) / 50).backward()
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         evaluate(model)
     assert session is None or session.stats().minibatches == STEPS  # one synchronization for both
     return full_parameters(model)
@@ -418,8 +409,7 @@ def in_float64(rank: int, world_size: int, fsdp: int) -> dict[str, Any]:
             for microbatch in range(COUNTS[rank]):
                 loss = loss_of(model, tokens(step, rank, microbatch))
                 (loss * world_size / num_tokens(step, COUNTS)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
     if fsdp == 1:
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return {
@@ -437,8 +427,7 @@ def test_gradients_in_float64_are_summed_in_float64(fsdp: int) -> None:
         for rank, count in enumerate(COUNTS):
             for microbatch in range(count):
                 (loss_of(expected, tokens(step, rank, microbatch)) / num_tokens(step, COUNTS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     ours = run_ranks(2, in_float64, fsdp)[0]
     assert largest_difference(ours, {name: p.detach() for name, p in expected.named_parameters()}) < 1e-12
 
@@ -455,9 +444,7 @@ def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
         idle = rank == 1 and step % 2 == 1
         if not (idle and use_odc):
             (loss_of(model, tokens(step, rank, 0)) * (0.0 if idle else 1.0)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     if session is not None:
         session.close()
     return found

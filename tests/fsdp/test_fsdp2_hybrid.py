@@ -25,6 +25,7 @@ from training import (
     reference,
     tokens,
     train,
+    use_up,
 )
 
 import odc
@@ -70,9 +71,7 @@ def hybrid_run(rank: int, world_size: int, kind: str, policy: MixedPrecisionPoli
             session.finish()
         if step == 0:
             gradients = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     if session:
         assert session.stats().pushes > 0
         session.close()
@@ -145,8 +144,7 @@ def mixed_run(rank: int, world_size: int, use_odc: bool) -> list[float]:
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step * 7 + rank))
         loss = model(x).float().pow(2).mean() * 1e-4
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         losses.append(loss.item())
     if session:
         session.close()

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import Net, build, communicating, full_parameters, loss_of, optimizer_of, shard, tokens
+from training import Net, build, communicating, full_parameters, loss_of, optimizer_of, shard, tokens, use_up
 
 import odc
 from odc.fsdp_patch import compat
@@ -251,8 +251,7 @@ def peak(rank: int, world_size: int, way: str, width: int) -> int:
             before = status_bytes("VmRSS")
             model(data).square().sum().backward()
             found.append(status_bytes("VmHWM") - before)
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         session.close()
     return min(found[1:])
 
@@ -277,9 +276,7 @@ def functions() -> list[Any]:
 def step(model: Net, optimizer: torch.optim.Optimizer, rank: int, number: int, world_size: int = 2) -> None:
     """One microbatch per rank: sums of two numbers are equal to the bit, patched or not."""
     (loss_of(model, tokens(number, rank, 0)) * 0.02).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
+    use_up(optimizer, model)
 
 
 class Trained:
@@ -553,8 +550,7 @@ def endless(rank: int, world_size: int) -> None:
     with odc.patch_fsdp(model):
         for _ in range(10_000):
             model(torch.randn(2, 1500)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
 
 
 @pytest.mark.parametrize("do", ["kill", "raise"])

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from training import TOLERANCE, WAYS, communicating, full_parameters, largest_difference, optimizer_of
+from training import TOLERANCE, WAYS, communicating, full_parameters, largest_difference, optimizer_of, use_up
 
 import odc
 from odc.fsdp_patch.compat import torch_version
@@ -107,8 +107,7 @@ def train(model: nn.Module, ranks: Sequence[int], session: odc.Session | None, b
                 for m in range(COUNTS[rank]):
                     before(model, m, COUNTS[rank])
                     loss_of(model, step, rank, m).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def reference(world_size: int, has_gaps: bool) -> dict[str, torch.Tensor]:
@@ -118,8 +117,7 @@ def reference(world_size: int, has_gaps: bool) -> dict[str, torch.Tensor]:
         for rank in range(world_size):
             for m in range(COUNTS[rank]):
                 (loss_of(model, step, rank, m) / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return dict(model.named_parameters())
 
 

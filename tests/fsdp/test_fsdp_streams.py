@@ -26,6 +26,7 @@ from training import (
     reference,
     shard,
     tokens,
+    use_up,
     wrap,
 )
 
@@ -47,8 +48,7 @@ def train(model: Any, rank: int, world_size: int) -> None:
             model.clip_grad_norm_(0.5)
         else:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def patched(

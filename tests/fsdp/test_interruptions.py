@@ -25,6 +25,7 @@ from training import (
     loss_of,
     shard,
     tokens,
+    use_up,
     wrap,
 )
 
@@ -77,8 +78,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def finish_step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+    use_up(optimizer)
 
 
 @contextmanager

@@ -12,7 +12,17 @@ from process_ranks import run_ranks, start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, optimizer_of, shard, tokens, wrap
+from training import (
+    build,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    loss_of,
+    optimizer_of,
+    shard,
+    tokens,
+    use_up,
+    wrap,
+)
 
 import odc
 
@@ -63,8 +73,7 @@ def kept_by_views(rank: int, world_size: int, kind: str) -> int:
             clip_grad_norm_(model.parameters(), 0.5) if kind == "fsdp2" else model.clip_grad_norm_(0.5)  # type: ignore[operator]
             views = [local(p.grad).flatten()[:4] for p in model.parameters() if p.grad is not None]
             kept += [(view, view.clone()) for view in views]
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
             for view, copy in kept:
                 assert torch.equal(view, copy), f"changed in minibatch {step + 1}"
     assert all(torch.equal(view, copy) for view, copy in kept), "changed when the session closed"
@@ -131,8 +140,7 @@ def trained(rank: int, world_size: int, kind: str, misuses: bool) -> tuple[list[
         attempt(*([] if kind == "fsdp2" else [summoned]))
         session.finish()
         attempt(session._runtime.finish)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         attempt(session._runtime.finish)
     assert not session._runtime.has_failed
     session.close()

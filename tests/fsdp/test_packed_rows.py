@@ -13,7 +13,7 @@ from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import wrap
+from training import use_up, wrap
 
 import odc
 from odc.balance import check_packing, pack_collate
@@ -148,8 +148,7 @@ def train(rank: int, world_size: int, fsdp: int) -> list[Any]:
             if number or rank == 0:
                 found += warned(functools.partial(backward, model, row))
             norms.append(float(model.clip_grad_norm_(1e9) if fsdp == 1 else clip_grad_norm_(model.parameters(), 1e9)))
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
     hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
     return [[one.filename for one in found], "with use_cache=False" in refused, norms, hooks]
 

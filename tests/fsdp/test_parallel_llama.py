@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from training import largest_difference
+from training import largest_difference, use_up
 
 import odc
 
@@ -161,8 +161,7 @@ def train(model: Llama, group: int, num_microbatches: int) -> dict[str, Any]:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         found[f"norm {step}"] = norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     found |= {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return {name: value.detach().clone().numpy() for name, value in found.items()}
 

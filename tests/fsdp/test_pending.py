@@ -30,7 +30,9 @@ class Ender:
         like = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self.standing = Standing(parameter, like, self.end, self.reduction, as_gradient)
 
-    def end(self, pending: Pending) -> torch.Tensor:
+    def end(self, pending: Pending, *, is_zeroed: bool = False) -> torch.Tensor:
+        if is_zeroed:
+            return pending.now()
         self.num_ends += 1
         self.standing.withdraw()
         if self.standing.stood:
@@ -129,6 +131,7 @@ def test_an_earlier_gradient_is_added_to_where_it_is() -> None:
 
 def test_what_a_script_puts_there_stays() -> None:
     cleared, replaced = plain(), plain()
+    cleared.standing.pending.is_sent = True
     cleared.parameter.grad = None
     replaced.parameter.grad = torch.full((4, 3), 7.0)
     for ender in (cleared, replaced):
@@ -137,6 +140,17 @@ def test_what_a_script_puts_there_stays() -> None:
     assert cleared.standing.is_cleared
     assert cleared.parameter.grad is None
     assert float(replaced.parameter.grad.mean()) == 7.0
+
+
+def test_clearing_what_is_expected_loses_nothing_that_others_bring() -> None:
+    """And what was there before is gone."""
+    ender = plain()
+    for base in (None, FINAL):
+        ender.parameter.grad = base
+        ender.standing = Standing(ender.parameter, ender.parameter.detach(), ender.end, ender.reduction)
+        ender.parameter.grad = None
+        ender.end(ender.standing.pending)
+        assert torch.equal(ender.parameter.grad, FINAL)
 
 
 def test_it_keeps_neither_the_parameter_nor_its_gradient_alive() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as schedules_of_torch
-from training import Block, largest_difference
+from training import Block, largest_difference, use_up
 
 import odc
 from odc.fsdp_patch.compat import torch_version
@@ -88,8 +88,7 @@ def train(rank: int, name: str, scale_grads: bool, num_microbatches: int, patche
             inputs, target = (rows(step, replica, num_microbatches, 7 * turn + seed) for seed in (0, 1))
             schedule.step(*([inputs] if is_first else []), **({"target": target} if is_last else {}))
         norms.append(nn.utils.clip_grad_norm_(parameters, 0.3).full_tensor())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     found = {f"norm {i}": norm for i, norm in enumerate(norms)}
     for number, module in modules.items():
         found |= {f"{number}.{n}": p.full_tensor().detach() for n, p in module.named_parameters()}  # type: ignore[attr-defined]
@@ -137,8 +136,7 @@ def reference(name: str, num_microbatches: int) -> Any:
         for place in (0, 1):  # each pipeline rank clips what it has
             parameters = [p for number in stages_here(name, place) for p in model[number].parameters()]
             found[f"{place} norm {step}"] = nn.utils.clip_grad_norm_(parameters, 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return found | {f"{name}": p.detach() for name, p in model.named_parameters()}
 
 

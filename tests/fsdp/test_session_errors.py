@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.utils import clip_grad_norm_
-from training import build, loss_of, optimizer_of, shard, tokens, wrap
+from training import build, loss_of, optimizer_of, shard, start, tokens, use_up, wrap
 
 import odc
 import odc.fsdp_patch.fsdp2_unit
@@ -277,16 +277,13 @@ def test_ranks_that_differ_are_told_the_first_difference(difference: str, words:
 
 
 def misuse(rank: int, world_size: int) -> None:
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     with session.minibatch():
         loss_of(model, tokens(0, rank, 0)).backward()
         with pytest.raises(odc.ProtocolError, match=r"optimizer.step inside the minibatch"):
             optimizer.step()
     dist.barrier()
-    optimizer.step()
-    optimizer.zero_grad()
+    use_up(optimizer)
     with torch.no_grad():
         model.head.weight.mul_(0.5)  # by hand, after publication
     session.publish()  # on every rank: allowed
@@ -346,8 +343,7 @@ def loaded_then_used(rank: int, world_size: int) -> list[float]:
                 weight = 0.0 if rank == 1 and step == 2 else 1.0
                 (loss_of(model, tokens(step, rank, 0)) * weight).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         with torch.no_grad():
             losses.append(loss_of(model, tokens(9, rank, 1)).item())
         if session:
@@ -362,15 +358,12 @@ def test_a_checkpoint_loaded_into_a_patched_model_is_used_at_once() -> None:
 
 def evaluated_without_microbatches(rank: int, world_size: int) -> list[float]:
     """Evaluations leave the root gathered; a rank without a backward must not go on with the old parameters."""
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     losses = []
     for step in range(3):
         if rank == 0:
             loss_of(model, tokens(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         with torch.no_grad():
             losses.append(loss_of(model, tokens(9, 0, 0)).item())
     session.close()
@@ -410,9 +403,7 @@ def test_publish_makes_parameters_changed_by_hand_visible() -> None:
 def skipped_step(rank: int, world_size: int, rollback: bool) -> None:
     """A GradScaler that found infinities does not call step; the script zeroes the gradients, perhaps goes back to
     older parameters, and goes on."""
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     for step in range(3):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
@@ -430,7 +421,8 @@ def test_an_evaluation_after_a_skipped_step(rollback: bool) -> None:
 
 
 def skipped_step_and_idle_rank(rank: int, world_size: int) -> list[int]:
-    """Step 1 is skipped on all ranks; in step 2 rank 1 has no microbatch and comes straight to clipping."""
+    """Step 1 is skipped on all ranks; in step 2 rank 1 has no microbatch and comes straight to clipping. In step 3 no
+    rank has gradients, so that the optimizer asks again: those that are there were used before."""
     model = shard(build(), world_size)
     session = odc.patch_fsdp(model, timeout_s=10)
     optimizer = optimizer_of(model)
@@ -449,7 +441,7 @@ def skipped_step_and_idle_rank(rank: int, world_size: int) -> list[int]:
 
 
 def test_an_idle_rank_joins_the_minibatch_after_a_skipped_step() -> None:
-    assert run_ranks(2, skipped_step_and_idle_rank) == [[10], [10]]
+    assert run_ranks(2, skipped_step_and_idle_rank) == [[11], [11]]
 
 
 # Refusals that a script has caught: the ranks that wait for it say so
@@ -471,8 +463,7 @@ def caught(rank: int, world_size: int, transport: str, then: str) -> None:
                 with pytest.raises(odc.MisuseError):
                     optimizer.step()
                 break
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     if rank == 1:
         if then != "sleeps":
             session.close()

@@ -13,7 +13,7 @@ import torch
 from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training import build, loss_of, optimizer_of, shard, tokens, wrap
+from training import build, loss_of, optimizer_of, shard, start, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
@@ -51,9 +51,7 @@ def closing(rank: int, world_size: int) -> list[str]:
     """Warnings of closing in the middle of a minibatch, before it, behind it, and in an error."""
     found = []
     for how in ("middle", "before", "behind", "error"):
-        model = shard(build(), world_size)
-        session = odc.patch_fsdp(model)
-        optimizer = optimizer_of(model)
+        model, session, optimizer = start(world_size)
         if how != "before":
             loss_of(model, tokens(0, rank, 0)).backward()
         if how == "behind":
@@ -80,8 +78,7 @@ def train_and_drop(rank: int, world_size: int, kind: str) -> weakref.ref[nn.Modu
     model = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=True)
     optimizer = optimizer_of(model)
     loss_of(model, tokens(0, rank, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    use_up(optimizer)
     return weakref.ref(model)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import BOTH, each_way, largest_difference
+from training import BOTH, each_way, largest_difference, use_up
 
 import odc
 from odc.fsdp_patch.compat import param_groups, torch_version
@@ -385,8 +385,7 @@ def train_dense(model: nn.Module, counts: Sequence[int], groups: Sequence[int]) 
         for group in groups:
             for m in range(counts[group]):
                 (model(rows_of(step, group, m).to(dtype)).square().sum() / 10).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return local_parameters(model)
 
 

@@ -34,6 +34,7 @@ from training import (
     reference,
     shard,
     tokens,
+    use_up,
     wrap,
 )
 
@@ -111,8 +112,7 @@ def on_meshes(rank: int, layout: str, counts: Sequence[int], by_unit: bool, max_
                 norm = odc.step_by_unit(model, optimizer, max_norm=max_norm)
                 norms += [] if norm is None else [float(norm)]
             else:
-                optimizer.step()
-                optimizer.zero_grad()
+                use_up(optimizer)
         return norms, meshes.local_parameters(model)
 
 
@@ -147,8 +147,7 @@ def partly_hooked(rank: int, hooked: bool) -> dict[str, Any]:
         for step in range(3):
             meshes.loss_of(model, meshes.batch(step, rank, 0)).backward()
             for optimizer in [rest] if hooked else [*own.values(), rest]:
-                optimizer.step()
-                optimizer.zero_grad()
+                use_up(optimizer)
         return meshes.local_parameters(model)
 
 
@@ -208,8 +207,7 @@ def with_others(rank: int, world_size: int, by_unit: bool) -> dict[str, Any]:
         elif by_unit:
             odc.step_by_unit(model, optimizer)
         else:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         if rank == step % 2:
             with torch.no_grad():
                 loss_of(model, tokens(99, 0, 0))
@@ -290,8 +288,7 @@ def with_one_of_torch(rank: int, world_size: int) -> dict[str, float]:
                     if is_by_unit:
                         odc.step_by_unit(model, optimizer)
                     else:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                        use_up(optimizer)
             ends.append(full_parameters(model))
         found[name] = largest_difference(*ends)
     return found
@@ -353,8 +350,7 @@ def gradients_at_once(rank: int, world_size: int, how: str) -> list[int]:
                 session.finish()
             if how == "step":
                 for optimizer in optimizers.values():
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    use_up(optimizer)
             elif how != "hooks":
                 odc.step_by_unit(model, optimizers, max_norm=0.1 if how == "clipped" else None)
     session.close()
@@ -416,8 +412,7 @@ def a_block_around_hooks(rank: int, world_size: int) -> float:
                     if rank == 0 or not patched:
                         backward(model, step, rank, m, WEIGHT * (rank == 0))
             for optimizer in optimizers.values() if not patched else ():
-                optimizer.step()
-                optimizer.zero_grad()
+                use_up(optimizer)
         if session is not None:
             assert session.stats().minibatches == STEPS
             session.close()

@@ -18,6 +18,7 @@ from training import (
     optimizer_of,
     shard,
     tokens,
+    use_up,
     wrap,
 )
 
@@ -58,8 +59,7 @@ def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: 
         if how == "by unit" and patched:
             odc.step_by_unit(model, optimizer)
         else:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
     counts = None
     if session is not None:
         counts = session.stats()
@@ -137,8 +137,7 @@ def frozen_in_turn(rank: int, world_size: int, fsdp: int, patched: bool) -> tupl
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(("bias" in name) == (step % 2 == 0))
         loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         if session is not None:
             runtimes.add(session._runtime)  # kept, or another one could have its address
     if session is not None:
@@ -173,8 +172,7 @@ def unfrozen_and_used_by_hand(rank: int, world_size: int) -> None:
         total = sum(grad.to_local().pow(2).sum() for grad in grads)  # type: ignore[attr-defined]
         for grad in grads:
             grad.mul_(0.1 / float(total))
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def test_gradients_of_before_used_by_hand_are_refused_where_that_would_patch_anew() -> None:

@@ -27,7 +27,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
-from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, optimizer_of, shard, tokens, wrap
+from training import (
+    build,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    loss_of,
+    optimizer_of,
+    shard,
+    tokens,
+    use_up,
+    wrap,
+)
 
 import odc
 import odc.fsdp_patch.session
@@ -48,8 +58,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: int) -
         model.clip_grad_norm_(0.5)
     else:
         clip_grad.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
+    use_up(optimizer)
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, shard, tokens, wrap
+from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, shard, tokens, use_up, wrap
 
 import odc
 
@@ -189,8 +189,7 @@ def evaluates_on_one_rank(rank: int, world_size: int) -> None:
             if rank == 0:
                 with torch.no_grad():
                     loss_of(model, tokens(99, 0, 0))
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
 
 
 def test_one_rank_that_evaluates_between_clipping_and_step_is_named() -> None:

@@ -45,11 +45,12 @@ from training import (
     full_parameters,
     largest_difference,
     loss_of,
-    optimizer_of,
     reference,
     shard,
+    start,
     tokens,
     train,
+    use_up,
 )
 from watching import scheduler_state, until
 
@@ -326,15 +327,12 @@ def test_killing_the_process_groups_leaves_nothing(tmp_path: Path) -> None:
 
 
 def with_workers(rank: int, world_size: int) -> None:
-    model = shard(build(num_blocks=1), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size, num_blocks=1)
     loader = DataLoader(list(range(100_000)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
     for step, _ in enumerate(loader):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def in_a_nursery(rank: int, world_size: int) -> None:

@@ -40,8 +40,7 @@ try:
     for step in range(1_000_000):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         note("step", str(step))
         if step == 0:
             note("pid", str(os.getpid()))

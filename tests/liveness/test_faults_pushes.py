@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, begin, run_threads, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.daemon import AccumulationDaemon
@@ -36,11 +36,6 @@ def create(exchange: ThreadExchange, mode: dict[str, Any]) -> Runtime:
     if options.pop("hosts", 1) > 1:
         options["host_id"] = f"host{exchange.rank}"
     return Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=LIMIT_S, **options))
-
-
-def publish_all(runtime: Runtime) -> None:
-    for unit in range(len(UNITS)):
-        runtime.publish(unit, lambda out: out.fill_(runtime.minibatch + 1.0))
 
 
 def gradients(seed: int) -> torch.Tensor:
@@ -89,8 +84,7 @@ def push_to(runtime: Runtime, owner: int, unit: int, present: list[bool], miniba
 def in_minibatch(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     """Run all minibatches before ``number``, and push to one unit in that one, whose sums are then known."""
     for minibatch in range(1, number + 1):
-        publish_all(runtime)
-        runtime.begin()
+        begin(runtime)
         for turn in range(2):  # one after the other: the order of an addition is in its last bit
             if exchange.rank == turn:
                 runtime.scatter_accumulate(0, gradients(10 * minibatch + turn), present=[True, True])
@@ -240,8 +234,7 @@ def test_a_slot_that_is_announced_twice_is_added_once(mode: dict[str, Any]) -> N
 def test_a_slot_that_is_announced_before_it_was_ever_filled_is_refused(mode: dict[str, Any]) -> None:
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, mode) as runtime:
-            publish_all(runtime)
-            runtime.begin()
+            begin(runtime)
             does_wrong(runtime, exchange, announce)
             assert sums_of(runtime, 1) == [None, None]
             assert_failed(runtime, exchange, "rank 1")
@@ -313,8 +306,7 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
 
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, {"hosts": 2, "deterministic": deterministic}) as runtime:
-            publish_all(runtime)
-            runtime.begin()
+            begin(runtime)
             exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
             if exchange.rank == 1:
                 recorder.record(link_of(runtime), lambda: push_to(runtime, 0, 0, [True, True], 1))
@@ -322,8 +314,7 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
             exchange.all_gather(b"")
             if later:
                 runtime.finish()
-                publish_all(runtime)
-                runtime.begin()
+                begin(runtime)
             before = sums_of(runtime, 1 + later)
             if exchange.rank == 0:
                 assert before == [None if later else (bits(gradients(99)[:NUMEL]), [True, True]), None]

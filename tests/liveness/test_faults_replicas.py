@@ -19,7 +19,7 @@ from process_ranks import RankGroup, RankResult, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from training import build, loss_of, optimizer_of, tokens, wrap
+from training import build, loss_of, optimizer_of, tokens, use_up, wrap
 
 import odc
 from odc.bench.harness.warm_launch import WarmLauncher
@@ -81,8 +81,7 @@ def training(rank: int, world_size: int, kind: str, hosts: int, place: str, do: 
                 if is_due:
                     fail(do)
             clip(model)
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
             if place == "script":
                 if is_due:
                     fail(do)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from faulty_ranks import NOTICE_S, TIMEOUT, assert_told, survivors
 from process_ranks import start_ranks
-from training import build, loss_of, optimizer_of, shard
+from training import loss_of, start, use_up
 
 import odc
 from odc.balance import LinearCost, balance_batch
@@ -36,9 +36,7 @@ def rollouts_for_ever(rank: int, world_size: int, phase: str, killed: str) -> No
             return super().all_to_all(*args)  # type: ignore[arg-type]
 
     odc.balance.data.batch.Meeting = odc.balance.rearrange.exchange.Meeting = Watched  # type: ignore[misc]
-    model = shard(build(num_blocks=1), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size, num_blocks=1)
     step = 0
     while True:
         sizes = [9, 7, 8, 6] if rank == 0 else [2]
@@ -54,8 +52,7 @@ def rollouts_for_ever(rank: int, world_size: int, phase: str, killed: str) -> No
                 loss_of(model, sample["ids"]).backward()
                 at("training")
         at("step")
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         step += 1
 
 

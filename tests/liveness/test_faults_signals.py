@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_ranks import NOTICE_S, assert_told, survivors
 from process_ranks import RankGroup, RankResult, across, start_ranks
-from training import build, loss_of, optimizer_of, shard, tokens
+from training import build, loss_of, optimizer_of, shard, tokens, use_up
 from watching import do_before, killed_on_error, scheduler_state, until, written
 
 import odc
@@ -92,8 +92,7 @@ def interruptible(rank: int, world_size: int, at: WaitPoint) -> None:
     for step in range(10_000):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def await_others_in(runtime: Runtime, minibatch: int) -> None:

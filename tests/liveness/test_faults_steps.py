@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_ranks import across, run_ranks, start_ranks
-from test_faults_pushes import LIMIT_S, NUMEL, create, publish_all, until
-from thread_ranks import ThreadExchange, run_threads, values
+from test_faults_pushes import LIMIT_S, NUMEL, create, until
+from thread_ranks import ThreadExchange, begin, publish_all, run_threads, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, wrap
+from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, use_up, wrap
 
 import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime, limits
@@ -32,8 +32,7 @@ LEAVING = ["after finish", "after publish", "after begin", "after gather", "afte
 
 
 def minibatch(runtime: Runtime, world_size: int) -> None:
-    publish_all(runtime)
-    runtime.begin()
+    begin(runtime)
     runtime.gather(0, torch.empty(world_size * NUMEL))
     runtime.scatter_accumulate(0, torch.ones(world_size * NUMEL))
     runtime.finish()
@@ -179,8 +178,7 @@ def run_loop(loops: Loops, rank: int, world_size: int) -> dict[str, Any]:
         for number, samples in enumerate(loops.plans[rank], start=1):
             for sample in samples:
                 (loss_of(model, tokens(sample, rank, 0)) * 0.02).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
             if number == loops.common:
                 result["parameters"] = full_parameters(model)
                 agreed = [p.to_local().clone() for p in shards]
@@ -208,8 +206,7 @@ def reference_of(loops: Loops) -> dict[str, Any]:
         for rank, plan in enumerate(loops.plans):
             for sample in plan[number]:
                 (loss_of(model, tokens(sample, rank, 0)) * 0.02 / len(loops.plans)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return dict(model.state_dict())
 
 
@@ -279,8 +276,7 @@ def train_on_what_others_keep(
             session.finish()
             continue
         clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def steps_alone(model: nn.Module) -> None:
@@ -360,8 +356,7 @@ def waits_elsewhere(rank: int, world_size: int) -> None:
     with odc.patch_fsdp(model):
         for step in range(2 + (rank != 1)):
             loss_of(model, tokens(step, rank, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         dist.all_reduce(torch.ones(1))
 
 

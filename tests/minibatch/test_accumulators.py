@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, begin, publish_all, run_threads, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
@@ -30,11 +30,6 @@ MODES = [
     pytest.param({"deterministic": True}, id="direct-deterministic"),
     pytest.param({"accumulate": "daemon", "deterministic": True}, id="daemon-deterministic"),
 ]
-
-
-def publish_all(runtime: Runtime) -> None:
-    for unit in range(len(runtime.units)):
-        runtime.publish(unit, lambda out: out.fill_(runtime.minibatch + 1.0))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,8 +51,7 @@ def test_sums_equal_an_independent_sum(mode: dict, data: st.DataObject) -> None:
     def body(exchange: ThreadExchange) -> None:
         with Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=10, **mode)) as runtime:
             for k in range(3):
-                publish_all(runtime)
-                runtime.begin()
+                begin(runtime)
                 for unit, present, value in pushes[k][exchange.rank]:
                     numel = sum(p.numel for p, here in zip(UNITS[unit].params, present, strict=True) if here)
                     grads = torch.arange(numel * world_size, dtype=torch.float32).remainder(7) + value
@@ -108,8 +102,7 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
 
     def body(exchange: ThreadExchange) -> None:
         runtime = Runtime.create(exchange, UNITS[1:2], config)
-        publish_all(runtime)
-        runtime.begin()
+        begin(runtime)
         try:
             if exchange.rank == 0:
                 runtime.scatter_accumulate(0, torch.ones(18))
@@ -135,8 +128,7 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
 def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
     def body(exchange: ThreadExchange) -> None:
         with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10)) as runtime:
-            publish_all(runtime)
-            runtime.begin()
+            begin(runtime)
             peers = runtime._transport.peers
             assert exchange.rank == 1 or peers.blocks[0].try_lock(0, 0)
             exchange.all_gather(b"")
@@ -170,8 +162,7 @@ def test_a_slot_is_given_back_when_its_push_has_been_added() -> None:
                 add(pushes, *slots)
 
             store.add_arrived = look  # type: ignore[method-assign]
-            publish_all(runtime)
-            runtime.begin()
+            begin(runtime)
             for _ in range(5):
                 runtime.scatter_accumulate(0, torch.ones(18))
             runtime.finish()
@@ -199,8 +190,7 @@ def test_pushes_of_another_minibatch_are_refused() -> None:
 def test_shapes_are_checked_before_anything_is_sent() -> None:
     def body(exchange: ThreadExchange) -> None:
         with Runtime.create(exchange, UNITS) as runtime:
-            publish_all(runtime)
-            runtime.begin()
+            begin(runtime)
             with pytest.raises(ValueError, match="18 x torch.float32, got shape"):
                 runtime.scatter_accumulate(0, torch.ones(17))
             with pytest.raises(ValueError, match="push of 'c', grads: expected .* torch.bfloat16"):

@@ -177,10 +177,11 @@ def create(exchange: ThreadExchange, specs: Sequence[UnitSpec], mode: dict[str, 
     return Runtime.create(exchange, specs, RuntimeConfig(timeout_s=20, **options))
 
 
-def publish_all(runtime: Runtime) -> None:
+def begin(runtime: Runtime) -> None:
     for unit, spec in enumerate(runtime.units):
         numbers = torch.arange(spec.shard_numel) + 1000.0 * runtime.topology.rank + runtime.minibatch
         runtime.publish(unit, lambda out, numbers=numbers: out.copy_(numbers))
+    runtime.begin()
 
 
 def check_gathers(runtime: Runtime, places: Sequence[Destination]) -> None:
@@ -214,8 +215,7 @@ def test_parts_travel_like_whole_tensors(mode: str, data: st.DataObject) -> None
         with create(exchange, specs_of(units, world_size), MODES[mode]) as runtime:
             places = [Destination([p.room(world_size, torch.float32) for p in params]) for params, _ in units]
             for k in range(3):
-                publish_all(runtime)
-                runtime.begin()
+                begin(runtime)
                 check_gathers(runtime, places)
                 for push in pushes[k][exchange.rank]:
                     grads = as_pushed(push, units[push.unit][0], world_size, exchange.rank)
@@ -276,8 +276,7 @@ def test_what_a_slot_held_before_is_no_padding(mode: str) -> None:
     def body(exchange: ThreadExchange) -> None:
         with create(exchange, specs_of(units, 2), MODES[mode]) as runtime:
             for _ in range(2):
-                publish_all(runtime)
-                runtime.begin()
+                begin(runtime)
                 full = torch.full((2 * 8,), 7.0)
                 short = [params[i].as_rows(torch.ones(params[i].rows, params[i].columns), 2) for i in range(2)]
                 for grads in (full, full, short, short):  # two slots for each client
@@ -328,8 +327,7 @@ def test_between_hosts_nothing_lies_between_parameters_and_the_link(case: str, m
             whole = Push(0, (True,) * len(params), 0, False, dtype, 3)
             grads = as_pushed(whole, params, 2, exchange.rank)
             for _ in range(2):  # the first ones look up what stays
-                publish_all(runtime)
-                runtime.begin()
+                begin(runtime)
                 with Allocated() as by_gather:
                     runtime.gather(0, places[0])
                 with Allocated() as by_push:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from process_ranks import RankResult
-from training import build, full_parameters, loss_of, optimizer_of, shard, tokens, train
+from training import build, full_parameters, loss_of, shard, start, tokens, train, use_up
 from watching import until, wait_for_all
 
 import odc
@@ -69,16 +69,13 @@ def assert_told(result: RankResult, *words: str) -> None:
 
 
 def raising(rank: int, world_size: int) -> None:
-    model = shard(build(num_blocks=1), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size, num_blocks=1)
     for step in range(10_000):
         with session.minibatch():
             if rank == 1 and step == 3:
                 raise ValueError("sample 17 has no answer")
             loss_of(model, tokens(step, rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 RIGS = str(Path(__file__).parent)

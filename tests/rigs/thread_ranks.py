@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from odc import AbortedError
+from odc.minibatch.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -98,3 +99,15 @@ def values(results: list[T | BaseException]) -> list[T]:
     if failures:
         raise failures[0]
     return [r for r in results if not isinstance(r, BaseException)]
+
+
+def publish_all(runtime: Runtime) -> None:
+    """Each unit is filled with the number of the coming minibatch."""
+    for unit in range(len(runtime.units)):
+        runtime.publish(unit, lambda out: out.fill_(runtime.minibatch + 1.0))
+
+
+def begin(runtime: Runtime) -> None:
+    """A minibatch, with such parameters."""
+    publish_all(runtime)
+    runtime.begin()

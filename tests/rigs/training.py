@@ -135,6 +135,20 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, fused=True)
 
 
+def start(world_size: int, **options: Any) -> tuple[Any, odc.Session, torch.optim.Optimizer]:
+    """What many scripts begin with: a model, its session and its optimizer."""
+    model = shard(build(**options), world_size)
+    return model, odc.patch_fsdp(model), optimizer_of(model)
+
+
+def use_up(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    """As most loops do; the gradients of ``model`` are clipped first."""
+    if model is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(
     model: Net,
     session: odc.Session | None,
@@ -152,9 +166,7 @@ def train(
             for m in range(counts[rank]):
                 options = microbatch_options(step, rank, m)
                 (loss_of(model, tokens(step, rank, m), **options) * scale).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def num_tokens(step: int, counts: Sequence[int]) -> int:
@@ -175,9 +187,7 @@ def reference(
         for rank, count in enumerate(counts):
             for m in range(count):
                 (loss_of(model, tokens(step, rank, m), **microbatch_options(step, rank, m)) * scale).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     return dict(model.state_dict())
 
 

@@ -15,7 +15,18 @@ import pytest
 import torch
 from faulty_ranks import stoppable, wait_for_training
 from process_ranks import RankResult, start_ranks
-from training import build, full_parameters, largest_difference, loss_of, optimizer_of, reference, shard, tokens, train
+from training import (
+    build,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    reference,
+    shard,
+    start,
+    tokens,
+    train,
+    use_up,
+)
 from watching import wait_for_all
 
 import odc
@@ -57,9 +68,7 @@ def test_hosts_are_told_apart_and_found(hosts: network.TwoHosts) -> None:
 
 def until_told(rank: int, world_size: int, started: str, pause_s: float = 0.0) -> None:
     """Train until something happens; ``pause_s``: rank 0 then computes for so long in every minibatch."""
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    optimizer = optimizer_of(model)
+    model, session, optimizer = start(world_size)
     for step in range(100_000):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
@@ -67,8 +76,7 @@ def until_told(rank: int, world_size: int, started: str, pause_s: float = 0.0) -
                 Path(f"{started}{rank}").touch()
             if rank == 0 and step >= 3:
                 time.sleep(pause_s)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def assert_all_name_the_other_host(results: list[RankResult], other_ranks: list[set[int]]) -> None:

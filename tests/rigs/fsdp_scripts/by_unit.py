@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from training import build, loss_of, optimizer_of, tokens
+from training import build, loss_of, optimizer_of, tokens, use_up
 
 import odc
 from fsdp_scripts.models import Checkpointed
@@ -62,8 +62,7 @@ def step(run: Run, model: nn.Module, optimizers: Any, max_norm: float | None = N
 
 def loop(run: Run, make: Make, max_norm: float | None = None) -> Outcome:
     """One rank has no microbatch in the second step, the other none in the third."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizers, norms = make(model), []
     for number in range(4):
         run.backward_unless(number in (1, 2) and run.rank % 2 == number - 1, model, number)
@@ -90,16 +89,13 @@ def frozen(run: Run) -> Outcome:
 
 def in_turn_with_others(run: Run) -> None:
     """By unit in some steps; one is thrown away; behind each there is an evaluation."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for number in range(2 * STEPS):
         run.backward(model, number)
         if number == 3:
             optimizer.zero_grad()
         elif number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
         else:
             step(run, model, optimizer)
         with torch.no_grad():
@@ -107,8 +103,7 @@ def in_turn_with_others(run: Run) -> None:
 
 
 def not_finite(run: Run) -> Outcome:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer, norms = optimizer_of(model), []
     for number in range(STEPS):
         factor = float("inf") if number == run.rank == 1 else 1.0

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.nn.utils import clip_grad_norm_
-from training import loss_of, optimizer_of, tokens
+from training import loss_of, optimizer_of, tokens, use_up
 
 import odc
 from fsdp_scripts.run import Case, Outcome, Run, with_
@@ -44,9 +43,7 @@ def train(
         total = here.detach().clone()
         dist.all_reduce(total)
         found.append(total)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
         with torch.no_grad():
             change(step)
     return {"losses": torch.stack(found)}
@@ -130,8 +127,7 @@ def swapped(parameters: Parameters, others: Sequence[torch.Tensor], write: Write
 
 def averages_evaluated(run: Run, write: Write) -> Outcome:
     """Averaged weights, swapped in for an evaluation and out again."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     parameters, losses = list(model.parameters()), list[torch.Tensor]()
     average = [parameter.detach().clone() for parameter in parameters]
 
@@ -146,8 +142,7 @@ def averages_evaluated(run: Run, write: Write) -> Outcome:
 
 def averages_taken(run: Run) -> Outcome:
     """Stochastic weight averaging: the mean of the last steps takes the place of the weights."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     parameters = list(model.parameters())
     mean = [torch.zeros_like(parameter) for parameter in parameters]
 
@@ -199,14 +194,12 @@ class Normalizing(torch.optim.SGD):
 
 def collectives_in_steps(run: Run) -> Outcome:
     """Nothing is changed behind the step, so that nothing is published twice."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     return train(run, model, lambda step: None, optimizer=Normalizing(model.parameters(), lr=0.1))
 
 
 def schedule_free(run: Run) -> Outcome:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer, losses = ScheduleFree(list(model.parameters())), list[torch.Tensor]()
 
     def evaluate(step: int) -> None:
@@ -219,8 +212,7 @@ def schedule_free(run: Run) -> Outcome:
 
 def lookahead(run: Run) -> Outcome:
     """By hand, behind the step: each second time the weights go back towards the slow ones."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     slow = [parameter.detach().clone() for parameter in model.parameters()]
 
     def look_back(step: int) -> None:
@@ -233,8 +225,7 @@ def lookahead(run: Run) -> Outcome:
 
 def clamped(run: Run, limit: float, name: str = "") -> Outcome:
     """All parameters; or one whose elements are all on one rank, so that nothing changes on the others."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
 
     def clamp(step: int) -> None:
         for own_name, parameter in model.named_parameters():
@@ -246,8 +237,7 @@ def clamped(run: Run, limit: float, name: str = "") -> Outcome:
 
 def summoned(run: Run, name: str) -> Outcome:
     """FSDP1 writes full parameters back, of which one is changed, that a part of the ranks has."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
 
     def shrink(step: int) -> None:
         with FullyShardedDataParallel.summon_full_params(model):
@@ -260,8 +250,7 @@ def summoned(run: Run, name: str) -> Outcome:
 
 def masked(run: Run, by_foreach: bool) -> Outcome:
     """Pruned weights stay zero."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     parameters = list(model.parameters())
     masks = [(parameter.detach() > 0).to(parameter.dtype) for parameter in parameters]
 
@@ -277,8 +266,7 @@ def masked(run: Run, by_foreach: bool) -> Outcome:
 
 def zeroth_order(run: Run) -> Outcome:
     """MeZO: two forwards with the weights moved along one random direction and back, no backward."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     parameters, losses = list(model.parameters()), list[torch.Tensor]()
     own = [parameter.to_local() for parameter in parameters]  # type: ignore[attr-defined]
 
@@ -301,8 +289,7 @@ def zeroth_order(run: Run) -> Outcome:
 
 def outer_steps(run: Run) -> Outcome:
     """DiLoCo: each second step an outer optimizer moves the weights, with a collective for each of them."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     parameters = list(model.parameters())
     anchors = [parameter.detach().clone() for parameter in parameters]
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
@@ -346,8 +333,7 @@ def merged_adapters(run: Run) -> Outcome:
 def evaluated_alone(run: Run, name: str = "") -> Outcome:
     """Other weights on all ranks, or one, while rank 0 alone evaluates, which the others await. Plain FSDP needs all of
     them."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     named, losses = list(model.named_parameters()), list[torch.Tensor]()
     parameters = [parameter for own_name, parameter in named if clean_tensor_name(own_name).startswith(name)]
 
@@ -365,8 +351,7 @@ def evaluated_alone(run: Run, name: str = "") -> Outcome:
 
 def stepped_by_hand(run: Run) -> Outcome:
     """Without an optimizer. The collective comes behind the step, and rank 1 uses the model only after that."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     losses = list[torch.Tensor]()
     for step in range(STEPS):
         run.backward_unless(run.rank == 1 and step % 2 == 1, model, step)
@@ -385,8 +370,7 @@ def stepped_by_hand(run: Run) -> Outcome:
 
 def changed_and_said(run: Run) -> Outcome:
     """``publish()`` on every rank, as before."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
 
     def shrink(step: int) -> None:
         for parameter in model.parameters():

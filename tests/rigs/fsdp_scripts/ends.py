@@ -4,82 +4,62 @@ from __future__ import annotations
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is patched
-from training import loss_of, optimizer_of, tokens
+from training import loss_of, optimizer_of, tokens, use_up
 
 from fsdp_scripts.run import STEPS, Outcome, Run
 
 
 def clipping_by_norm(run: Run) -> Outcome:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms.append(clip_grad_norm_(model.parameters(), 0.5).full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
 def clipping_twice(run: Run) -> Outcome:
     """To log the norm first, then to clip one part of the model more than the other."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms.append(clip_grad_norm_(model.parameters(), float("inf")).full_tensor())
         clip_grad_norm_(model.blocks.parameters(), max_norm=0.1)
         clip_grad_norm_(model.head.parameters(), max_norm=0.2)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
 def clipping_by_keyword(run: Run) -> Outcome:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms.append(clip_grad_norm_(max_norm=0.5, parameters=model.parameters()).full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
 def clipping_one_tensor(run: Run) -> Outcome:
     """A norm per parameter, as some scripts log it: a tensor instead of a list."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms += [clip_grad_norm_(p, 0.1).full_tensor() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
 def clipping_by_value(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         clip_grad_value_([p for p in model.parameters() if p.requires_grad], clip_value=0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def scaler(run: Run, unscales: bool, fused: bool = False) -> Outcome:
     """A step is skipped when one rank alone has infinities."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     scales = []
@@ -98,23 +78,17 @@ def scaler(run: Run, unscales: bool, fused: bool = False) -> Outcome:
 
 
 def step_alone(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        run.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = run.start()
+    for _ in run.steps(model):
+        use_up(optimizer)
 
 
 def two_optimizers(run: Run) -> None:
     """Matrices by one, the rest by another; units are split between them."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == here] for here in (True, False))
     optimizers = [torch.optim.SGD(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -123,12 +97,10 @@ def two_optimizers(run: Run) -> None:
 
 def one_of_two_optimizers(run: Run) -> None:
     """The second optimizer steps in every other minibatch; its gradients add up in between."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     often = torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
     seldom = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-3)
-    for step in range(STEPS):
-        run.backward(model, step)
+    for step in run.steps(model):
         often.step()
         often.zero_grad()
         if step % 2:
@@ -137,8 +109,7 @@ def one_of_two_optimizers(run: Run) -> None:
 
 
 def closure(run: Run, keyword: bool) -> Outcome:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for step in range(STEPS):
@@ -159,8 +130,7 @@ def schedulers(run: Run) -> Outcome:
     run.patch(model)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     rates = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for step in run.steps(model):
         optimizer.step()
         linear.step()
         plateau.step(float(step))

@@ -10,7 +10,7 @@ from extended_weights import Extended, Rounded, RowScaled, Scaled, extend, is_ex
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
-from training import build, optimizer_of
+from training import build, optimizer_of, use_up
 
 from fsdp_scripts import loops
 from fsdp_scripts.run import Case, Outcome, Run, with_
@@ -45,8 +45,7 @@ def train(
     for step in range(STEPS):
         run.backward_unless(step % 3 == 1 + run.rank % 2, model, step)
         found.append(clip_grad_norm_(model.parameters(), 0.5).full_tensor())  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         behind_step(model)
         if step == 1:
             found.append(loops.evaluate(model, context))
@@ -107,9 +106,7 @@ def accumulated(run: Run) -> Outcome:
         for m in range(3):
             model.set_requires_gradient_sync(m == 2)  # type: ignore[operator]
             run.backward(model, step, m)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     return {}
 
 

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from torch.nn.utils import clip_grad_norm_
-from training import loss_of, optimizer_of, tokens
+from training import loss_of, tokens, use_up
 
 from fsdp_scripts.run import STEPS, Run, train
 
 
 def plain(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     train(run, model)
 
 
 def accumulation(run: Run, toggles: bool) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         for m in range(3):
             if toggles:
                 model.set_requires_all_reduce(m == 2)
             run.backward(model, step, m)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def without_microbatches(run: Run) -> None:
     """In one minibatch a whole host has nothing to do."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         idle = run.rank == 1 if step % 2 else run.rank >= 2
         if not idle:
             run.backward(model, step)
         elif not run.patched:
             (loss_of(model, tokens(step, run.rank, 0)) * 0.0).backward()
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import TOLERANCE, optimizer_of
+from training import TOLERANCE, use_up
 
 from fsdp_scripts import loops
 from fsdp_scripts.run import Case, Outcome, Run, full, with_
@@ -15,57 +15,45 @@ from fsdp_scripts.run import Case, Outcome, Run, full, with_
 
 def clipped_before_each_second_step(run: Run, clip: Callable[..., Any]) -> None:
     """Rank 1 has no microbatch where gradients were kept."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(6):
         run.backward_unless(run.rank == 1 and step % 2 == 1, model, step)
         clip(model.parameters(), 0.3)
         if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
 
 
 def clipped_twice_alike(run: Run) -> None:
     """The second time could be that of a rank without a microbatch in the next minibatch, and is taken for that."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(3):
         run.backward_unless(run.rank == 1 and step == 1, model, step)
         for _ in range(2):
             clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def cleared_instead_of_a_step(run: Run, clear: str) -> None:
     """As scripts skip a step whose loss is not a number, without asking for a norm."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(4):
         for microbatch in range(2):
             run.backward(model, step, microbatch)
         if step == 1:
             loops.clear(model, optimizer, clear)
             continue
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def read_after_each_microbatch(run: Run) -> Outcome:
     """A log of norms; what follows is added."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
     for step in range(3):
         for microbatch in range(3):
             run.backward(model, step, microbatch)
             norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 

@@ -11,24 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import TOLERANCE, loss_of, optimizer_of, tokens
+from training import TOLERANCE, loss_of, optimizer_of, tokens, use_up
 
 from fsdp_scripts.run import STEPS, Case, Outcome, Run
 
 
 def accumulation(run: Run, sync_last_only: bool) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         for m in range(3):
             if sync_last_only:
                 model.set_requires_gradient_sync(m == 2)
                 model.set_is_last_backward(m == 2)
             run.backward(model, step, m)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def accumulation_without_sync_and_deterministic(run: Run) -> None:
@@ -40,37 +36,30 @@ def accumulation_without_sync_and_deterministic(run: Run) -> None:
         for m in range(3):
             model.set_requires_gradient_sync(m == 2)
             run.backward(model, step, m)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def divided_by_microbatch(run: Run) -> None:
     """A mean over the tokens of each microbatch. The last factor is the one of the next step."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         for m in range(3):
             divide_by(model, 3.0 + 10 * m + step)
             run.backward(model, step, m)
         divide_by(model, 100.0)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def divided_without_sync(run: Run) -> None:
     """The factor at the reduction divides all that it reduces."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for m in range(4):
             divide_by(model, 3.0 + 10 * m)
             with without_sync(model, m % 2 == 0):
                 run.backward(model, step, m)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def divide_by(model: nn.Module, factor: float) -> None:
@@ -110,9 +99,7 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
 
 
 def clearing(run: Run, how: str, first: bool = False) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         if first:
             clear(model, optimizer, how)
@@ -126,20 +113,15 @@ def clearing(run: Run, how: str, first: bool = False) -> None:
 
 def cleared_between_backward_passes(run: Run) -> None:
     """A microbatch whose gradients the script throws away: ``zero_grad`` before the step."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        run.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = run.start()
+    for _ in run.steps(model):
+        use_up(optimizer)
         optimizer.zero_grad()
 
 
 def never_cleared(run: Run) -> Outcome:
     """Gradients add up over the steps."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(2):
         run.backward(model, step)
@@ -149,12 +131,9 @@ def never_cleared(run: Run) -> Outcome:
 
 def gradients_moved_by_hand(run: Run) -> None:
     """Scaled in place, replaced, copied for the next step."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     kept = None
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         clip_grad_norm_(model.parameters(), float("inf"))
         for parameter in model.parameters():
             parameter.grad = parameter.grad * 0.5
@@ -162,48 +141,36 @@ def gradients_moved_by_hand(run: Run) -> None:
         if kept is not None:
             model.head.bias.grad.add_(kept)
         kept = model.head.bias.grad.clone()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def gradients_kept_by_reference(run: Run) -> Outcome:
     """The last minibatch's gradients without a copy, as for the angle between two steps."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     kept, products = None, []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         clip_grad_norm_(model.parameters(), 0.5)
         grads = [p.grad for p in model.parameters()]
         if kept is not None:
             products.append(sum((a * b).sum().full_tensor() for a, b in zip(grads, kept, strict=True)))
         kept = grads
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"products": torch.stack(products)}
 
 
 def without_microbatches(run: Run) -> None:
     """Rank 1 has no microbatch in some minibatches, rank 0 none in others. Under FSDP it needs one of weight zero."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(6):
         idle = step % 3 == 1 + run.rank
         run.backward_unless(idle, model, step)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def evaluation(run: Run, context: Callable[[], Any]) -> Outcome:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     losses = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for step in run.steps(model):
         losses.append(evaluate(model, context))  # inside the minibatch
         run.backward(model, step)
         optimizer.step()
@@ -230,17 +197,13 @@ def evaluation_only(run: Run) -> Outcome:
 
 def logging_between(run: Run) -> Outcome:
     """Collectives of the script itself in every microbatch."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     losses = []
     for step in range(STEPS):
         loss = run.backward(model, step)
         dist.all_reduce(loss)
         losses.append(loss)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     return {"losses": torch.stack(losses)}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from training import Block, Net, build, optimizer_of, tokens
+from training import Block, Net, build, optimizer_of, tokens, use_up
 
 import odc
 from fsdp_scripts.run import STEPS, Outcome, Run, full, train
@@ -59,8 +59,7 @@ class Tied(Net):
 def tied_in_the_root(run: Run) -> None:
     torch.manual_seed(0)
     model = run.shard(Tied())
-    run.patch(model)
-    train(run, model)
+    train(run, run.patch(model))
 
 
 def tied_in_a_list(run: Run) -> None:
@@ -75,8 +74,7 @@ def unit_of_a_list(run: Run) -> None:
     model = build(num_blocks=3)
     fully_shard([model.blocks[0], model.blocks[2]], mesh=run.mesh)
     fully_shard(model, mesh=run.mesh)
-    run.patch(model)
-    train(run, model)
+    train(run, run.patch(model))
 
 
 def root_without_parameters(run: Run) -> None:
@@ -85,8 +83,7 @@ def root_without_parameters(run: Run) -> None:
     for part in model:
         fully_shard(part, mesh=run.mesh)
     fully_shard(model, mesh=run.mesh)
-    run.patch(model)
-    train(run, model)
+    train(run, run.patch(model))
 
 
 def units_without_a_root(run: Run) -> None:
@@ -96,13 +93,11 @@ def units_without_a_root(run: Run) -> None:
         fully_shard(block, mesh=run.mesh)
     run.patch(model)
     optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (model.blocks, model.embed, model.head)]
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         for parameter in (*model.embed.parameters(), *model.head.parameters()):
             dist.all_reduce(parameter.grad)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
 
 
 def policy_and_reference(run: Run) -> None:
@@ -119,8 +114,7 @@ def policy_and_reference(run: Run) -> None:
         logits = policy(data)
         (nn.functional.mse_loss(logits, 0.5 * expected, reduction="sum") * 0.01).backward()
         clip_grad_norm_(policy.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def following_reference(run: Run) -> None:
@@ -136,8 +130,7 @@ def following_reference(run: Run) -> None:
             expected = reference(data)
         (nn.functional.mse_loss(policy(data), 0.5 * expected, reduction="sum") * 0.01).backward()
         clip_grad_norm_(policy.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         reference.reshard()  # FSDP2 leaves a root gathered behind its forward
         with torch.no_grad():
             for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
@@ -160,8 +153,7 @@ def reference_stays_plain(run: Run) -> None:
         with torch.no_grad():
             expected = reference(data)
         (nn.functional.mse_loss(policy(data), 0.5 * expected, reduction="sum") * 0.01).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def two_trained_models(run: Run) -> None:
@@ -194,8 +186,7 @@ def one_optimizer_for_two_models(run: Run) -> None:
         run.backward(first, step)
         run.backward(second, step + 100)
         clip_grad_norm_(both, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def prefetching(run: Run) -> None:
@@ -204,53 +195,41 @@ def prefetching(run: Run) -> None:
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
-    run.patch(model)
-    train(run, model)
+    train(run, run.patch(model))
 
 
 def kept_after_backward(run: Run) -> None:
     """Parameters stay whole between the microbatches of a minibatch."""
-    model = run.net(reshard_after_forward=False)
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start(reshard_after_forward=False)
     for step in range(STEPS):
         for m in range(3):
             model.set_reshard_after_backward(m == 2)
             run.backward(model, step, m)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def toggled_resharding(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         model.set_reshard_after_forward(step % 2 == 0)
         run.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def gathered_by_hand(run: Run) -> None:
     """``unshard`` and ``reshard`` called by the script, asynchronously too."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         handle = model.unshard(async_op=True)
         model.blocks[0].unshard()
         handle.wait()
         run.backward(model, step)
         model.reshard()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def offloaded(run: Run) -> None:
-    model = run.net(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    run.patch(model)
+    model = run.patch(run.net(offload_policy=CPUOffloadPolicy(pin_memory=False)))
     train(run, model)
 
 
@@ -265,11 +244,9 @@ def with_ignored_parameters(run: Run) -> None:
     optimizer = torch.optim.SGD(
         [{"params": [ignored]}, {"params": [p for p in model.parameters() if p is not ignored]}], lr=1e-2
     )
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         dist.all_reduce(ignored.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def from_meta(run: Run, assign: bool) -> None:
@@ -283,8 +260,7 @@ def from_meta(run: Run, assign: bool) -> None:
         name: nn.Parameter(value) if assign else value for name, value in sharded_like(model, weights, run.mesh).items()
     }
     model.load_state_dict(state, assign=assign)
-    run.patch(model)
-    train(run, model)
+    train(run, run.patch(model))
 
 
 def sharded_like(model: nn.Module, weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, Any]:
@@ -298,8 +274,7 @@ def sharded_like(model: nn.Module, weights: dict[str, torch.Tensor], mesh: Devic
 
 def loaded_after_patching(run: Run, assign: bool) -> None:
     """``assign=True`` puts other parameters into the model."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     weights = {name: value * 1.5 for name, value in build().state_dict().items()}
     state = sharded_like(model, weights, run.mesh)
     model.load_state_dict({n: nn.Parameter(v) for n, v in state.items()} if assign else state, assign=assign)
@@ -308,9 +283,7 @@ def loaded_after_patching(run: Run, assign: bool) -> None:
 
 def moved_between_steps(run: Run) -> None:
     """As evaluation code does that "makes sure", or frees a device for a while; and everywhere in the loop."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         model.to("cpu")
         move(model)
@@ -331,15 +304,13 @@ def move(model: nn.Module) -> None:
 
 def replaced_between_steps(run: Run, replace: Callable[[nn.Module], object]) -> Outcome:
     """Rank 1 has no microbatch then, and uses gradients by hand."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     norms = {}
     for step in range(4):
         optimizer = optimizer_of(model)
         run.backward_unless(run.rank == 1 and step == 2, model, step)
         norms[str(step)] = sum(full(p.grad).norm() for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         replace(model)
     return norms
 
@@ -358,8 +329,7 @@ def swap(model: nn.Module) -> None:
 
 def added_at_the_end(run: Run) -> None:
     """``add_param_group`` while training: layers thaw one after another (all were trainable when patching)."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = torch.optim.SGD(model.head.parameters(), lr=1e-2)
     for step in range(STEPS):
         if step == 2:
@@ -371,9 +341,7 @@ def added_at_the_end(run: Run) -> None:
 
 def weight_averages(run: Run) -> Outcome:
     """An average of the weights, kept by an optimizer hook of the script."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     average = [p.detach().to_local().clone() for p in model.parameters()]
 
     def update(*args: Any) -> None:
@@ -381,10 +349,8 @@ def weight_averages(run: Run) -> Outcome:
             mean.lerp_(parameter.detach().to_local(), 0.1)
 
     optimizer.register_step_post_hook(update)
-    for step in range(STEPS):
-        run.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in run.steps(model):
+        use_up(optimizer)
     return {f"average {i}": mean for i, mean in enumerate(average) if mean.numel()}
 
 
@@ -393,6 +359,5 @@ def compiled(run: Run, backend: str) -> None:
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend=backend)  # type: ignore[assignment]
     run.shard(model)
-    run.patch(model)
-    train(run, model, 2)
+    train(run, run.patch(model), 2)
     torch._dynamo.reset()

@@ -12,61 +12,46 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from training import TOLERANCE, Net, build, loss_of, optimizer_of, tokens
+from training import TOLERANCE, Net, build, loss_of, optimizer_of, tokens, use_up
 
 from fsdp_scripts.run import STEPS, Case, Outcome, Run, full, with_
 
 
 def clipping_what_has_a_gradient(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        run.backward(model, step)
+    model, optimizer = run.start()
+    for _ in run.steps(model):
         clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def scaling_by_hand(run: Run) -> None:
     """As for a loss that is a sum: by the tokens of all ranks, known at the end."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         for microbatch in range(2):
             run.backward(model, step, microbatch)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= 1.0 / (step + 3)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def norm_by_hand(run: Run) -> Outcome:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
 def norm_of_a_map(run: Run) -> Outcome:
     """Torch itself takes the gradients out of it."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         norms.append(full(get_total_norm(map(attrgetter("grad"), model.parameters()))))
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     return {"norms": torch.stack(norms)}
 
 
@@ -95,8 +80,7 @@ def compiled_scaling(run: Run) -> None:
         for microbatch in range(2):
             run.backward(model, step, microbatch)
         compiled(trained, torch.tensor(1.0 / (step + 3)))
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
     torch._dynamo.reset()
 
 
@@ -107,22 +91,18 @@ def compiled_step(run: Run) -> None:
 
     def update() -> None:
         clip_grad_norm_(trained, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
     compiled = torch.compile(update, backend="eager")
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         compiled()
     torch._dynamo.reset()
 
 
 def step_by_hand(run: Run, clear: str) -> None:
     """No optimizer: gradients are read, used and cleared one by one."""
-    model = run.net()
-    run.patch(model)
-    for step in range(STEPS):
-        run.backward(model, step)
+    model = run.patch(run.net())
+    for _ in run.steps(model):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is None:  # FSDP1, where this rank has none of it
@@ -153,8 +133,7 @@ def forward_method(run: Run, inside: bool) -> None:
         clip_grad_norm_(model.parameters(), 0.5)
         if step % 2 == 0:
             continue
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def forward_behind_method(model: Net, forward: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
@@ -165,22 +144,17 @@ def forward_behind_method(model: Net, forward: Callable[..., torch.Tensor], inpu
 
 def clipping_in_two_parts(run: Run, idle_at_first: bool = False) -> None:
     """Rank 1 may have no microbatch in the first step."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         run.backward_unless(idle_at_first and run.rank == 1 and step == 0, model, step)
         norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         clip_grads_with_norm_(model.parameters(), 0.2, norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def norm_after_the_step(run: Run) -> Outcome:
     """Logged when the gradients have been used; cleared only behind the next forward."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     norms = []
     for step in range(STEPS):
         loss = loss_of(model, tokens(step, run.rank, 0))
@@ -192,22 +166,17 @@ def norm_after_the_step(run: Run) -> Outcome:
 
 
 def clipping_every_microbatch(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         for microbatch in range(3):
             run.backward(model, step, microbatch)
             clip_grad_norm_(model.parameters(), 0.2)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
 
 
 def skipped_steps(run: Run, in_place: bool, behind_forward: bool) -> None:
     """The script itself skips every second step when it sees the norm."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         loss = loss_of(model, tokens(step, run.rank, 0))
         if behind_forward:
@@ -221,9 +190,7 @@ def skipped_steps(run: Run, in_place: bool, behind_forward: bool) -> None:
 
 
 def skipped_by_a_scaler(run: Run, in_place: bool, behind_forward: bool) -> None:
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(STEPS):
         loss = loss_of(model, tokens(step, run.rank, 0)) * (float("inf") if step == 1 else 1.0)
@@ -238,9 +205,7 @@ def skipped_by_a_scaler(run: Run, in_place: bool, behind_forward: bool) -> None:
 
 def skipped_without_gradients(run: Run) -> None:
     """No rank has a microbatch and the step is skipped; in the next minibatch one rank has none."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
+    model, optimizer = run.start()
     for step in range(STEPS):
         idle = step == 1 or (step == 2 and run.rank == 0)
         run.backward_unless(idle, model, step)
@@ -252,15 +217,11 @@ def skipped_without_gradients(run: Run) -> None:
 
 def optimizer_state_early(run: Run, optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Asked for between backward and step, when the optimizer has none yet."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = optimizer_class(model.parameters(), lr=0.01)  # type: ignore[call-arg]
-    for step in range(STEPS):
-        run.backward(model, step)
+    for _ in run.steps(model):
         get_optimizer_state_dict(model, optimizer)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -284,37 +245,28 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def nested_optimizers(run: Run) -> None:
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer = Lookahead(optimizer_of(model))
-    for step in range(STEPS):
-        run.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in run.steps(model):
+        use_up(optimizer)
 
 
 def discarded(run: Run) -> None:
     """A minibatch that every rank throws away: plain FSDP clears the gradients."""
-    model = run.net()
-    run.patch(model)
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        run.backward(model, step)
+    model, optimizer = run.start()
+    for step in run.steps(model):
         if step == 1:
             if run.patched:
                 run.live_sessions()[0].discard()
             optimizer.zero_grad()
             continue
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def full_gradients(run: Run, microbatches: int, by_hand: bool = False) -> Outcome:
     """FSDP1 shows them, behind each microbatch, and takes back what the script has made of them. Rank 1 has no
     microbatch in the second step. Without an optimizer, gradients are used by hand before and behind that."""
-    model = run.net()
-    run.patch(model)
+    model = run.patch(run.net())
     optimizer, norms = optimizer_of(model), []
     for step in range(STEPS):
         for microbatch in range(microbatches):
@@ -330,8 +282,7 @@ def full_gradients(run: Run, microbatches: int, by_hand: bool = False) -> Outcom
                 for gradient in gradients:
                     gradient.mul_(0.5)
         if not by_hand:
-            optimizer.step()
-            optimizer.zero_grad()
+            use_up(optimizer)
             continue
         with torch.no_grad():
             for parameter in model.parameters():
@@ -343,17 +294,14 @@ def full_gradients(run: Run, microbatches: int, by_hand: bool = False) -> Outcom
 
 def generating_between_microbatches(run: Run, is_resharded: bool) -> Outcome:
     """Inside ``summon_full_params``, as scripts do that call more of a model than its forward."""
-    model: Any = run.net(reshard_after_forward=is_resharded)
-    run.patch(model)
+    model: Any = run.patch(run.net(reshard_after_forward=is_resharded))
     optimizer, found = optimizer_of(model), []
     for step in range(STEPS):
         for microbatch in range(2):
             run.backward(model, step, microbatch)
             with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.no_grad():
                 found.append(loss_of(model, tokens(99, run.rank, microbatch)))
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
     return {"losses": torch.stack(found)}
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
-from training import Net, build, each_way, largest_difference, loss_of, optimizer_of, tokens
+from training import Net, build, each_way, largest_difference, loss_of, optimizer_of, tokens, use_up
 
 import odc
 
 STEPS = 3
 Outcome = dict[str, Any]
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass
@@ -34,11 +34,17 @@ class Run:
     models: list[nn.Module] = field(default_factory=list)
     sessions: list[weakref.ref[odc.Session]] = field(default_factory=list)
 
-    def patch(self, model: nn.Module, **options: Any) -> None:
-        """The one line. As in a script, nobody keeps what it returns."""
+    def patch(self, model: ModelT, **options: Any) -> ModelT:
+        """The one line; returns the model. As in a script, nobody keeps what that line returns."""
         self.models.append(model)
         if self.patched:
             self.sessions.append(weakref.ref(odc.patch_fsdp(model, **options)))
+        return model
+
+    def start(self, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+        """What most scripts begin with: a model that is patched, and its optimizer."""
+        model = self.patch(self.net(**options))
+        return model, optimizer_of(model)
 
     def live_sessions(self) -> list[odc.Session]:
         found = [session() for session in self.sessions]
@@ -49,6 +55,12 @@ class Run:
         loss = loss_of(model, tokens(step, self.rank, microbatch), **options)
         (loss * 0.02).backward()
         return loss.detach()
+
+    def steps(self, model: nn.Module) -> Iterator[int]:
+        """Of a loop: each begins with a microbatch."""
+        for step in range(STEPS):
+            self.backward(model, step)
+            yield step
 
     def backward_unless(self, idle: bool, model: nn.Module, step: int) -> None:
         """A microbatch, if this rank has one. Plain FSDP needs one of weight zero where it has none."""
@@ -88,9 +100,7 @@ def train(run: Run, model: nn.Module, steps: int = STEPS, **options: Any) -> Non
     optimizer = optimizer_of(model)
     for step in range(steps):
         run.backward(model, step, **options)
-        clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer, model)
 
 
 def perform(case: Case, run: Run) -> Outcome:
