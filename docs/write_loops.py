@@ -30,7 +30,8 @@ sums have one order, else within the tolerance. Is a loop like yours among them?
 
 Two things differ from plain FSDP on purpose:
 
-- From patching on, and after `zero_grad()`, a `.grad` is not None but the coming gradient ([what that is](quickstart.md#what-grad-is)).
+- From patching on, and after `zero_grad()`, a `.grad` is not None but the coming gradient
+  ([what that is](quickstart.md#what-grad-is)).
 - Plain FSDP2 leaves the parameters of the root full behind an evaluation, until the next backward. What clips or clears
   `model.parameters()` then finds no gradients of the root; and if the script steps before that backward, the next
   forward computes with the root of before the step. Under ODC an evaluation changes nothing, as in one process

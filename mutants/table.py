@@ -415,6 +415,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "fsdp-an-end-without-gradients-begins-anew",
+        "A minibatch that no rank had gradients of takes away what was used before it. A rank without a microbatch steps on old gradients where the others step on those of the next minibatch.",
+        ("tests/fsdp/test_gradient_state.py",),
+        "fsdp_patch/gradient_state.py",
+        (("        if not self.was_empty:\n", "        if True:\n"),),
+    ),
+    Mutant(
         "fsdp-discarded-gradients-are-used",
         "What is thrown away by discard() is in .grad all the same. The next step trains with the gradients of a minibatch that the script has given up (a loss that is not finite).",
         ("tests/fsdp/test_interruptions.py::test_a_backward_that_did_not_complete_can_be_discarded[fsdp2]",),
@@ -565,25 +572,6 @@ MUTANTS = (
         (("torch.split_with_sizes_copy(self._small_rows, sizes, dim=1, out=outs)", "_ = sizes, outs"),),
     ),
     Mutant(
-        "fsdp-an-end-without-gradients-begins-anew",
-        "A minibatch that no rank had gradients of takes away what was used before it. A rank without a microbatch steps on old gradients where the others step on those of the next minibatch.",
-        ("tests/fsdp/test_gradient_state.py",),
-        "fsdp_patch/gradient_state.py",
-        (("        if not self.was_empty:\n", "        if True:\n"),),
-    ),
-    Mutant(
-        "fsdp-what-is-cleared-twice-is-not-installed",
-        "A script sets a .grad to None that was None, and pending. The gradient that other ranks bring of it is dropped without a word.",
-        ("tests/fsdp/test_gradient_state.py", "tests/fsdp/test_pending.py"),
-        "fsdp_patch/pending.py",
-        (
-            (
-                "self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base",
-                "self.stood, base = self.stands, self.pending.base",
-            ),
-        ),
-    ),
-    Mutant(
         "fsdp-steps-are-not-compared",
         "Ranks that have taken different numbers of steps are not refused at the next end of a minibatch. One has stepped where another one has kept its gradients: parameters drift apart without a word.",
         (
@@ -626,6 +614,18 @@ MUTANTS = (
             raise waiting_gradients(self.name)
         self._touched = touched""",
                 "        self._touched = touched",
+            ),
+        ),
+    ),
+    Mutant(
+        "fsdp-what-is-cleared-twice-is-not-installed",
+        "A script sets a .grad to None that was None, and pending. The gradient that other ranks bring of it is dropped without a word.",
+        ("tests/fsdp/test_gradient_state.py", "tests/fsdp/test_pending.py"),
+        "fsdp_patch/pending.py",
+        (
+            (
+                "self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base",
+                "self.stood, base = self.stands, self.pending.base",
             ),
         ),
     ),
