@@ -344,10 +344,10 @@ class Fsdp2Unit(Unit):
         watched = []
         for p in self.params:
             if p.extension is None:
-                watched.append(Watched((p.sharded, p.local), p.padded, slice(p.local.numel())))
+                sharded, local = p.inner.sharded_param, p.local
+                watched.append(Watched((sharded, local), p.inner._sharded_param_data, slice(local.numel())))
             else:
-                whole = slice(None)
-                watched += [Watched((p.sharded, p.local, m), m, whole, p.local) for m in p.extension.memory]
+                watched += [Watched((p.sharded, p.local, m), m, slice(None), p.local) for m in p.extension.memory]
         return watched
 
     def is_unfrozen(self) -> bool:
@@ -371,7 +371,7 @@ class Fsdp2Unit(Unit):
                 param.extension.fill(part)
             else:
                 parts.append(part)
-                data.append(_as_published(param, dtype, part))
+                data.append(param.padded if part.dtype == dtype else _as_bytes(param, dtype))
         if parts:
             torch._foreach_copy_(parts, data)  # on a device one launch for all parameters
 
@@ -380,7 +380,8 @@ class Fsdp2Unit(Unit):
             if param.extension is not None:
                 yield param.extension.beside()
             else:
-                yield part, _as_published(param, dtype, part).to(part.dtype)
+                shard = param.inner._sharded_param_data
+                yield part, shard.to(dtype) if part.dtype == dtype else _as_bytes(param, dtype)
 
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
         return zip((param.name for param in self.params), self.beside(published), strict=True)
@@ -403,8 +404,8 @@ class Fsdp2Unit(Unit):
 
     def places(self) -> Sequence[Place]:
         known = self._gradient_places
-        now = zip(known, self.trainable, strict=True)
-        if any(place.parameter is not p.sharded or place.like is not p.local for place, p in now):
+        sharded = [param.inner.sharded_param for param in self.trainable]
+        if [id(one) for place in known for one in place] != [id(t) for p in sharded for t in (p, p._local_tensor)]:
             # A checkpoint was loaded as new parameters, or they were moved.
             self._gradient_places = known = [Place(p.sharded, p.local) for p in self.trainable]
         return known
@@ -414,7 +415,8 @@ class Fsdp2Unit(Unit):
 
     @property
     def steps_in_backward(self) -> bool:
-        return any(reaches_optimizer(hook) for param in self.trainable for hook in param.hooks.values())
+        hooked = [param for param in self.trainable if param.inner.sharded_param._post_accumulate_grad_hooks]
+        return any(reaches_optimizer(hook) for param in hooked for hook in param.hooks.values())
 
     def call_hooks(self) -> None:
         touched, self._touched = self._touched, []
@@ -623,8 +625,6 @@ class Fsdp2Unit(Unit):
             )
 
 
-def _as_published(param: FsdpParam, dtype: torch.dtype, part: torch.Tensor) -> torch.Tensor:
-    """The shard of one parameter, as long as its ``part`` of what is published."""
-    if part.dtype == dtype:
-        return param.padded
-    return param.padded.to(dtype).view(torch.uint8)  # several compute dtypes in one unit travel as bytes
+def _as_bytes(param: FsdpParam, dtype: torch.dtype) -> torch.Tensor:
+    """The shard of a parameter, where several compute dtypes in one unit travel as bytes."""
+    return param.padded.to(dtype).view(torch.uint8)

@@ -164,9 +164,8 @@ class GradientState:
     def since(self, who: Hashable, parameters: Set[int]) -> Since:
         """What concerns who asks for the gradients of these parameters."""
         found = Since.ASKED if who in self._asked else Since.NOTHING
-        is_published = self._minibatch.phase is not Phase.FINISHED
-        is_empty = self._has_gradients and self._is_empty()
-        if is_published or is_empty or self.are_used(parameters) or not self._used_before.isdisjoint(parameters):
+        is_all_used = self._minibatch.phase is not Phase.FINISHED or (self._has_gradients and self._is_empty())
+        if is_all_used or self.are_used(parameters) or not self._used_before.isdisjoint(parameters):
             found |= Since.USED
         elif self._is_changed(parameters):  # before the first step of an optimizer they may be decayed, too
             found |= Since.CHANGED
@@ -195,12 +194,9 @@ class GradientState:
         if self.since(who, parameters) & (Since.USED | Since.CHANGED):
             self._used_before |= parameters
 
-    def give(self, who: Hashable) -> None:
-        """Who has asked is given final gradients."""
+    def give(self, who: Hashable, place: int = 0) -> None:
+        """Who has asked is given final gradients; ``place``: of the script, where he uses their data."""
         self._asked.add(who)
-
-    def pass_by(self, place: int) -> None:
-        """At this place of the script this rank goes on without the coming gradients."""
         self._passed.add(place)
 
     # What ranks tell each other

@@ -104,15 +104,11 @@ class GradientUse(Listener):
             return pending.now()
         frame, owned = script_frame(), self._publisher.all_trainable
         place = place_of(frame)
-        if is_zeroed:
-            self.gradients.pass_by(place)
-            return torch.empty(0, device=pending.like[2])
-        is_old = pending.base is not None and not self._runtime.state.pushed
-        asker, who = Asker.DATA if is_old else Asker.NAME, (place, pending.key)
-        if pending.base is not None and is_old and not self.gradients.means_coming(asker, who, owned, place):
-            self.gradients.give(who)
-            self.gradients.pass_by(place)
-            return pending.base
+        who, is_old = (place, pending.key), pending.base is not None and not self._runtime.state.pushed
+        asker = Asker.DATA if is_old else Asker.NAME
+        if is_zeroed or (is_old and not self.gradients.means_coming(asker, who, owned, place)):
+            self.gradients.give(who, place)
+            return torch.empty(0, device=pending.like[2]) if is_zeroed else pending.now()
         what = f"using .grad ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
         unfrozen = [unit.name for unit in self._units if unit.is_unfrozen()]
         if unfrozen and self._runtime.state.phase is not Phase.OPEN:  # to be patched anew now would be too late

@@ -33,6 +33,7 @@ counted; and the rest, which takes a wait, where a script is likely to have chan
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
@@ -70,10 +71,11 @@ class Guard:
     def record(self, index: int) -> None:
         """A unit is published as it is now."""
         before, now = self._traces[index], self._units[index].watched()
-        if len(before) == len(now) and all(trace.is_of(one) for trace, one in zip(before, now, strict=True)):
-            for trace in before:
-                trace.renew()
-            self._whole[index].renew()
+        if _are_of(before, now):
+            if not self._whole[index].is_unchanged():
+                for trace in before:
+                    trace.renew()
+                self._whole[index].renew()
         else:
             has_sample = self._comparison.answers_at_once
             traces = self._traces[index] = [_Trace(watched, has_sample) for watched in now]
@@ -179,10 +181,10 @@ class _Trace:
     """What a parameter was like when it was published, or last found to be as published."""
 
     __slots__ = (
-        "_address",
         "_attributes",
         "_sampled",
         "_version",
+        "address",
         "counted",
         "holder",
         "memory",
@@ -194,7 +196,7 @@ class _Trace:
         self.counted = watched.counted
         self.holder = watched.holder
         self.memory = watched.memory
-        self._address = self.memory.data_ptr()
+        self.address = self.memory.data_ptr()
         part = watched.memory[watched.part]
         self.num_bytes = part.nbytes
         self.sample = sample_of(part) if has_sample else []
@@ -205,15 +207,6 @@ class _Trace:
         self._version = self._count()
         self._sampled = b"".join(self.sample)
         self._attributes = [] if self.holder is None else list(vars(self.holder).values())
-
-    def is_of(self, watched: Watched) -> bool:
-        """Whether the parameter still consists of the same tensors, in the same memory."""
-        return (
-            self.memory is watched.memory
-            and self.holder is watched.holder
-            and self._address == watched.memory.data_ptr()
-            and all(map(operator.is_, self.counted, watched.counted))
-        )
 
     def _count(self) -> int:
         version = 0
@@ -241,7 +234,19 @@ class _Trace:
 
     def is_sample_equal(self) -> bool:
         """Whether it lies where it was, and some elements there are what they were."""
-        return self.memory.data_ptr() == self._address and b"".join(self.sample) == self._sampled
+        return self.memory.data_ptr() == self.address and b"".join(self.sample) == self._sampled
+
+
+def _are_of(traces: Sequence[_Trace], watched: Sequence[Watched]) -> bool:
+    """Whether parameters still consist of the same tensors, in the same memory."""
+    are_same = [
+        trace.memory is now.memory
+        and trace.holder is now.holder
+        and trace.address == now.memory.data_ptr()
+        and all(map(operator.is_, trace.counted, now.counted))
+        for trace, now in zip(traces, watched, strict=False)
+    ]
+    return len(traces) == len(watched) and all(are_same)
 
 
 class _Whole:
@@ -314,13 +319,13 @@ class HostComparison(Comparison):
     answers_at_once = True
 
     def compare(self, pairs: Pairs, index: int) -> int | None:
-        return None if all(have_equal_bits(left, right) for left, right in pairs) else index
+        return index if self.any_differ(pairs) else None
 
     def found(self) -> int | None:
         return None
 
     def any_differ(self, pairs: Pairs) -> bool:
-        return not all(have_equal_bits(left, right) for left, right in pairs)
+        return not all(itertools.starmap(have_equal_bits, pairs))
 
 
 Verdict = Callable[[], bool | None]

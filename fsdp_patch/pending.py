@@ -53,10 +53,8 @@ class PendingGradient(torch.Tensor):
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, layout=like.layout
         )
         assert isinstance(wrapper, cls)
+        wrapper.pending = pending
         return wrapper
-
-    def __init__(self, like: torch.Tensor, pending: Pending) -> None:
-        self.pending = pending
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -88,7 +88,7 @@ def test_calls_of_a_unit_of_six_parameters() -> None:
     for found in run_ranks(2, calls_of_units):
         for operations in (found["gathers"][:8], found["pushes"][:5]):
             assert all(num_calls <= 60 and 0 < depth <= 6 for num_calls, depth in operations), operations
-        assert found["pushes"][5][0] <= 760
+        assert found["pushes"][5][0] <= 380
 
 
 # Large units: what is copied, and what memory that takes
