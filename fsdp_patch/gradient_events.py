@@ -37,10 +37,9 @@ def script_frame(*libraries: str) -> FrameType:
 def place_of(frame: FrameType) -> int:
     """The place in a script, and all the calls that have led to it, as a positive number. Ranks run the same script, so
     they can tell each other where that was: by what does not depend on where the script lies on a host."""
-    callers, caller = [frame], frame.f_back
-    while caller is not None:
+    callers = [frame]
+    while (caller := callers[-1].f_back) is not None:
         callers.append(caller)
-        caller = caller.f_back
     return number_of(";".join(f"{_module_of(one)}:{one.f_code.co_name}:{one.f_lasti}" for one in callers))
 
 

@@ -2,9 +2,10 @@
 
 That is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). Some places are known by name, too.
 ``optimizer.step`` does not use what is None, and ``GradScaler.step`` may skip it; the step has public hooks of torch.
-Clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own ``clip_grad_norm_``) is where a rank
-without a microbatch may not be patched yet, or have full parameters at hand, which have no gradients. These are
-functions of torch, which are intercepted while anybody listens (:func:`listen`), and left as they were after that.
+Clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own ``clip_grad_norm_``) and
+``unscale_`` are where a rank without a microbatch may not be patched yet, or have full parameters at hand, which have
+no gradients, and where ranks wait for each other, of which a message then says what for. These are functions of torch,
+which are intercepted while anybody listens (:func:`listen`), and left as they were after that.
 
 [Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
 replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
@@ -33,6 +34,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_sharded_data_parallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -429,7 +431,9 @@ _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__cod
 _INTERCEPTED: tuple[Intercepted, ...] = (
     InnerFunction(clip_grad.clip_grad_norm_, _LISTENERS),
     InnerFunction(clip_grad.clip_grad_value_, _LISTENERS),
+    Method(torch.amp.GradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     ScaledStep(torch.amp.GradScaler, "step", _LISTENERS, OPTIMIZER),  # a fused optimizer unscales by itself
+    Method(ShardedGradScaler, "unscale_", _LISTENERS, OPTIMIZER),
     Method(FullyShardedDataParallel, "clip_grad_norm_", _LISTENERS, MODULE),
     Summoning(_LISTENERS),
     Initialising(state_dict, "_init_optim_state", _LISTENERS, OPTIMIZER_FIRST),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from torch.optim import optimizer as torch_optimizer
 
@@ -24,7 +25,9 @@ from odc.fsdp_patch.gradient_events import Listener, Listeners
 from odc.fsdp_patch.interception import InnerFunction
 
 METHODS = [
+    (torch.amp.GradScaler, "unscale_"),
     (torch.amp.GradScaler, "step"),
+    (ShardedGradScaler, "unscale_"),
     (FullyShardedDataParallel, "clip_grad_norm_"),
     (state_dict, "_init_optim_state"),
     (torch.optim.Optimizer, "zero_grad"),
@@ -146,10 +149,14 @@ def test_a_scaler_is_noticed(ear: Ear, model: nn.Linear, keyword: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))  # creates the scale
     if keyword:
+        scaler.unscale_(optimizer=optimizer)
         scaler.step(optimizer=optimizer)
     else:
+        scaler.unscale_(optimizer)
         scaler.step(optimizer)
-    assert ear.names == ["GradScaler.step", "optimizer.step", "after optimizer.step", "after scaled step"]
+    assert ear.names == [
+        *["GradScaler.unscale_", "GradScaler.step", "optimizer.step", "after optimizer.step", "after scaled step"],
+    ]
     assert all(tensors == ids(model) for _, tensors in ear.heard)
 
 

@@ -33,7 +33,8 @@ CLIPPING = [clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_]
 ALWAYS = {
     *("FSDPState.init", "FSDPState._lazy_init", "FullyShardedDataParallel.__init__"),
     *("FullyShardedDataParallel.forward", "FullyShardedDataParallel.clip_grad_norm_"),
-    *("GradScaler.step", "Optimizer.zero_grad", "Module.zero_grad"),
+    *("GradScaler.unscale_", "GradScaler.step", "ShardedGradScaler.unscale_"),
+    *("Optimizer.zero_grad", "Module.zero_grad"),
     *("Module._apply", "FSDPModule._apply", "FullyShardedDataParallel._apply"),
     *(f"{function.__name__} (inner function)" for function in CLIPPING),
 }
