@@ -151,10 +151,11 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
     run.description = session.describe() if session else ""
     kept: dict[str, torch.Tensor] = {}
 
-    # FSDP2 leaves the root whole after an evaluation, and gradients out of reach of who clears model.parameters(). Were
-    # it one rank only, it could not be compared with plain FSDP, where all evaluate.
-    is_by_module = case.evaluation == "uncleared" and case.clearing in ("model", "hand")
-    is_forgotten = case.evaluated_by == "one" and case.fsdp == "fsdp2" and is_by_module
+    # FSDP2 leaves the root whole after an evaluation, and gradients out of reach of who clears model.parameters(). ODC
+    # finds them, but for who sets None by hand; and were that one rank only, plain FSDP, where all evaluate, is no
+    # measure.
+    is_by_module = (case.clearing == "model" and not patch) or (case.clearing == "hand" and case.evaluated_by == "one")
+    is_forgotten = case.fsdp == "fsdp2" and case.evaluation == "uncleared" and is_by_module
     # Plain FSDP1 computes with old parameters where an evaluation has left a unit whole and no backward came by before
     # the step: in SHARD_GRAD_OP it is not gathered again.
     is_stale = not patch and case.fsdp != "fsdp2" and case.reshard == "no" and case.unused == "odd-steps"
