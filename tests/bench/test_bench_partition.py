@@ -23,7 +23,7 @@ def test_memory_is_that_of_the_partition() -> None:
 
 
 def test_quality_is_measured_against_something_better() -> None:
-    law = measure_law(Run(), "aime", 2, num_minibatches=4, time_limit_s=5.0)
+    law = measure_law(Run(), "aime", 2, num_minibatches=4, time_limit_s=1.0)
     random = [measure_random(Run(), 10, equal_size) for equal_size in (False, True)]
     assert 0 <= law["points_above"] == law["bubble_percent"] - law["least_bubble_percent"] < 1
     assert law["num_near_bound"] + law["num_solved"] <= 4

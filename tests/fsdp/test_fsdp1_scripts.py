@@ -17,8 +17,12 @@ from training import Net, wrap
 
 READING = {**reading.CASES, **reading.FSDP1_CASES}
 CASES = {**loops.CASES, **READING, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
-FURTHER = ("gradients scaled in a compiled function", *PAIRS)
-"""With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py)."""
+FURTHER = (
+    *("gradients scaled in a compiled function", *PAIRS, *kept.CASES),
+    *(name for name in READING if name.startswith("skipped")),
+)
+"""With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py). What is
+kept or skipped is the same state under both: test_gradient_state.py has every loop, and test_fsdp2_scripts.py these."""
 
 
 class Fsdp1Run(Run):
