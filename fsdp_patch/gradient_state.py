@@ -197,7 +197,7 @@ class GradientState:
     def give(self, who: Hashable, place: int = 0) -> None:
         """Who has asked is given final gradients; ``place``: of the script, where he uses their data."""
         self._asked.add(who)
-        self._passed.add(place)
+        self._passed |= {place} if place else set()  # 0 is session.finish(), which nobody passes
 
     # What ranks tell each other
 

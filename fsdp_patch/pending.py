@@ -9,10 +9,9 @@ devices) ends nothing, and nobody pays for a gradient that is not used.
 [Note: Gradients that others will bring] A gradient is also pending where this rank has pushed none, since the others
 may: under plain FSDP a rank without a microbatch runs one that counts nothing, and finds gradients afterwards. So from
 patching on, once a gradient was cleared, and as soon as this rank has pushed anything, what would be None is pending as
-well. If nobody
-brings any, it is None when the minibatch has ended, and zeros to who has it at hand by then (``is None`` was asked when
-no rank could know). Where an old gradient was not cleared, a look at it and the use of the coming one differ by their
-place in the script only, see [Note: Old gradients on an idle rank].
+well. If nobody brings any, it is None when the minibatch has ended, and zeros to who has it at hand by then (``is
+None`` was asked when no rank could know). Where an old gradient was not cleared, a look at it and the use of the coming
+one differ by their place in the script only, see [Note: Old gradients on an idle rank] in ``gradient_state.py``.
 """
 
 from __future__ import annotations
